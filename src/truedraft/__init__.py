@@ -1,0 +1,42 @@
+"""truedraft: lossless speculative decoding for Hugging Face causal language models.
+
+Heavy modules load on first use, so that `import truedraft` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from truedraft.core.sampling import SamplingParams
+    from truedraft.engine import Answer, Engine, Piece
+    from truedraft.errors import TruedraftError
+    from truedraft.models.loading import load_model
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Answer": "truedraft.engine",
+    "Engine": "truedraft.engine",
+    "Piece": "truedraft.engine",
+    "SamplingParams": "truedraft.core.sampling",
+    "TruedraftError": "truedraft.errors",
+    "load_model": "truedraft.models.loading",
+}
+
+__all__ = ["Answer", "Engine", "Piece", "SamplingParams", "TruedraftError", "__version__", "load_model"]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'truedraft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Public names."""
+    return sorted(__all__)

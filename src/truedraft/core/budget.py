@@ -1,0 +1,43 @@
+"""How much a drafter may draft in one step. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from truedraft.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Upper limits on one proposal; a drafter's own options lie below them.
+
+    Attributes:
+        depth: most tokens on one path.
+        width: most draws at one inner node.
+        nodes: most nodes in the tree; 0 means: do not draft, which makes the step plain decoding.
+        min_probability: drafting stops after a token whose draft probability is below this. The token
+            just drawn is kept: whether a draw exists must not depend on the token it drew.
+    """
+
+    depth: int
+    width: int = 1
+    nodes: int = 1_000_000
+    min_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse negative limits."""
+        if min(self.depth, self.width, self.nodes) < 0 or not 0.0 <= self.min_probability <= 1.0:
+            raise OptionError(f"a budget's limits are 0 or more and min_probability lies in [0, 1], got {self}")
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing may be drafted."""
+        return self.depth == 0 or self.width == 0 or self.nodes == 0
+
+    def cut(self, depth: int) -> Budget:
+        """The same budget with paths of at most `depth` tokens, as near the end of an answer or of the context."""
+        return self if self.depth <= depth else Budget(max(depth, 0), self.width, self.nodes, self.min_probability)
+
+
+NO_DRAFT = Budget(0, 0, 0)
+"""The budget that makes a step plain decoding."""

@@ -1,0 +1,83 @@
+"""What speculation did, as counts; every rate is derived from them. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts of one request, or the sum over several.
+
+    Attributes:
+        target_calls: forwards of the target that judged this request's proposals (empty ones included).
+        prefill_calls: forwards of the target over parts of the prompt; the token that the last of them emits is
+            counted in `prefill_tokens` alone.
+        draft_tokens: nodes that were proposed.
+        accepted_tokens: proposed tokens that were emitted.
+        emitted_tokens: tokens emitted by target calls: accepted, recovered and bonus ones, stops excluded.
+        prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request.
+        accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
+        tried_per_position: how often a path reached the k-th drafted position.
+    """
+
+    target_calls: int = 0
+    prefill_calls: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    prefill_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    tried_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per target call, the recovered or bonus token included (tau); 0 before any call."""
+        return self.emitted_tokens / self.target_calls if self.target_calls else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted tokens per drafted token; 0 when nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    def count_call(self, nodes: int, depth: int, accepted: int, emitted: int) -> None:
+        """Count one target call.
+
+        Args:
+            nodes: nodes of the proposal.
+            depth: length of the proposal's longest path.
+            accepted: accepted tokens that were emitted (none past a stop).
+            emitted: all tokens that were emitted.
+        """
+        self.target_calls += 1
+        self.draft_tokens += nodes
+        self.accepted_tokens += accepted
+        self.emitted_tokens += emitted
+        _grow(self.tried_per_position, depth)
+        _grow(self.accepted_per_position, depth)
+        for position in range(min(accepted + 1, depth)):
+            self.tried_per_position[position] += 1
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
+
+    def __add__(self, other: Counters) -> Counters:
+        """The sum of two counts."""
+        return Counters(
+            self.target_calls + other.target_calls,
+            self.prefill_calls + other.prefill_calls,
+            self.draft_tokens + other.draft_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+            self.emitted_tokens + other.emitted_tokens,
+            self.prefill_tokens + other.prefill_tokens,
+            _sum(self.accepted_per_position, other.accepted_per_position),
+            _sum(self.tried_per_position, other.tried_per_position),
+        )
+
+
+def _grow(counts: list[int], length: int) -> None:
+    counts.extend([0] * (length - len(counts)))
+
+
+def _sum(left: list[int], right: list[int]) -> list[int]:
+    length = max(len(left), len(right))
+    return [sum(counts[i] for counts in (left, right) if i < len(counts)) for i in range(length)]

@@ -1,0 +1,142 @@
+"""Proposals: a token tree, and for each slot the ordered draws that made its children."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from truedraft.core.trees import TokenTree, TreeShape
+
+
+class DrawKind(Enum):
+    """How a child's token was chosen."""
+
+    INDEPENDENT = "independent"
+    WITHOUT_REPLACEMENT = "without replacement"
+    DETERMINISTIC = "deterministic"
+    COUPLED = "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw at a slot.
+
+    Attributes:
+        child: node that carries the drawn token. Two draws of one slot may name one child: both count.
+        law: row of `Proposal.laws` that the token was drawn from, before any removal; -1 for a one-hot law.
+        kind: how it was drawn. Without replacement, the law loses the tokens that earlier draws of the same row took.
+    """
+
+    child: int
+    law: int
+    kind: DrawKind
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter guesses for one request.
+
+    Attributes:
+        tree: the drafted tokens.
+        draws: for each slot (the root, then each node) its draws, in the order in which they are judged. The order
+            is fixed before anything is drawn.
+        laws: `[laws, vocab]`: the very tensor that was sampled from, or None when every draw is deterministic.
+    """
+
+    tree: TokenTree
+    draws: tuple[tuple[Draw, ...], ...]
+    laws: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Every node hangs on a draw of its parent, and every draw has its law."""
+        if len(self.draws) != len(self.tree) + 1:
+            raise ValueError(f"a tree of {len(self.tree)} nodes has {len(self.tree) + 1} slots, got {len(self.draws)}")
+
+    def check(self) -> None:
+        """Raise ValueError when draws and tree contradict each other; costs a walk over all draws."""
+        rows = 0 if self.laws is None else self.laws.shape[0]
+        for slot, draws in enumerate(self.draws):
+            if {draw.child for draw in draws} != set(self.tree.shape.children[slot]):
+                raise ValueError(f"the draws of slot {slot} name other nodes than its children")
+            for draw in draws:
+                if draw.law >= rows or (draw.law < 0) != (draw.kind is DrawKind.DETERMINISTIC):
+                    raise ValueError(f"{draw} of slot {slot} names no law of this proposal ({rows} laws)")
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        """The kinds of draws that occur."""
+        return frozenset(draw.kind for draws in self.draws for draw in draws)
+
+    @classmethod
+    def empty(cls) -> Proposal:
+        """Guess nothing: the step is plain decoding."""
+        return _EMPTY
+
+    @classmethod
+    def deterministic(cls, tree: TokenTree) -> Proposal:
+        """Candidates that were chosen, not drawn: beams, n-grams, top-k."""
+        return cls(tree, _deterministic_draws(tree.shape))
+
+    @classmethod
+    def chain(cls, tokens: Tensor, laws: Tensor, kind: DrawKind = DrawKind.INDEPENDENT) -> Proposal:
+        """One path, token i drawn from row i of `laws` `[length, vocab]`."""
+        return cls(TokenTree.chain(tokens), _chain_draws(len(tokens), kind), laws)
+
+
+@lru_cache(maxsize=1024)
+def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
+    return (*((Draw(child=i, law=i, kind=kind),) for i in range(length)), ())
+
+
+@lru_cache(maxsize=1024)
+def _deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
+    return tuple(tuple(Draw(child, -1, DrawKind.DETERMINISTIC) for child in nodes) for nodes in shape.children)
+
+
+_EMPTY = Proposal(TokenTree.empty(), ((),))
+
+
+def merge(proposals: Sequence[Proposal]) -> Proposal:
+    """Merge proposals for one request into one tree; at each slot the draws of earlier proposals come first.
+
+    Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is
+    judged. Exact, because whether a draw exists depends only on tokens above it (DESIGN section 2).
+
+    Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name
+    it, and its children 1 = 7 and 2 = 8.
+
+    Raises:
+        ValueError: no proposals.
+    """
+    if not proposals:
+        raise ValueError("merge needs at least one proposal")
+    paths: dict[tuple[int, ...], int] = {(): -1}
+    tokens: list[int] = []
+    parents: list[int] = []
+    draws: list[list[Draw]] = [[]]
+    laws: list[Tensor] = []
+    first_law = 0
+    for proposal in proposals:
+        node_of = [-1]
+        for node, parent in enumerate(proposal.tree.shape.parents):
+            path = proposal.tree.path_tokens(node)
+            if path not in paths:
+                paths[path] = len(tokens)
+                tokens.append(path[-1])
+                parents.append(node_of[parent + 1])
+                draws.append([])
+            node_of.append(paths[path])
+        for slot, slot_draws in enumerate(proposal.draws):
+            draws[node_of[slot] + 1].extend(
+                Draw(node_of[d.child + 1], d.law if d.law < 0 else d.law + first_law, d.kind) for d in slot_draws
+            )
+        if proposal.laws is not None:
+            laws.append(proposal.laws)
+            first_law += proposal.laws.shape[0]
+    tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
+    return Proposal(tree, tuple(map(tuple, draws)), torch.cat(laws) if laws else None)

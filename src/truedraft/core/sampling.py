@@ -1,0 +1,72 @@
+"""How a request wants its tokens drawn. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from truedraft.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What to draw and when to stop, for one request.
+
+    Attributes:
+        max_tokens: most new tokens to emit, at least 1.
+        temperature: divides the logits; 0 is greedy (the argmax, ties to the lowest id).
+        top_k: keep the k likeliest tokens, ties with the k-th included; 0 keeps all.
+        top_p: keep the likeliest tokens until their mass reaches top_p, the crossing token included; in (0, 1].
+        min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
+        seed: keys all noise of the request; None draws one from the operating system.
+        coupled: draw by Gumbel noise keyed by (seed, position, token), so that the tokens depend on
+            model, prompt, options and seed alone, never on the drafter (arXiv 2408.07978).
+        stop: texts that end the answer; the answer ends before them.
+        stop_token_ids: ids that end the answer; the answer ends before them.
+        ignore_eos: go on past the end-of-text token.
+
+    Raises:
+        OptionError: a value is out of its range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    coupled: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range; accept one stop text or a list of them."""
+        stop: tuple[str, ...] | str | list[str] = self.stop
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_whole("max_tokens", self.max_tokens, lowest=1)
+        _check_whole("top_k", self.top_k, lowest=0)
+        _check_number("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "0 or more")
+        _check_number("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        _check_number("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        if self.seed is not None:
+            _check_whole("seed", self.seed, lowest=0)
+        if any(not text for text in stop):
+            raise OptionError("stop holds an empty text, which would end every answer at once; remove it")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the law of every node is one-hot."""
+        return self.temperature == 0.0
+
+
+def _check_number(name: str, value: float, valid: bool, expected: str) -> None:
+    if not valid:
+        raise OptionError(f"{name} must be {expected}, got {value!r}")
+
+
+def _check_whole(name: str, value: int, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise OptionError(f"{name} must be a whole number of {lowest} or more, got {value!r}")

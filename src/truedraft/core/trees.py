@@ -1,0 +1,150 @@
+"""Token trees: drafted tokens that share prefixes. A chain is a tree with one path.
+
+The root is the last token of the context; it is not a node. Node i has parent `parents[i]`, which is an earlier
+node or -1 for the root. *Slots* number the places where the target gives a law: slot 0 is the root, slot i + 1 is
+node i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The shape of a tree, without its tokens.
+
+    Worked example: parents (-1, -1, 0, 0, 2) has the children (0, 1) of the root, (2, 3) of node 0 and (4,) of
+    node 2; its depths are (1, 1, 2, 2, 3) and its leaves 1, 3 and 4.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Parents come before their children."""
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}; a parent is an earlier node, or -1 for the root")
+
+    def __len__(self) -> int:
+        """Number of nodes."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; a child of the root has depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def depth(self) -> int:
+        """Length of the longest path."""
+        return max(self.depths, default=0)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each slot: `children[0]` of the root, `children[i + 1]` of node i."""
+        children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
+        for node, parent in enumerate(self.parents):
+            children[parent + 1].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """Nodes without children, in order."""
+        return tuple(node for node in range(len(self.parents)) if not self.children[node + 1])
+
+    @cached_property
+    def ancestor_mask(self) -> Tensor:
+        """Which node sees which: bool `[nodes, nodes]`, True where the column is the row's node or its ancestor."""
+        mask = torch.eye(len(self.parents), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root's child down to `node`."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    @cached_property
+    def rooted(self) -> TreeShape:
+        """The same tree with its root as node 0: what the target's forward packs."""
+        return chain_shape(len(self) + 1) if self.is_chain else TreeShape((-1, *(p + 1 for p in self.parents)))
+
+
+@lru_cache(maxsize=4096)
+def chain_shape(length: int) -> TreeShape:
+    """The shape of a chain."""
+    return TreeShape(tuple(range(-1, length - 1)))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Drafted tokens and how they hang together.
+
+    Attributes:
+        tokens: `[nodes]`, int64.
+        shape: parents of the nodes.
+    """
+
+    tokens: Tensor
+    shape: TreeShape
+
+    @classmethod
+    def chain(cls, tokens: Tensor | Sequence[int]) -> TokenTree:
+        """A tree with one path."""
+        ids = torch.as_tensor(tokens, dtype=torch.int64)
+        return cls(ids, chain_shape(ids.shape[0]))
+
+    @classmethod
+    def empty(cls) -> TokenTree:
+        """No nodes: plain decoding."""
+        return cls(torch.zeros(0, dtype=torch.int64), chain_shape(0))
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> TokenTree:
+        """Merge paths that share prefixes: equal prefixes become one path of nodes, in order of first appearance."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        known: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = -1
+            for token in path:
+                child = known.get((node, token))
+                if child is None:
+                    child = known[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child
+        return cls(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
+
+    def __len__(self) -> int:
+        """Number of nodes."""
+        return len(self.shape)
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """The tokens on the host."""
+        ids: list[int] = self.tokens.tolist()
+        return ids
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root's child down to `node`."""
+        return tuple(self.token_list[i] for i in self.shape.path(node))

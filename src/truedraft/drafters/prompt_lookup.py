@@ -1,0 +1,98 @@
+"""Prompt lookup: what followed the last time the text ended like this?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.trees import TokenTree
+from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.errors import OptionError
+
+
+class PromptLookup(Drafter):
+    """Copies what followed the latest earlier occurrence of the longest n-gram that ends the text.
+
+    Prompt and answer are searched alike. A negligible-cost drafter (Leviathan et al. 2211.17192, section 3); its
+    candidates are deterministic, so the rule stays exact at every temperature.
+
+    Args:
+        num_speculative_tokens: most tokens to copy.
+        max_ngram: longest n-gram to look for.
+        min_ngram: shortest n-gram to look for.
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "prompt-lookup"
+
+    def __init__(self, num_speculative_tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
+        if num_speculative_tokens < 1:
+            raise OptionError(f"num_speculative_tokens must be 1 or more, got {num_speculative_tokens}")
+        if not 1 <= min_ngram <= max_ngram:
+            raise OptionError(f"1 <= min_ngram <= max_ngram must hold, got {min_ngram} and {max_ngram}")
+        self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._indexes: dict[int, _NgramIndex] = {}
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        """Deterministic candidates."""
+        return frozenset({DrawKind.DETERMINISTIC})
+
+    def begin(self, request: DraftRequest) -> None:
+        """Start an index for the request; the prompt is read at the first proposal."""
+        self._indexes[request.id] = _NgramIndex(self._sizes)
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """One chain for each request whose ending occurred before."""
+        return [self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)]
+
+    def _propose(self, request: DraftRequest, budget: Budget) -> Proposal:
+        length = min(budget.depth, budget.nodes, self.limits.depth)
+        if budget.is_zero:
+            return Proposal.empty()
+        index = self._indexes[request.id]
+        index.extend(request.tokens)
+        start = index.follows(request.tokens)
+        if start is None:
+            return Proposal.empty()
+        return Proposal.deterministic(TokenTree.chain(request.tokens[start : start + length]))
+
+    def end(self, request: DraftRequest) -> None:
+        """Drop the index."""
+        self._indexes.pop(request.id, None)
+
+
+class _NgramIndex:
+    """Where each n-gram of one text was last followed by something.
+
+    Worked example, for n-grams of 2 over 5 6 7 5 6: the ending (5, 6) was last followed at place 2, by 7.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._places: dict[tuple[int, ...], int] = {}
+        self._known = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read tokens not yet read; the n-gram that ends the text has no follower yet and stays out."""
+        for place in range(max(self._known, 1), len(tokens)):
+            for size in self._sizes:
+                if size <= place:
+                    self._places[tuple(tokens[place - size : place])] = place
+        self._known = len(tokens)
+
+    def follows(self, tokens: Sequence[int]) -> int | None:
+        """The place that followed the latest occurrence of the longest known ending."""
+        for size in self._sizes:
+            place = self._places.get(tuple(tokens[-size:]))
+            if place is not None:
+                return place
+        return None

@@ -1,0 +1,7 @@
+"""The engine: requests, one speculative step for a batch, a scheduler, generate and stream."""
+
+from truedraft.engine.answer import Answer, Piece
+from truedraft.engine.engine import Engine
+from truedraft.engine.request import Request
+
+__all__ = ["Answer", "Engine", "Piece", "Request"]

@@ -1,0 +1,79 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from truedraft.core.counters import Counters
+from truedraft.core.verdicts import Origin
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When things happened, in seconds since the request was submitted.
+
+    Attributes:
+        first_token_s: time to the first token (TTFT); None when there is none.
+        total_s: time to the end.
+        decode_s: from the first token to the end; with the counters this gives tokens per second.
+    """
+
+    first_token_s: float | None
+    total_s: float
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the end."""
+        return self.total_s - (self.total_s if self.first_token_s is None else self.first_token_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished request.
+
+    Attributes:
+        text: the answer, without what ended it; None without a tokenizer.
+        token_ids: new tokens only, without the one that ended it.
+        finish_reason: "stop" (end of text, stop id, stop text), "length" (max_tokens or the model's context),
+            "error" (see `error`) or "cancelled".
+        stats: counts of this request; rates are derived from them.
+        origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the first
+            token comes from the prefill and counts as a bonus.
+        seed: what keyed the noise; the same seed gives the same answer again.
+        prompt_tokens: tokens of the prompt.
+        timing: when it happened.
+        error: what went wrong, in one sentence.
+        warnings: what the user should know, such as a drafter that failed.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Counters
+    origins: list[Origin]
+    seed: int
+    prompt_tokens: int
+    timing: Timing
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of an answer that one step brought.
+
+    Attributes:
+        text: text that can no longer change; "" while a character or a possible stop text is incomplete, and
+            without a tokenizer.
+        token_ids: the step's tokens; a stop text may take the last of them back from the answer.
+        origins: where each of them came from.
+        answer: the whole answer, on the last piece only.
+    """
+
+    text: str
+    token_ids: list[int]
+    origins: list[Origin]
+    answer: Answer | None = None

@@ -1,0 +1,166 @@
+"""One request in the engine: its tokens, its cache, and where its answer ends."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from truedraft.cache import RequestCache
+from truedraft.core.counters import Counters
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.drafters.base import DraftRequest
+from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
+from truedraft.text.stopping import TextStream
+from truedraft.text.tokenizer import Tokenizer
+
+
+class Request:
+    """A request from its prompt to its answer.
+
+    Args:
+        id_: unique in the engine.
+        prompt: token ids, at least one.
+        params: sampling options.
+        tokenizer: None when ids go out.
+        eos_ids: ids that end the answer unless the options ignore them.
+        context_length: most tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        id_: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        eos_ids: Sequence[int],
+        context_length: int,
+    ) -> None:
+        self.params = params
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.draft = DraftRequest(id_, params, list(prompt))
+        self.prompt_tokens = len(prompt)
+        self.cache: RequestCache | None = None
+        self.counters = Counters()
+        self.undrafted = False  # after its drafter failed
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.warnings: list[str] = []
+        self.origins: list[Origin] = []
+        self.pieces: list[Piece] = []  # not yet taken by a stream
+        self._tokenizer = tokenizer
+        self._text = TextStream(tokenizer, params.stop)
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self._limit = min(self.prompt_tokens + params.max_tokens, context_length)
+        self._steps = 0
+        self._submitted = time.perf_counter()
+        self._first_token: float | None = None
+        self._finished: float | None = None
+
+    @property
+    def id(self) -> int:
+        """Unique in the engine."""
+        return self.draft.id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.draft.tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted, by max_tokens and the context."""
+        return self._limit - len(self.tokens)
+
+    @property
+    def uncached(self) -> int:
+        """Tokens that the target has not seen; 1 when only the last token waits, more during the prefill."""
+        return len(self.tokens) - (self.cache.length if self.cache is not None else 0)
+
+    @property
+    def emitted(self) -> int:
+        """New tokens so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def noise(self) -> KeyedNoise:
+        """The noise of the next step: its keys never occur in another step of this request."""
+        return KeyedNoise(self.seed, len(self.tokens), self._steps, greedy=self.params.greedy)
+
+    def emit(self, verdict: Verdict, proposed: int, depth: int) -> int:
+        """Append what a verdict emits, up to the first token that ends the answer.
+
+        Args:
+            verdict: the step's verdict.
+            proposed: nodes of the step's proposal, for the counters.
+            depth: length of its longest path.
+
+        Returns:
+            How many of the accepted tokens were emitted.
+        """
+        origins = verdict.origins
+        tokens: list[int] = []
+        text: list[str] = []
+        prefill = self.emitted == 0
+        for token in verdict.tokens:
+            if token in self._stop_ids:
+                self.finish_reason = "stop"
+                break
+            tokens.append(token)
+            piece, stopped = self._text.push(token)
+            text.append(piece)
+            if stopped:
+                self.finish_reason = "stop"
+                break
+            if len(tokens) == self.remaining:
+                self.finish_reason = "length"
+                break
+        accepted = min(len(tokens), len(verdict.path))
+        self._count(prefill, proposed, depth, accepted, len(tokens))
+        if tokens and self._first_token is None:
+            self._first_token = time.perf_counter()
+        self.tokens.extend(tokens)
+        self.origins.extend(origins[: len(tokens)])
+        self.pieces.append(Piece("".join(text), tokens, list(origins[: len(tokens)])))
+        return accepted
+
+    def _count(self, prefill: bool, proposed: int, depth: int, accepted: int, emitted: int) -> None:
+        self._steps += 1
+        if prefill:
+            self.counters.prefill_calls += 1
+            self.counters.prefill_tokens += emitted
+        else:
+            self.counters.count_call(proposed, depth, accepted, emitted)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; what was emitted stays."""
+        self.error = error
+        self.finish_reason = "error"
+
+    def finish(self) -> Answer:
+        """Close the answer; the last piece carries it."""
+        assert self.finish_reason is not None
+        self._finished = time.perf_counter()
+        rest = self._text.finish()
+        kept = min(self._text.kept_tokens, self.emitted)
+        answer = self.answer(kept)
+        self.pieces.append(Piece(rest, [], [], answer))
+        return answer
+
+    def answer(self, kept: int) -> Answer:
+        """The answer with the first `kept` new tokens."""
+        end = self._finished if self._finished is not None else time.perf_counter()
+        first = None if self._first_token is None else self._first_token - self._submitted
+        return Answer(
+            text=None if self._tokenizer is None else self._text.text,
+            token_ids=self.tokens[self.prompt_tokens : self.prompt_tokens + kept],
+            finish_reason=self.finish_reason or "cancelled",
+            stats=self.counters,
+            origins=self.origins[:kept],
+            seed=self.seed,
+            prompt_tokens=self.prompt_tokens,
+            timing=Timing(first, end - self._submitted),
+            error=None if self.error is None else str(self.error),
+            warnings=tuple(self.warnings),
+        )

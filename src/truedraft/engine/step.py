@@ -1,0 +1,140 @@
+"""One speculative step for a batch: propose, one target forward, verify, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.core.laws import finite_rows, laws_from_logits
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposals import Proposal
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.verdicts import Verdict
+from truedraft.drafters.base import StepOutcome
+from truedraft.engine.drafting import Drafting
+from truedraft.engine.request import Request
+from truedraft.errors import InvalidLogitsError
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.verification import CoupledSampling, Rule
+
+_COUPLED = CoupledSampling()
+
+
+@dataclass(slots=True)
+class _Part:
+    """One request's share of a step."""
+
+    request: Request
+    proposal: Proposal
+    noise: KeyedNoise
+    segment: Segment
+    laws: Tensor | None = None  # [slots, vocab]; None while the prompt is not through
+    hidden: Tensor | None = None
+    verdict: Verdict | None = None
+
+
+class Step:
+    """Runs steps of a target with a rule and a drafter.
+
+    Args:
+        target: the model that decides.
+        rule: judges proposals of requests that are neither greedy nor coupled, or all if it is lossy.
+        drafting: asks the drafter.
+        keeps_hidden: whether the drafter wants the vectors that enter the LM head.
+    """
+
+    def __init__(self, target: LanguageModel, rule: Rule, drafting: Drafting, keeps_hidden: bool) -> None:
+        self._target = target
+        self._rule = rule
+        self._drafting = drafting
+        self._keeps_hidden = keeps_hidden
+
+    def run(self, batch: Sequence[Request], chunks: Sequence[int]) -> None:
+        """One step; each request gains tokens, a part of its prompt, or an error.
+
+        Args:
+            batch: requests, each with a cache.
+            chunks: for each, how many tokens not yet in its cache are fed.
+        """
+        noise = [request.noise() for request in batch]
+        proposals = self._drafting.propose(batch, noise)
+        parts = [
+            _Part(request, proposal, each, self._segment(request, chunk, proposal))
+            for request, chunk, proposal, each in zip(batch, chunks, proposals, noise, strict=True)
+        ]
+        self._read(parts, self._target.forward([part.segment for part in parts]))
+        self._verify([part for part in parts if part.laws is not None])
+        outcomes = [self._commit(part) for part in parts]
+        self._drafting.observe(batch, outcomes)
+
+    def rule_for(self, request: Request) -> Rule:
+        """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone."""
+        if request.params.coupled or (request.params.greedy and self._rule.lossless):
+            return _COUPLED
+        return self._rule
+
+    def _segment(self, request: Request, chunk: int, proposal: Proposal) -> Segment:
+        """The last token and the tree below it, or a part of the prompt."""
+        assert request.cache is not None
+        start = request.cache.length
+        ids = torch.tensor(request.tokens[start : start + chunk], device=self._target.device)
+        if chunk > 1 or request.uncached > chunk:
+            rows = (chunk - 1,) if request.uncached == chunk else ()
+            return Segment(request.cache, ids, chain_shape(chunk), rows)
+        if len(proposal.tree):
+            ids = torch.cat([ids, proposal.tree.tokens.to(ids.device)])
+        return Segment(request.cache, ids, proposal.tree.shape.rooted, range(len(ids)))
+
+    def _read(self, parts: Sequence[_Part], output: ForwardOutput) -> None:
+        """Give each part its laws; a request with a broken row fails alone."""
+        judged = [part for part in parts if len(part.segment.rows)]
+        if not judged:
+            return
+        counts = [len(part.segment.rows) for part in judged]
+        params = [part.request.params for part in judged]
+        laws = laws_from_logits(output.logits, list(zip(params, counts, strict=True)))
+        hidden = output.hidden.split(counts) if self._keeps_hidden else [None] * len(judged)
+        sound = bool(output.logits.sum(dtype=torch.float32).isfinite())
+        for part, law, vectors in zip(judged, laws, hidden, strict=True):
+            # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
+            if sound or bool(finite_rows(law).all()):
+                part.laws, part.hidden = law, vectors
+            else:
+                part.request.fail(
+                    InvalidLogitsError(
+                        f"the target {self._target.name!r} gave NaN or infinite logits after "
+                        f"{len(part.request.tokens)} tokens; check its weights, or load it in float32"
+                    )
+                )
+
+    def _verify(self, parts: Sequence[_Part]) -> None:
+        """Judge all proposals, those of one rule together."""
+        by_rule: dict[Rule, list[_Part]] = {}
+        for part in parts:
+            by_rule.setdefault(self.rule_for(part.request), []).append(part)
+        for rule, group in by_rule.items():
+            laws = [part.laws for part in group if part.laws is not None]
+            verdicts = rule.verify([part.proposal for part in group], laws, [part.noise for part in group])
+            for part, verdict in zip(group, verdicts, strict=True):
+                part.verdict = verdict
+
+    def _commit(self, part: _Part) -> StepOutcome:
+        """Keep what was accepted in the cache, emit, and say what became of the proposal."""
+        request, verdict = part.request, part.verdict
+        assert request.cache is not None
+        if request.error is not None:
+            return StepOutcome(Proposal.empty(), (), (), None)
+        if verdict is None:
+            request.cache.commit(range(len(part.segment.shape)))
+            request.counters.prefill_calls += 1
+            return StepOutcome(Proposal.empty(), (), (), None)
+        before = len(request.tokens)
+        shape: TreeShape = part.proposal.tree.shape
+        accepted = request.emit(verdict, len(shape), shape.depth)
+        path = verdict.path[:accepted]
+        fed = len(part.segment.shape) - len(shape)
+        request.cache.commit([*range(fed), *(fed + node for node in path)])
+        return StepOutcome(part.proposal, path, tuple(request.tokens[before:]), part.hidden)

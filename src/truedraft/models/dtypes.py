@@ -1,0 +1,51 @@
+"""Which device and which number format to use here."""
+
+from __future__ import annotations
+
+import torch
+
+from truedraft.errors import OptionError, UnknownOptionError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of an option; "auto" is CUDA where there is one.
+
+    Raises:
+        OptionError: no such device, or none on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UnknownOptionError.nearest("device", name, ("auto", "cpu", "cuda"))
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"device {name!r} is not of the form cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"device {name!r} is not on this machine, which has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of an option; "auto" is bfloat16 where the device computes in it, else float32.
+
+    Raises:
+        UnknownOptionError: no such dtype.
+    """
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    if name not in _DTYPES:
+        raise UnknownOptionError.nearest("dtype", name, ("auto", *_DTYPES))
+    return _DTYPES[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16 products; emulated ones are slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch offers these two under private names only; where one is gone, float32 is the safe answer.
+    return any(
+        getattr(torch.cpu, probe, lambda: False)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    )

@@ -1,0 +1,122 @@
+"""From a name to a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from truedraft.embedded import embedded_folder
+from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from truedraft.models.dtypes import pick_device, pick_dtype
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.selftest import check_against_stock
+from truedraft.text.tokenizer import Tokenizer
+
+
+def load_model(
+    name: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+) -> HuggingFaceModel:
+    """Load a causal language model, unmodified, and make it run packed.
+
+    Args:
+        name: "embedded:target" or "embedded:draft", a folder, or a name on the Hugging Face hub.
+        dtype: "auto" (what is fast on this device), "float32", "bfloat16" or "float16".
+        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+        revision: of a hub name.
+
+    Returns:
+        The model, its tokenizer with it where the folder holds one.
+
+    Raises:
+        ModelNotFoundError: no such folder or name, or the hub cannot be reached.
+        UnsupportedModelError: not a causal language model, or a family that cannot run packed.
+        OptionError: an unusable dtype or device.
+    """
+    place = pick_device(device)
+    kind = pick_dtype(dtype, place)
+    source = _resolve(str(name))
+    config = _load_config(source, str(name), revision)
+    _refuse_other_kinds(config, str(name))
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=kind, revision=revision, trust_remote_code=False
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"cannot load the weights of {name!s}: {_first_line(error)}") from error
+    tokenizer = Tokenizer.load(source, revision=revision)
+    with _quiet():
+        check = check_against_stock(model.to(place), str(name))
+        loaded = HuggingFaceModel(model, tokenizer, str(name))
+        check(loaded)
+    return loaded
+
+
+def _resolve(name: str) -> str:
+    """The folder of an embedded name; a path that is meant as one must exist."""
+    if name.startswith("embedded:"):
+        return str(embedded_folder(name.removeprefix("embedded:")))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
+        return str(path)
+    if path.exists():
+        raise ModelNotFoundError(f"{name!r} is a file; name the folder that holds config.json and the weights")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
+    return name
+
+
+def _load_config(source: str, name: str, revision: str | None) -> Any:
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if Path(source).is_dir():
+            raise ModelError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
+        raise ModelNotFoundError(
+            f"found no model {name!r}: there is no such folder, and the Hugging Face hub did not give it "
+            f"({_first_line(error)})"
+        ) from error
+
+
+def _refuse_other_kinds(config: Any, name: str) -> None:
+    """Refuse encoders and encoder-decoders before any weight is read."""
+    architectures = config.architectures or []
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name!r} is an encoder-decoder ({config.model_type}); truedraft runs causal models"
+        )
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if architectures and not causal.intersection(architectures):
+        raise UnsupportedModelError(
+            f"{name!r} is a {architectures[0]}, not a causal language model; name a model that continues text"
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(
+            f"{name!r} is of type {config.model_type!r}, which transformers cannot load as causal"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own bars and warnings off the user's screen while loading."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

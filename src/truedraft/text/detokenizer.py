@@ -1,0 +1,124 @@
+"""Text from ids as they come, never half a character, and in sum exactly what decoding all of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+_BROKEN = "\ufffd"
+
+# Tokens kept as context for those that follow. The text of a token depends on what is before it in two ways only:
+# a decoder may drop a space at the very beginning (one token of context is enough to tell), and bytes may join to
+# characters. Of a cut stream of UTF-8 at most 3 bytes are misread and the last character has at most 4, so that
+# 7 bytes, hence 8 tokens, are enough to read everything that follows as in the whole stream.
+_CONTEXT = 8
+
+
+class Decoder(Protocol):
+    """What a detokenizer needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+
+    @property
+    def skipped_ids(self) -> frozenset[int]:
+        """Ids without text."""
+
+    @property
+    def byte_values(self) -> Mapping[int, int]:
+        """The byte of each id that stands for one; a run of them is decoded together."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids into text."""
+
+
+class StreamDetokenizer:
+    """Turn one growing sequence of ids into pieces of text that later tokens cannot change.
+
+    The pieces, with that of `finish`, join to `tokenizer.decode(all ids)`, whatever the ids. Held back are:
+
+    - a U+FFFD at the end: the bytes of a character so far, of which the rest may come (or a real U+FFFD);
+    - with byte fallback (Llama 2, Gemma), a run of byte tokens, because one bad byte makes U+FFFD of all of them.
+
+    A token costs the decoding of a window of about 16 tokens, not of the answer so far.
+    """
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the tokens from which text is still to come, after up to _CONTEXT read ones
+        self._released = 0  # characters of the window's text that have been returned
+        self._held = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether text of the tokens so far is held back."""
+        return self._held
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens; return the text that has become final, often of the tokens before."""
+        fresh = [token for token in token_ids if self._has_text(token)]
+        self._window += fresh
+        if not fresh:
+            return ""
+        if fresh[-1] in self._tokenizer.byte_values:
+            # Nothing of a run is decoded before it ends, so that a run costs no more than its length.
+            self._held = True
+            return self._release_before_run(len(fresh)) if len(fresh) > 1 else ""
+        return self._release()
+
+    def pending(self) -> str:
+        """The text that is held back, as it would be if no token followed."""
+        if not self._held:
+            return ""
+        return self._tokenizer.decode(self._window)[self._released :]
+
+    def finish(self) -> str:
+        """Return what was held back, as no token follows; the next `push` begins a new text."""
+        rest = self.pending()
+        self._window, self._released, self._held = [], 0, False
+        return rest
+
+    def _has_text(self, token: int) -> bool:
+        return 0 <= token < self._tokenizer.vocab_size and token not in self._tokenizer.skipped_ids
+
+    def _release_before_run(self, fresh: int) -> str:
+        """Release what came before the run of byte tokens at the end of several fresh tokens."""
+        end = len(self._window)
+        while end > 0 and self._window[end - 1] in self._tokenizer.byte_values:
+            end -= 1
+        if end <= len(self._window) - fresh:
+            return ""  # the run began before these tokens
+        run = self._window[end:]
+        del self._window[end:]
+        piece = self._release()
+        self._window += run
+        self._held = True
+        return piece
+
+    def _release(self) -> str:
+        text = self._tokenizer.decode(self._window)
+        final = _final_length(text)
+        piece = text[self._released : final]
+        self._released = max(self._released, final)
+        self._held = self._released < len(text)
+        if len(self._window) >= 2 * _CONTEXT:
+            self._shorten(text[: self._released])
+        return piece
+
+    def _shorten(self, released: str) -> None:
+        """Forget tokens of the window that the text to come does not depend on."""
+        start = len(self._window) - _CONTEXT
+        while start < len(self._window) - 1 and self._window[start] in self._tokenizer.byte_values:
+            start += 1  # never begin inside a run, whose bytes are only read together
+        context = self._tokenizer.decode(self._window[start:])
+        length = _final_length(context)
+        # Where the cut falls inside a character, or leaves spaces only, try again at the next token.
+        if length and released.endswith(context[:length]):
+            del self._window[:start]
+            self._released = length
+
+
+def _final_length(text: str) -> int:
+    """How much of the text stays, whatever bytes follow: an unfinished character shows as one U+FFFD."""
+    return len(text) - text.endswith(_BROKEN)

@@ -1,0 +1,185 @@
+"""Stop texts: the answer ends before the first one that becomes complete, at the token that completes it.
+
+Example with stop text "END" and tokens "a E", "N", "D b": after the first, "a " is released and "E" held, as it may
+begin the stop text; the third completes it, so the answer is "a " and keeps one token, the only one with text of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from truedraft.errors import OptionError
+from truedraft.text.detokenizer import Decoder, StreamDetokenizer
+
+_BROKEN = "\ufffd"
+
+
+class StopScanner:
+    """Pass text through up to the first stop text, holding back what may be the beginning of one.
+
+    The stop text that is complete first wins; of those complete at the same character, the one that begins first.
+    So the answer does not depend on how the text is cut into pieces.
+
+    Args:
+        stops: the stop texts; may be empty.
+
+    Raises:
+        OptionError: a stop text is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or any(not isinstance(stop, str) or not stop for stop in stops):
+            raise OptionError(f"stop must hold texts of at least one character, got {stops!r}")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self._found = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take the next text; return what is safe to emit, and whether a stop text was found right after it."""
+        if self._found:
+            return "", True
+        text = self._held + text
+        start = self._first(text)
+        self._found = start is not None
+        if start is None:
+            start = len(text) - self._beginning(text)
+        self._held = "" if self._found else text[start:]
+        return text[:start], self._found
+
+    def would_stop(self, text: str) -> bool:
+        """Whether this text, if it came next, would complete a stop text; changes nothing."""
+        return self._found or self._first(self._held + text) is not None
+
+    def finish(self) -> str:
+        """Return the text held back, as no more follows."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _first(self, text: str) -> int | None:
+        """Where the stop text that is complete first begins."""
+        ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(ends)[1] if ends else None
+
+    def _beginning(self, text: str) -> int:
+        """The length of the longest end of the text with which some stop text begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """The text of one answer, token by token, ended by stop texts.
+
+    Args:
+        tokenizer: turns ids into text; None leaves the text empty.
+        stops: texts that end the answer, which ends before them.
+
+    Raises:
+        OptionError: stop texts without a tokenizer, or an empty one.
+    """
+
+    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str] = ()) -> None:
+        self._scanner = StopScanner(stops)
+        if tokenizer is None and stops:
+            raise OptionError(
+                f"stop {stops!r} needs a tokenizer, and this model has none; use stop_token_ids, "
+                "or load a folder with tokenizer files"
+            )
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
+        self._scans = bool(stops)
+        self._last_bytes = {stop.encode(errors="replace")[-1] for stop in stops}
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._length = 0  # characters emitted
+        self._read = 0  # characters read from the detokenizer, emitted or held by the scanner
+        # Where nothing was held back: numbers of tokens, and the length of their text.
+        self._clean_tokens: list[int] = [0]
+        self._clean_lengths: list[int] = [0]
+        self._kept: int | None = None
+
+    @property
+    def text(self) -> str:
+        """All text emitted so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was found."""
+        return self._kept is not None
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens the answer keeps: all, or after a stop the fewest whose text begins with `text`.
+
+        So a token that holds the last characters before the stop text counts, even if the stop text begins inside
+        it; tokens of the stop text alone, and special tokens right before it, do not.
+        """
+        return len(self._ids) if self._kept is None else self._kept
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Take the next token; return the text that may be emitted now, and whether the answer ends after it."""
+        if self.stopped:
+            return "", True
+        self._ids.append(token_id)
+        if self._detokenizer is None:
+            return "", False
+        text = self._detokenizer.push([token_id])
+        if self._completes_in_held_bytes(token_id, text):
+            text += self._detokenizer.pending()
+        self._read += len(text)
+        if self._scans and not self._detokenizer.holding:
+            self._clean_tokens.append(len(self._ids))
+            self._clean_lengths.append(self._read)
+        return self._scan(text)
+
+    def finish(self) -> str:
+        """Return all that was held back, as no token follows."""
+        if self.stopped or self._detokenizer is None:
+            return ""
+        piece, stopped = self._scan(self._detokenizer.finish())
+        return piece if stopped else piece + self._emit(self._scanner.finish())
+
+    def _completes_in_held_bytes(self, token_id: int, text: str) -> bool:
+        """Whether this token's byte, which is held back, completes a stop text: a line break does in Llama 2.
+
+        The answer then ends here, so that nothing can follow and change the held bytes. Only the last byte of a
+        stop text can complete it, so that long runs of bytes are rarely looked at.
+        """
+        if self._tokenizer is None or self._detokenizer is None:
+            return False
+        if self._tokenizer.byte_values.get(token_id) not in self._last_bytes:
+            return False
+        pending = self._detokenizer.pending()
+        # A run of bytes with U+FFFD in it is unfinished or broken: no text yet.
+        return _BROKEN not in pending and self._scanner.would_stop(text + pending)
+
+    def _scan(self, text: str) -> tuple[str, bool]:
+        piece, stopped = self._scanner.push(text)
+        self._emit(piece)
+        if stopped:
+            self._kept = self._count_kept()
+        return piece, stopped
+
+    def _emit(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+            self._length += len(piece)
+        return piece
+
+    def _count_kept(self) -> int:
+        """The fewest tokens whose text begins with the text emitted; looked for once, at the end of an answer."""
+        if self._length == 0 or self._tokenizer is None:
+            return 0
+        # Where nothing was held and the text was shorter, the tokens did not suffice.
+        last = self._clean_tokens[bisect_left(self._clean_lengths, self._length) - 1]
+        for count in range(last + 1, len(self._ids)):
+            if self._tokenizer.decode(self._ids[:count]).startswith(self.text):
+                return count
+        return len(self._ids)

@@ -1,0 +1,180 @@
+"""A model's tokenizer: text to ids and back, chat templates, and whether two models share one vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from truedraft.errors import ModelError, ModelNotFoundError, PromptError
+from truedraft.text.vocabulary import Vocabulary
+
+# A folder or repository with none of these has no tokenizer: ids go in and out. A file outside this list
+# (a SentencePiece model under a name of its own, say) is named by tokenizer_config.json, which is in it.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer with the few calls that this package needs.
+
+    Args:
+        backend: the tokenizer from transformers, fast or slow.
+        name: what messages call it.
+    """
+
+    def __init__(self, backend: Any, name: str = "tokenizer") -> None:
+        self.backend = backend
+        self.name = name
+
+    @classmethod
+    def load(cls, folder_or_name: str, *, revision: str | None = None) -> Tokenizer | None:
+        """Load the tokenizer of a folder or hub name; None where the model comes without one.
+
+        Raises:
+            ModelNotFoundError: no such folder or hub name.
+            ModelError: there are tokenizer files, but they cannot be read.
+        """
+        name = str(folder_or_name)
+        folder = Path(name).expanduser()
+        local = folder.is_dir()
+        if local and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+            return None
+        if not local and (folder.exists() or _looks_like_a_path(name)):
+            raise ModelNotFoundError(f"no such folder: {name!r}; give the folder of a model or a hub name")
+        from transformers import AutoTokenizer
+
+        try:
+            backend = AutoTokenizer.from_pretrained(
+                str(folder) if local else name, revision=revision, trust_remote_code=False, local_files_only=local
+            )
+        except ImportError as error:
+            raise ModelError(f"the tokenizer of {name!r} needs a package that is missing: {_gist(error)}") from error
+        except Exception as error:  # tokenizers raises bare Exception for a broken file
+            if not local:
+                _refuse_missing_name(name, error)
+                if not _has_cached_files(name, revision):
+                    return None
+            raise ModelError(
+                f"the tokenizer of {name!r} cannot be read ({_gist(error)}); fetch its files again, "
+                "or remove them to go on with token ids"
+            ) from error
+        return cls(backend, name)
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into ids, with the special tokens that the model expects around it (BOS for Llama)."""
+        return list(self.backend(text, verbose=False).input_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids into text; special tokens are left out and spaces stay as the model wrote them."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Turn a conversation into ids by the model's chat template, up to where its answer begins.
+
+        Raises:
+            PromptError: the model has no chat template, or its template refuses these messages.
+        """
+        if not getattr(self.backend, "chat_template", None):
+            raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
+        from jinja2 import TemplateError
+
+        try:
+            ids = self.backend.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise PromptError(f"the chat template of {self.name!r} refuses these messages: {_gist(error)}") from error
+        return [int(token) for token in ids]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id plus one, added tokens included; a model may pad its logits beyond it."""
+        return max(self.backend.get_vocab().values(), default=-1) + 1
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids with which this tokenizer ends a text; the model's generation config may name more."""
+        eos = self.backend.eos_token_id
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that is equal for tokenizers whose ids mean the same text and are merged by the same rules."""
+        return Vocabulary.of(self.backend).fingerprint
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether both give and understand the same ids, whatever size their models pad the vocabulary to."""
+        return self is other or self.fingerprint == other.fingerprint
+
+    def difference(self, other: Tokenizer) -> str:
+        """Say in one sentence where the vocabularies first differ; empty if they do not."""
+        return Vocabulary.of(self.backend).difference(Vocabulary.of(other.backend), self.name, other.name)
+
+    @property
+    def skipped_ids(self) -> frozenset[int]:
+        """The ids below `vocab_size` that have no text: special ones, and numbers that no token has."""
+        return self._special_and_bytes[0]
+
+    @property
+    def byte_values(self) -> Mapping[int, int]:
+        """The byte of each id that stands for one (`<0x0A>`), where the tokenizer falls back to bytes."""
+        return self._special_and_bytes[1]
+
+    @cached_property
+    def _special_and_bytes(self) -> tuple[frozenset[int], dict[int, int]]:
+        vocabulary = Vocabulary.of(self.backend)
+        return vocabulary.special | vocabulary.holes, vocabulary.byte_values
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+
+
+def _gist(error: BaseException) -> str:
+    """The first line of a message, without its final full stop: libraries add whole paragraphs."""
+    lines = str(error).strip().splitlines()
+    return (lines[0].strip().rstrip(".:") if lines else "") or type(error).__name__
+
+
+def _refuse_missing_name(name: str, error: Exception) -> None:
+    """Raise if the hub has no such name or cannot be asked; OSError is all that transformers tells apart."""
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    missing = (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    if isinstance(error, missing) or isinstance(error.__cause__, missing):
+        raise ModelNotFoundError(
+            f"no folder and no reachable hub model is called {name!r} ({_gist(error)}); "
+            "check the name, the network, or give a local folder"
+        ) from error
+
+
+def _has_cached_files(name: str, revision: str | None) -> bool:
+    """Whether the attempt to load left tokenizer files in the hub's cache: then they exist and are broken."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _TOKENIZER_FILES)

@@ -1,0 +1,103 @@
+"""The exact law of what a rule emits, by recursion over its one-node kernel, on tiny vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.core import laws as L
+from truedraft.core.proposals import DrawKind
+from truedraft.verification.rule import DrawnToken, Rule
+
+Prefix = tuple[int, ...]
+Target = Callable[[Prefix], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDraw:
+    """A draw that a drafting scheme makes at a node: a law `[vocab]`, its row, and how it is drawn.
+
+    A deterministic draw has a one-hot law. Draws of one node with one row and without replacement lose each
+    other's tokens.
+    """
+
+    law: int
+    q: Tensor
+    kind: DrawKind
+
+
+Scheme = Callable[[Prefix, Prefix], Sequence[PlannedDraw]]
+"""The draws made at a node, in order, by all tokens above it and those of them drafted in this step; none at a leaf."""
+
+
+def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
+    """The exact law of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
+
+    A step that ends early is followed by a step from its end, so answers of the full length are compared.
+    Siblings' subtrees are independent, so only the subtree below the accepted child matters.
+
+    Args:
+        rule: its `outcomes` are summed over.
+        target: the target's law `[vocab]` after a prefix, float64.
+        scheme: what is drafted at a node; called with the answer so far and its part that this step drafted.
+        length: tokens to look at.
+
+    Returns:
+        Probability of each answer of `length` tokens.
+    """
+    law: dict[Prefix, float] = {}
+
+    def visit(prefix: Prefix, drafted: Prefix, mass: float) -> None:
+        if len(prefix) == length:
+            law[prefix] = law.get(prefix, 0.0) + mass
+            return
+        for probability, draws in _drawn(scheme(prefix, drafted)):
+            for outcome in rule.outcomes(target(prefix), draws):
+                weight = mass * probability * outcome.probability
+                if weight > 0.0:
+                    below = (*drafted, outcome.token) if outcome.accepted else ()
+                    visit((*prefix, outcome.token), below, weight)
+
+    visit((), (), 1.0)
+    return law
+
+
+def target_law(target: Target, length: int) -> dict[Prefix, float]:
+    """The target's own law of answers of `length` tokens."""
+    law: dict[Prefix, float] = {(): 1.0}
+    for _ in range(length):
+        law = {
+            (*prefix, token): mass * float(p)
+            for prefix, mass in law.items()
+            for token, p in enumerate(target(prefix))
+            if mass * float(p) > 0.0
+        }
+    return law
+
+
+def distance(left: dict[Prefix, float], right: dict[Prefix, float]) -> float:
+    """Total variation between two laws of answers."""
+    return 0.5 * sum(abs(left.get(answer, 0.0) - right.get(answer, 0.0)) for answer in left.keys() | right.keys())
+
+
+def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnToken]]]:
+    """Every outcome of the draws at one node, with its probability."""
+
+    def extend(index: int, mass: float, so_far: list[DrawnToken]) -> Iterator[tuple[float, list[DrawnToken]]]:
+        if index == len(planned):
+            yield mass, so_far
+            return
+        plan = planned[index]
+        q = plan.q
+        if plan.kind is DrawKind.WITHOUT_REPLACEMENT:
+            for earlier in so_far:
+                if earlier.law == plan.law:
+                    q = L.without(q, earlier.token)
+        for token in torch.nonzero(q).flatten().tolist():
+            drawn = DrawnToken(token, plan.law, plan.q, plan.kind)
+            yield from extend(index + 1, mass * float(q[token]), [*so_far, drawn])
+
+    yield from extend(0, 1.0, [])

@@ -1,0 +1,171 @@
+"""Speculative sampling along chains and trees, by recursive rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.core import laws as L
+from truedraft.core.noise import Noise, Purpose
+from truedraft.core.proposals import Draw, DrawKind, Proposal
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.verification.rule import DrawnToken, NodeOutcome, Rule
+
+
+@dataclass(slots=True)
+class _Walk:
+    """How far the walk down one proposal has come: the accepted path, and the law of the token that ends it."""
+
+    path: list[int]
+    law: Tensor  # [vocab]
+    final: Origin
+    depth: int
+
+
+class SpeculativeSampling(Rule):
+    """Accept a drafted x with probability min(1, p(x)/q(x)); on rejection go on with norm(max(0, p - q)).
+
+    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. With several draws at a node they are judged
+    in order, each against what the rejections before it left of p (SpecInfer 2305.09781; RSD 2402.14160); drawn
+    without replacement, q loses each rejected token and is renormalised. A deterministic candidate was drawn from
+    a one-hot law. When no draw stays, the token is drawn from what is left of p: *recovered*; where there was
+    nothing to judge it is a *bonus*. At temperature 0 the same rule accepts exactly the argmax.
+    """
+
+    name: ClassVar[str] = "speculative"
+    lossless: ClassVar[bool] = True
+    judges: ClassVar[frozenset[DrawKind]] = frozenset(
+        {DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC}
+    )
+
+    # The four parts of the rule. Tests break them one at a time, and must notice.
+
+    def accept_probability(self, p_x: float, q_x: float) -> float:
+        """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`."""
+        return 1.0 if p_x >= q_x else p_x / q_x
+
+    def rejected(self, p: Tensor, q: Tensor) -> Tensor:
+        """What is left of the target's law `[vocab]` after a draw from `q` was rejected."""
+        return L.residual(p, q)
+
+    def rejected_candidate(self, p: Tensor, token: int) -> Tensor:
+        """The same for a deterministic candidate: `rejected` with q one-hot at `token`."""
+        rest = L.without(p, token)
+        return rest if bool(rest.sum() > 0) else p
+
+    def removed(self, q: Tensor, token: int) -> Tensor:
+        """The draft's law `[vocab]` after `token` was taken out of it, without replacement."""
+        return L.without(q, token)
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        """Judge a batch of proposals; see `Rule.verify`."""
+        walks = [self._walk(*each) for each in zip(proposals, laws, noise, strict=True)]
+        finals = _draw_finals(walks, noise)
+        verdicts = []
+        for proposal, walk, token in zip(proposals, walks, finals, strict=True):
+            ids = proposal.tree.token_list
+            verdicts.append(Verdict(tuple(walk.path), (*(ids[node] for node in walk.path), token), walk.final))
+        return verdicts
+
+    def _walk(self, proposal: Proposal, laws: Tensor, noise: Noise) -> _Walk:
+        """Walk from the root down, accepting one child at each node, until no draw of a node stays."""
+        judged = _FirstLook(proposal, laws)
+        path: list[int] = []
+        slot = 0
+        while True:
+            draws = proposal.draws[slot]
+            accepted, law = self._judge_node(draws, judged, slot, noise, depth=len(path))
+            if accepted is None:
+                return _Walk(path, law, Origin.RECOVERED if draws else Origin.BONUS, len(path))
+            path.append(accepted)
+            slot = accepted + 1
+
+    def _judge_node(
+        self, draws: Sequence[Draw], judged: _FirstLook, slot: int, noise: Noise, depth: int
+    ) -> tuple[int | None, Tensor]:
+        """The accepted child of one node, or None with what is left of the node's law `[vocab]`."""
+        p = judged.laws[slot]
+        reduced: dict[int, Tensor] = {}  # laws that lost tokens at this node, by row
+        fresh = True
+        for index, draw in enumerate(draws):
+            token = judged.tokens[draw.child]
+            if fresh:
+                p_x, q_x = judged.p_x[draw.child], judged.q_of(draw)
+            else:
+                p_x = float(p[token])
+                q_x = float(reduced[draw.law][token]) if draw.law in reduced else judged.q_of(draw)
+            if noise.uniform(Purpose.ACCEPT, depth, index) < self.accept_probability(p_x, q_x):
+                return draw.child, p
+            fresh = False
+            p = self._after_rejection(p, draw, token, judged, reduced)
+        return None, p
+
+    def _after_rejection(
+        self, p: Tensor, draw: Draw, token: int, judged: _FirstLook, reduced: dict[int, Tensor]
+    ) -> Tensor:
+        if draw.kind is DrawKind.DETERMINISTIC:
+            return self.rejected_candidate(p, token)
+        q = reduced[draw.law] if draw.law in reduced else judged.proposal_laws[draw.law]
+        if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
+            reduced[draw.law] = self.removed(q, token)
+        return self.rejected(p, q)
+
+    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+        """How a node ends, given the tokens drawn there; see `Rule.outcomes`."""
+        outcomes = []
+        reach = 1.0
+        laws = {draw.law: draw.q for draw in draws}
+        for draw in draws:
+            q = draw.q if draw.kind is DrawKind.DETERMINISTIC else laws[draw.law]
+            accept = self.accept_probability(float(p[draw.token]), float(q[draw.token]))
+            outcomes.append(NodeOutcome(reach * accept, draw.token, accepted=True))
+            reach *= 1.0 - accept
+            if reach == 0.0:
+                return outcomes
+            p = self.rejected(p, q)
+            if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
+                laws[draw.law] = self.removed(q, draw.token)
+        outcomes.extend(NodeOutcome(reach * float(mass), token, accepted=False) for token, mass in enumerate(p))
+        return outcomes
+
+
+class _FirstLook:
+    """p and q of every drafted token, fetched from the device in one go.
+
+    Most nodes are judged by their first draw, against the untouched laws; only a rejection needs whole rows.
+    """
+
+    def __init__(self, proposal: Proposal, laws: Tensor) -> None:
+        self.laws = laws
+        self.tokens = proposal.tree.token_list
+        self.p_x: list[float] = []
+        self._q_x: dict[Draw, float] = {}
+        if not self.tokens:
+            return
+        tokens = proposal.tree.tokens.to(laws.device)
+        slots = torch.tensor(proposal.tree.shape.parents, device=laws.device) + 1
+        self.p_x = laws[slots, tokens].tolist()
+        if proposal.laws is None:
+            return
+        self.proposal_laws = proposal.laws
+        sampled = [draw for draws in proposal.draws for draw in draws if draw.law >= 0]
+        rows = torch.tensor([draw.law for draw in sampled], device=proposal.laws.device)
+        ids = torch.tensor([self.tokens[draw.child] for draw in sampled], device=proposal.laws.device)
+        self._q_x = dict(zip(sampled, proposal.laws[rows, ids].tolist(), strict=True))
+
+    def q_of(self, draw: Draw) -> float:
+        """Probability that the draft's untouched law gave the drawn token."""
+        return 1.0 if draw.law < 0 else self._q_x[draw]
+
+
+def _draw_finals(walks: Sequence[_Walk], noise: Sequence[Noise]) -> list[int]:
+    """Draw the token that ends each walk, for the whole batch at once."""
+    purposes = {Origin.RECOVERED: Purpose.RECOVERED, Origin.BONUS: Purpose.BONUS}
+    uniforms = [each.uniform(purposes[walk.final], walk.depth) for walk, each in zip(walks, noise, strict=True)]
+    laws = torch.stack([walk.law for walk in walks])
+    tokens: list[int] = L.draw(laws, torch.tensor(uniforms, dtype=torch.float64, device=laws.device)).tolist()
+    return tokens
