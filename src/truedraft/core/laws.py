@@ -64,20 +64,11 @@ def laws_from_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]])
     start = first = 0
     for i, (params, count) in enumerate(rows):
         start += count
-        if i + 1 == len(rows) or not _same_law(params, rows[i + 1][0]):
+        if i + 1 == len(rows) or params.law_key != rows[i + 1][0].law_key:
             counts = [n for _, n in rows[len(laws) : i + 1]]
             laws.extend(law_from_logits(logits[first:start], params).split(counts))
             first = start
     return laws
-
-
-def _same_law(left: SamplingParams, right: SamplingParams) -> bool:
-    return (left.temperature, left.top_k, left.top_p, left.min_p) == (
-        right.temperature,
-        right.top_k,
-        right.top_p,
-        right.min_p,
-    )
 
 
 def finite_rows(law: Tensor) -> Tensor:

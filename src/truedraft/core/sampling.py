@@ -61,6 +61,11 @@ class SamplingParams:
         """Whether the law of every node is one-hot."""
         return self.temperature == 0.0
 
+    @property
+    def law_key(self) -> tuple[float, int, float, float]:
+        """What the law of a node depends on, beside its logits: equal keys share one computation."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
 
 def _check_number(name: str, value: float, valid: bool, expected: str) -> None:
     if not valid:

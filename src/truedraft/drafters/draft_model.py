@@ -231,14 +231,20 @@ def _shape(parents: tuple[int, ...]) -> TreeShape:
     return TreeShape(parents)
 
 
+def _draws_alike(tree: _Growing) -> tuple[object, ...]:
+    params = tree.request.params
+    return (*params.law_key, params.coupled)
+
+
 def _draw_level(level: Sequence[_Growing], logits: Tensor) -> list[_Growing]:
     """Draw the children of all open nodes; returns the trees that grow on.
 
     Neighbours that draw alike share one computation.
     """
     start = 0
-    for params, trees in itertools.groupby(level, key=lambda tree: tree.request.params):
+    for _, trees in itertools.groupby(level, key=_draws_alike):
         group = list(trees)
+        params = group[0].request.params
         nodes = [tree.open_nodes() for tree in group]
         count = sum(map(len, nodes))
         drawing = drawing_for(params, max(group[0].branching))

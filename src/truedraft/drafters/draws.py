@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.core.laws import draw, law_from_logits
+from truedraft.core.laws import draw, finite_rows, law_from_logits
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
 from truedraft.core.sampling import SamplingParams
+from truedraft.errors import DrafterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class SampledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """`width` tokens of each row, never more than its law has support; see `Drawing.draw`."""
-        laws = law_from_logits(logits, params)
+        laws = _sound_laws(logits, params)
         left = laws
         tokens: list[list[int]] = [[] for _ in nodes]
         probabilities: list[list[float]] = [[] for _ in nodes]
@@ -123,7 +124,7 @@ class CoupledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """The `width` largest log q + G of each row; see `Drawing.draw`."""
-        laws = law_from_logits(logits, params)
+        laws = _sound_laws(logits, params)
         noise = [node.noise.gumbel(node.depth, laws.shape[-1], laws.device) for node in nodes]
         scores = laws.double().log() + torch.stack([row for row in noise if row is not None])
         width = max(node.width for node in nodes)
@@ -151,6 +152,14 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     if params.coupled:
         return _COUPLED
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
+
+
+def _sound_laws(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Laws of a draft's logits; nothing can be drawn, or judged, from a broken one."""
+    laws = law_from_logits(logits, params)
+    if not bool(finite_rows(laws).all()):
+        raise DrafterError("the draft model gave NaN or infinite logits; check its weights, or load it in float32")
+    return laws
 
 
 def _children(

@@ -33,6 +33,7 @@ class _Part:
     segment: Segment
     laws: Tensor | None = None  # [slots, vocab]; None while the prompt is not through
     hidden: Tensor | None = None
+    broken: frozenset[int] = frozenset()  # slots whose logits were NaN or infinite
     verdict: Verdict | None = None
 
 
@@ -89,7 +90,7 @@ class Step:
         return Segment(request.cache, ids, proposal.tree.shape.rooted, range(len(ids)))
 
     def _read(self, parts: Sequence[_Part], output: ForwardOutput) -> None:
-        """Give each part its laws; a request with a broken row fails alone."""
+        """Give each part the laws of its slots."""
         judged = [part for part in parts if len(part.segment.rows)]
         if not judged:
             return
@@ -99,16 +100,10 @@ class Step:
         hidden = output.hidden.split(counts) if self._keeps_hidden else [None] * len(judged)
         sound = bool(output.logits.sum(dtype=torch.float32).isfinite())
         for part, law, vectors in zip(judged, laws, hidden, strict=True):
+            part.laws, part.hidden = law, vectors
             # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
-            if sound or bool(finite_rows(law).all()):
-                part.laws, part.hidden = law, vectors
-            else:
-                part.request.fail(
-                    InvalidLogitsError(
-                        f"the target {self._target.name!r} gave NaN or infinite logits after "
-                        f"{len(part.request.tokens)} tokens; check its weights, or load it in float32"
-                    )
-                )
+            if not sound:
+                _isolate_broken_rows(part)
 
     def _verify(self, parts: Sequence[_Part]) -> None:
         """Judge all proposals, those of one rule together."""
@@ -120,6 +115,13 @@ class Step:
             verdicts = rule.verify([part.proposal for part in group], laws, [part.noise for part in group])
             for part, verdict in zip(group, verdicts, strict=True):
                 part.verdict = verdict
+                if part.broken.intersection((0, *(node + 1 for node in verdict.path))):
+                    part.request.fail(
+                        InvalidLogitsError(
+                            f"the target {self._target.name!r} gave NaN or infinite logits after "
+                            f"{len(part.request.tokens)} tokens; check its weights, or load it in float32"
+                        )
+                    )
 
     def _commit(self, part: _Part) -> StepOutcome:
         """Keep what was accepted in the cache, emit, and say what became of the proposal."""
@@ -138,3 +140,16 @@ class Step:
         fed = len(part.segment.shape) - len(shape)
         request.cache.commit([*range(fed), *(fed + node for node in path)])
         return StepOutcome(part.proposal, path, tuple(request.tokens[before:]), part.hidden)
+
+
+def _isolate_broken_rows(part: _Part) -> None:
+    """Note slots without a law, and put one in its place so that the others can be judged.
+
+    A broken slot matters only if the verdict's path comes by it: plain decoding would never have seen the others.
+    """
+    assert part.laws is not None
+    sound = finite_rows(part.laws)
+    part.broken = frozenset((~sound).nonzero().flatten().tolist())
+    stand_in = torch.zeros_like(part.laws[0])
+    stand_in[0] = 1.0
+    part.laws = torch.where(sound[:, None], part.laws, stand_in)

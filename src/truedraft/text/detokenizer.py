@@ -57,15 +57,7 @@ class StreamDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that has become final, often of the tokens before."""
-        fresh = [token for token in token_ids if self._has_text(token)]
-        self._window += fresh
-        if not fresh:
-            return ""
-        if fresh[-1] in self._tokenizer.byte_values:
-            # Nothing of a run is decoded before it ends, so that a run costs no more than its length.
-            self._held = True
-            return self._release_before_run(len(fresh)) if len(fresh) > 1 else ""
-        return self._release()
+        return "".join([self._push(token) for token in token_ids])
 
     def pending(self) -> str:
         """The text that is held back, as it would be if no token followed."""
@@ -82,19 +74,15 @@ class StreamDetokenizer:
     def _has_text(self, token: int) -> bool:
         return 0 <= token < self._tokenizer.vocab_size and token not in self._tokenizer.skipped_ids
 
-    def _release_before_run(self, fresh: int) -> str:
-        """Release what came before the run of byte tokens at the end of several fresh tokens."""
-        end = len(self._window)
-        while end > 0 and self._window[end - 1] in self._tokenizer.byte_values:
-            end -= 1
-        if end <= len(self._window) - fresh:
-            return ""  # the run began before these tokens
-        run = self._window[end:]
-        del self._window[end:]
-        piece = self._release()
-        self._window += run
-        self._held = True
-        return piece
+    def _push(self, token: int) -> str:
+        if not self._has_text(token):
+            return ""
+        self._window.append(token)
+        if token in self._tokenizer.byte_values:
+            # Nothing of a run is decoded before it ends, so that a run costs no more than its length.
+            self._held = True
+            return ""
+        return self._release()
 
     def _release(self) -> str:
         text = self._tokenizer.decode(self._window)
@@ -108,14 +96,13 @@ class StreamDetokenizer:
 
     def _shorten(self, released: str) -> None:
         """Forget tokens of the window that the text to come does not depend on."""
-        start = len(self._window) - _CONTEXT
-        while start < len(self._window) - 1 and self._window[start] in self._tokenizer.byte_values:
-            start += 1  # never begin inside a run, whose bytes are only read together
-        context = self._tokenizer.decode(self._window[start:])
-        length = _final_length(context)
-        # Where the cut falls inside a character, or leaves spaces only, try again at the next token.
-        if length and released.endswith(context[:length]):
-            del self._window[:start]
+        context = self._window[-_CONTEXT:]
+        text = self._tokenizer.decode(context)
+        length = _final_length(text)
+        # Where the cut falls inside a character, or leaves only spaces that a decoder drops at the ends of a text
+        # (slow tokenizers do), try again at the next token.
+        if length and released.endswith(text[:length]):
+            self._window = context
             self._released = length
 
 

@@ -157,8 +157,8 @@ class TextStream:
         if self._tokenizer.byte_values.get(token_id) not in self._last_bytes:
             return False
         pending = self._detokenizer.pending()
-        # A run of bytes with U+FFFD in it is unfinished or broken: no text yet.
-        return _BROKEN not in pending and self._scanner.would_stop(text + pending)
+        # A run of bytes that is unfinished or broken shows as U+FFFD for each: no text yet.
+        return not pending.endswith(_BROKEN) and self._scanner.would_stop(text + pending)
 
     def _scan(self, text: str) -> tuple[str, bool]:
         piece, stopped = self._scanner.push(text)

@@ -1,0 +1,82 @@
+"""A language model whose law is a table: exact, tiny, and as strict about its cache as a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import CachePool, RequestCache
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+
+
+class MarkovModel(LanguageModel):
+    """The law of the next token depends on the last two tokens; before the text there is token 0.
+
+    Its "keys" are the token ids themselves, kept in an ordinary `RequestCache`, so a wrong commit, rollback or mask
+    changes what it answers.
+
+    Args:
+        laws: `[vocab, vocab, vocab]`: `laws[a, b]` is the law after ... a b; float64 keeps it exact.
+        context_length: most tokens of one request.
+        eos_token_ids: ids that end an answer.
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        laws: Tensor,
+        *,
+        context_length: int = 64,
+        eos_token_ids: Sequence[int] = (),
+        name: str = "markov",
+    ) -> None:
+        self.laws = laws
+        self.name = name
+        self.tokenizer = None
+        self.vocab_size = laws.shape[-1]
+        self.context_length = context_length
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.device = laws.device
+        self.dtype = laws.dtype
+        self.pool = CachePool(context_length)
+
+    @classmethod
+    def random(cls, vocab: int, seed: int, sharpness: float = 1.5, **options: int) -> MarkovModel:
+        """A table of random laws; a larger `sharpness` makes them less even."""
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
+        return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
+
+    def new_cache(self) -> RequestCache:
+        """An empty cache for one request."""
+        return self.pool.acquire()
+
+    def release_cache(self, cache: RequestCache) -> None:
+        """Take a cache back."""
+        self.pool.release(cache)
+
+    def law_after(self, tokens: Sequence[int]) -> Tensor:
+        """The law `[vocab]` after a text."""
+        a, b = ([0, 0, *tokens])[-2:]
+        return self.laws[a, b]
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        """One packed forward; see `LanguageModel.forward`. The hidden vector is the pair of tokens looked at."""
+        pairs: list[tuple[int, int]] = []
+        for segment in segments:
+            texts = _texts(segment)
+            pairs.extend((*([0, 0, *texts[row]][-2:]),) for row in segment.rows)  # type: ignore[misc]
+        index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+        return ForwardOutput(self.laws[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
+
+
+def _texts(segment: Segment) -> list[list[int]]:
+    """For each new token of a segment, all tokens up to and with it, as read back from the cache."""
+    cache, shape = segment.cache, segment.shape
+    cache.reserve(len(shape), segment.written)
+    ids = segment.tokens.to(torch.float64).view(1, -1, 1)
+    slots: list[int] = cache.write(0, ids, ids)[0].flatten().long().tolist()
+    context, drafted = slots[: cache.length], slots[cache.length :]
+    return [context + [drafted[node] for node in shape.path(node_)] for node_ in range(segment.written, len(shape))]

@@ -1,0 +1,76 @@
+"""Drafters and controllers that do as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from truedraft.control import Controller, Observation
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.trees import TokenTree
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+
+Script = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+
+
+class ScriptedDrafter(Drafter):
+    """Proposes the paths that a function of the text so far names, as deterministic candidates.
+
+    Args:
+        script: from the tokens so far to paths of guessed tokens; paths that share prefixes are merged. What it
+            raises is raised by `propose`.
+        depth: most tokens on a path.
+        nodes: most nodes.
+
+    Attributes:
+        outcomes: all that was observed, in order, with the request's id.
+        ended: ids of requests that ended.
+    """
+
+    name: ClassVar[str] = "scripted"
+
+    def __init__(self, script: Script, depth: int = 8, nodes: int = 64) -> None:
+        self._script = script
+        self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
+        self.outcomes: list[tuple[int, StepOutcome]] = []
+        self.ended: list[int] = []
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        """Deterministic candidates."""
+        return frozenset({DrawKind.DETERMINISTIC})
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """The script's paths, cut to the budget's depth."""
+        proposals = []
+        for request, budget in zip(batch, budgets, strict=True):
+            paths = [list(path)[: budget.depth] for path in self._script(request.tokens)]
+            proposals.append(Proposal.deterministic(TokenTree.from_paths(paths)))
+        return proposals
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Keep what was observed."""
+        self.outcomes.extend((request.id, outcome) for request, outcome in zip(batch, outcomes, strict=True))
+
+    def end(self, request: DraftRequest) -> None:
+        """Note the end."""
+        self.ended.append(request.id)
+
+
+class ScriptedController(Controller):
+    """Hands out given budgets in turn, the last of them for ever.
+
+    Args:
+        budgets: at least one.
+    """
+
+    def __init__(self, budgets: Sequence[Budget]) -> None:
+        self._budgets = list(budgets)
+
+    def decide(self, observation: Observation) -> Budget:
+        """The next budget of the list."""
+        return self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]

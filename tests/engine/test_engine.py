@@ -1,0 +1,318 @@
+"""What a user of the engine relies on: batches, limits, stops, cancellation, and failures that stay where they are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.verdicts import Origin
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.errors import InvalidLogitsError, OptionError, PromptError
+from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
+
+VOCAB = 8
+
+
+def greedy_reference(model: MarkovModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.law_after(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def target() -> MarkovModel:
+    return MarkovModel.random(VOCAB, seed=1)
+
+
+def oracle(model: MarkovModel, depth: int = 4) -> ScriptedDrafter:
+    """A drafter that is always right at temperature 0."""
+    return ScriptedDrafter(lambda tokens: [greedy_reference(model, list(tokens), depth)], depth=depth)
+
+
+DRAFTERS = {
+    "none": lambda target: None,
+    "prompt lookup": lambda target: PromptLookup(min_ngram=1),
+    "chain": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2)),
+    "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2, 1)),
+    "itself": lambda target: DraftModel(target, num_speculative_tokens=3),
+    "oracle": oracle,
+    "wrong": lambda target: ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % VOCAB] * 3]),
+}
+
+
+@pytest.fixture(params=DRAFTERS, ids=lambda name: name.replace(" ", "-"))
+def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | None:
+    return DRAFTERS[request.param](target)
+
+
+def test_greedy_is_the_argmax_chain_with_every_drafter(target: MarkovModel, drafter: Drafter | None) -> None:
+    answer = Engine(target, drafter).generate([3, 1, 4], SamplingParams(max_tokens=30))
+    assert answer.token_ids == greedy_reference(target, [3, 1, 4], 30)
+    assert (answer.finish_reason, answer.text, len(answer.origins)) == ("length", None, 30)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_max_tokens_ends_inside_an_accepted_block(target: MarkovModel, drafter: Drafter | None, count: int) -> None:
+    answer = Engine(target, drafter).generate([3, 1], SamplingParams(max_tokens=count))
+    assert answer.token_ids == greedy_reference(target, [3, 1], count)
+    assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == count
+
+
+def test_the_context_limit_ends_the_answer(drafter: Drafter | None, target: MarkovModel) -> None:
+    small = MarkovModel(target.laws, context_length=20)
+    answer = Engine(small, drafter).generate([3, 1, 4], SamplingParams(max_tokens=100))
+    assert (len(answer.token_ids), answer.finish_reason) == (17, "length")
+    assert answer.token_ids == greedy_reference(target, [3, 1, 4], 17)
+
+
+def test_a_stop_id_ends_the_answer_where_it_stands(target: MarkovModel, drafter: Drafter | None) -> None:
+    plain = greedy_reference(target, [3, 1, 4], 30)
+    stop = plain[6]
+    first = plain.index(stop)
+    answer = Engine(target, drafter).generate([3, 1, 4], SamplingParams(max_tokens=30, stop_token_ids=(stop,)))
+    assert (answer.token_ids, answer.finish_reason) == (plain[:first], "stop")
+    # What lies behind the stop was neither accepted nor emitted.
+    assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == first
+    assert answer.stats.accepted_tokens <= answer.stats.emitted_tokens
+
+
+def test_end_of_text_ends_the_answer_unless_ignored(target: MarkovModel, drafter: Drafter | None) -> None:
+    plain = greedy_reference(target, [3, 1, 4], 12)
+    ending = MarkovModel(target.laws, eos_token_ids=(plain[4],))
+    first = plain.index(plain[4])
+    engine = Engine(ending, drafter)
+    assert engine.generate([3, 1, 4], SamplingParams(max_tokens=12)).token_ids == plain[:first]
+    assert engine.generate([3, 1, 4], SamplingParams(max_tokens=12, ignore_eos=True)).token_ids == plain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.9}, {"temperature": 0.9, "coupled": True}, {"temperature": 1.3, "top_p": 0.8, "top_k": 5}],
+    ids=["greedy", "sampled", "coupled", "nucleus"],
+)
+def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
+    target: MarkovModel, drafter: Drafter | None, options: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=20, seed=5, **options)
+    engine = Engine(target, drafter)
+    prompts = [[3, 1, 4], [1] * 9, [2], [5, 6]]
+    alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
+    together = [answer.token_ids for answer in engine.generate(prompts, params)]
+    few_at_a_time = [answer.token_ids for answer in Engine(target, drafter, max_batch=2).generate(prompts, params)]
+    streamed = [token for piece in engine.stream(prompts[0], params) for token in piece.token_ids]
+    assert together == alone == few_at_a_time
+    assert streamed == alone[0]
+
+
+def test_coupled_tokens_do_not_depend_on_the_drafter(target: MarkovModel, drafter: Drafter | None) -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=11, coupled=True)
+    plain = Engine(target).generate([3, 1, 4], params)
+    assert Engine(target, drafter).generate([3, 1, 4], params).token_ids == plain.token_ids
+    other = Engine(target).generate([3, 1, 4], SamplingParams(max_tokens=40, temperature=1.0, seed=12, coupled=True))
+    assert other.token_ids != plain.token_ids
+
+
+def test_the_target_as_its_own_draft_accepts_everything(target: MarkovModel) -> None:
+    for options in ({}, {"temperature": 0.7}, {"temperature": 0.7, "coupled": True}):
+        engine = Engine(target, DraftModel(target, num_speculative_tokens=3))
+        stats = engine.generate([3, 1], SamplingParams(max_tokens=41, seed=3, **options)).stats
+        assert (stats.target_calls, stats.emitted_tokens, stats.accepted_tokens) == (10, 40, 30)
+        assert stats.draft_acceptance_rate == 1.0
+        assert stats.mean_acceptance_length == 4.0
+        assert stats.accepted_per_position == stats.tried_per_position == [10, 10, 10]
+
+
+def test_origins_tell_accepted_recovered_and_bonus_apart(target: MarkovModel) -> None:
+    right = greedy_reference(target, [3, 1], 3)
+
+    def script(tokens: list[int]) -> list[list[int]]:
+        if len(tokens) == 3:  # after the prefill's token: one right guess, then a wrong one
+            return [[right[1], (right[2] + 1) % VOCAB]]
+        return []
+
+    answer = Engine(target, ScriptedDrafter(script)).generate([3, 1], SamplingParams(max_tokens=4))
+    assert answer.origins == [Origin.BONUS, Origin.ACCEPTED, Origin.RECOVERED, Origin.BONUS]
+
+
+def test_drafter_observes_every_step_and_the_end(target: MarkovModel) -> None:
+    drafter = oracle(target, depth=2)
+    answer = Engine(target, drafter).generate([3, 1], SamplingParams(max_tokens=8))
+    emitted = [token for _, outcome in drafter.outcomes for token in outcome.tokens]
+    assert emitted == answer.token_ids
+    assert drafter.ended == [0]
+    assert drafter.outcomes[0][1].proposal.tree.token_list == []  # the prefill is a step with an empty proposal
+
+
+def test_budgets_are_obeyed_and_a_pause_leaves_no_stale_draft(target: MarkovModel) -> None:
+    pause = [Budget(2), NO_DRAFT, NO_DRAFT, Budget(3), NO_DRAFT, Budget(1), Budget(3)]
+    draft = MarkovModel.random(VOCAB, seed=2)
+    for branching in ((1, 1, 1), (3, 2, 1)):
+        engine = Engine(target, DraftModel(draft, branching=branching), controller=ScriptedController(pause))
+        answer = engine.generate([3, 1, 4], SamplingParams(max_tokens=30))
+        assert answer.token_ids == greedy_reference(target, [3, 1, 4], 30)
+    # The target as its own draft shows staleness by lost acceptance.
+    engine = Engine(target, DraftModel(target, 3), controller=ScriptedController(pause))
+    assert engine.generate([3, 1, 4], SamplingParams(max_tokens=30)).stats.draft_acceptance_rate == 1.0
+
+
+def test_a_node_budget_cuts_a_tree_in_order(target: MarkovModel) -> None:
+    draft = DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2))
+    engine = Engine(target, draft, controller=ScriptedController([Budget(2, 3, 5)]))
+    answer = engine.generate([3, 1], SamplingParams(max_tokens=2 + 1, temperature=1.0, seed=1))
+    assert answer.stats.draft_tokens <= 5 * answer.stats.target_calls
+
+
+def test_minimum_probability_keeps_the_unlikely_token_and_drafts_no_further(target: MarkovModel) -> None:
+    draft = DraftModel(target, num_speculative_tokens=5)
+    engine = Engine(target, draft, controller=ScriptedController([Budget(5, min_probability=1.0)]))
+    stats = engine.generate([3, 1], SamplingParams(max_tokens=20, temperature=1.0, seed=1)).stats
+    assert stats.draft_tokens == stats.target_calls - (1 if stats.tried_per_position[0] < stats.target_calls else 0)
+
+
+def test_bad_prompts_are_refused_with_one_sentence(target: MarkovModel) -> None:
+    engine = Engine(target)
+    for prompt, words in (
+        ([], "no tokens"),
+        ("text", "has no tokenizer"),
+        ([1, VOCAB], f"token id {VOCAB} is outside"),
+        ([-1], "token id -1 is outside"),
+        ([1] * 64, "has a context of 64"),
+    ):
+        with pytest.raises(PromptError, match=words) as caught:
+            engine.generate(prompt)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(OptionError, match="tokenizer"):
+        engine.generate([1], SamplingParams(stop=("x",)))
+    with pytest.raises(PromptError, match="2 prompts need"):
+        engine.generate([[1], [2]], [SamplingParams()])
+
+
+def test_in_a_list_a_bad_prompt_fails_alone(target: MarkovModel) -> None:
+    answers = Engine(target).generate([[3, 1], [99], [2]], SamplingParams(max_tokens=5))
+    assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
+    assert "99" in (answers[1].error or "")
+    assert answers[0].token_ids == greedy_reference(target, [3, 1], 5)
+
+
+def test_nan_in_the_logits_fails_that_request_alone(target: MarkovModel, drafter: Drafter | None) -> None:
+    prompts = [[3, 1], [1, 1], [2, 5]]
+    texts = [[*prompt, *greedy_reference(target, prompt, 12)] for prompt in prompts]
+    pairs = [set(itertools.pairwise(text)) for text in texts]
+    # A pair of tokens that only the second answer comes by: the law after it is broken.
+    place = next(i for i in range(1, 12) if tuple(texts[1][i : i + 2]) not in pairs[0] | pairs[2])
+    laws = target.laws.clone()
+    laws[tuple(texts[1][place : place + 2])] = torch.nan
+    broken = MarkovModel(laws)
+    answers = Engine(broken, drafter).generate(prompts, SamplingParams(max_tokens=12))
+    assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
+    assert [answers[0].token_ids, answers[2].token_ids] == [texts[0][2:], texts[2][2:]]
+    assert answers[1].token_ids == texts[1][2 : 2 + len(answers[1].token_ids)]
+    with pytest.raises(InvalidLogitsError, match="NaN"):
+        Engine(broken, drafter).generate(prompts[1], SamplingParams(max_tokens=12))
+
+
+@pytest.mark.parametrize("when", ["propose", "observe", "begin", "end"])
+def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target: MarkovModel, when: str) -> None:
+    class Broken(ScriptedDrafter):
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            if when == "propose" and any(request.tokens[0] == 1 and len(request.tokens) > 6 for request in batch):
+                raise RuntimeError("no idea")
+            return super().propose(batch, budgets, noise)
+
+        def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
+            if when == "observe":
+                raise RuntimeError("no idea")
+
+        def begin(self, request):  # type: ignore[no-untyped-def]
+            if when == "begin" and request.tokens[0] == 1:
+                raise RuntimeError("no idea")
+
+        def end(self, request):  # type: ignore[no-untyped-def]
+            if when == "end":
+                raise RuntimeError("no idea")
+
+    drafter = Broken(lambda tokens: [greedy_reference(target, list(tokens), 3)])
+    prompts = [[3, 1], [1, 1], [2, 5]]
+    answers = Engine(target, drafter).generate(prompts, SamplingParams(max_tokens=15))
+    assert [answer.token_ids for answer in answers] == [greedy_reference(target, prompt, 15) for prompt in prompts]
+    assert "no idea" in answers[1].warnings[0]
+    if when in ("propose", "begin"):
+        assert answers[0].warnings == answers[2].warnings == ()
+        assert answers[0].stats.accepted_tokens > answers[1].stats.accepted_tokens
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (lambda tokens: [[VOCAB]], "outside 0 to 7"),
+        (lambda tokens: [[-1]], "outside 0 to 7"),
+    ],
+)
+def test_an_impossible_proposal_is_a_drafter_failure(target: MarkovModel, script, words: str) -> None:  # type: ignore[no-untyped-def]
+    answer = Engine(target, ScriptedDrafter(script)).generate([3, 1], SamplingParams(max_tokens=6))
+    assert answer.token_ids == greedy_reference(target, [3, 1], 6)
+    assert words in answer.warnings[0]
+
+
+def test_cancelling_gives_the_cache_back_and_others_go_on(target: MarkovModel) -> None:
+    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2)))
+    stream = engine.stream([3, 1], SamplingParams(max_tokens=50))
+    other = engine.submit([2, 5], SamplingParams(max_tokens=10))
+    got = next(stream).token_ids
+    stream.close()
+    assert target.pool.in_use == 1
+    while engine.step():
+        pass
+    assert target.pool.in_use == 0
+    assert got == greedy_reference(target, [3, 1], len(got))
+    assert other.pieces[-1].answer is not None
+    assert other.pieces[-1].answer.token_ids == greedy_reference(target, [2, 5], 10)
+
+
+def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
+    engine = Engine(target, max_batch=1)
+    first, second = engine.submit([3, 1], SamplingParams(max_tokens=5)), engine.submit([2])
+    engine.step()
+    engine.cancel(second)
+    while engine.step():
+        pass
+    assert (first.finish_reason, second.finish_reason) == ("length", "cancelled")
+    assert target.pool.in_use == 0
+
+
+def test_long_prompts_are_prefilled_in_parts(target: MarkovModel) -> None:
+    long = MarkovModel(target.laws, context_length=2000)
+    prompts = [[(i * i + 3) % VOCAB for i in range(length)] for length in (1, 255, 256, 257, 700)]
+    answers = Engine(long, DraftModel(long, 2)).generate(prompts, SamplingParams(max_tokens=9))
+    assert [a.token_ids for a in answers] == [greedy_reference(target, prompt, 9) for prompt in prompts]
+    assert [a.stats.prefill_calls for a in answers] == [1, 1, 1, 2, 3]
+    assert [a.stats.draft_acceptance_rate for a in answers] == [1.0] * 5
+
+
+def test_requests_join_and_leave_between_steps(target: MarkovModel, drafter: Drafter | None) -> None:
+    engine = Engine(target, drafter, max_batch=3)
+    requests = []
+    for number in range(9):
+        requests.append(engine.submit([number % VOCAB, 3], SamplingParams(max_tokens=3 + 2 * (number % 4))))
+        engine.step()
+    while engine.step():
+        pass
+    for number, request in enumerate(requests):
+        answer = request.pieces[-1].answer
+        assert answer is not None
+        assert answer.token_ids == greedy_reference(target, [number % VOCAB, 3], 3 + 2 * (number % 4))
+    assert target.pool.in_use == 0
+
+
+def test_without_a_seed_answers_differ_and_name_theirs(target: MarkovModel) -> None:
+    engine = Engine(target)
+    params = SamplingParams(max_tokens=30, temperature=1.0)
+    first, second = engine.generate([3, 1], params), engine.generate([3, 1], params)
+    assert first.token_ids != second.token_ids  # equal by chance with probability below 1e-9
+    again = engine.generate([3, 1], SamplingParams(max_tokens=30, temperature=1.0, seed=first.seed))
+    assert again.token_ids == first.token_ids

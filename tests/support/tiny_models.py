@@ -1,0 +1,191 @@
+"""Small random models of several families, the same weights each time, and what transformers makes of them.
+
+Weights are drawn far wider than models are initialised, so that greedy answers wander: an answer that repeats one
+token would hide a broken cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from truedraft.models.huggingface import HuggingFaceModel
+
+VOCAB = 97
+CONTEXT = 256
+WINDOW = 8
+
+_NO_SPECIAL_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    **_NO_SPECIAL_IDS,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 64, "num_key_value_heads": 2}
+
+
+def llama() -> PretrainedConfig:
+    return LlamaConfig(**_COMMON, num_key_value_heads=2, intermediate_size=96)
+
+
+def qwen3() -> PretrainedConfig:
+    return Qwen3Config(**_COMMON, num_key_value_heads=2, intermediate_size=96, head_dim=16)
+
+
+def gemma3() -> PretrainedConfig:
+    return Gemma3TextConfig(
+        **_COMMON | {"num_hidden_layers": 3},
+        num_key_value_heads=2,
+        intermediate_size=96,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=False,  # tied, a wide random model repeats its last token for ever
+    )
+
+
+def gpt2() -> PretrainedConfig:
+    return GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=CONTEXT, **_NO_SPECIAL_IDS)
+
+
+def gpt_neox() -> PretrainedConfig:
+    return GPTNeoXConfig(**_COMMON, intermediate_size=96)
+
+
+def mistral() -> PretrainedConfig:
+    return MistralConfig(**_COMMON, num_key_value_heads=2, intermediate_size=96, sliding_window=WINDOW)
+
+
+def mixtral() -> PretrainedConfig:
+    return MixtralConfig(**_COMMON, **_EXPERTS, num_local_experts=4)
+
+
+def qwen3_moe() -> PretrainedConfig:
+    return Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=16)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a small model of a family.
+
+    Attributes:
+        config: its sizes.
+        seed: of its weights, one whose answers have no near tie (see `answer_margin`).
+        spread: standard deviation of its weights.
+    """
+
+    config: Callable[[], PretrainedConfig]
+    seed: int = 0
+    spread: float = 0.25
+
+
+FAMILIES = {
+    "llama": Family(llama, seed=2),
+    "qwen3": Family(qwen3),
+    "gemma3": Family(gemma3),
+    "gpt2": Family(gpt2, seed=1, spread=0.4),
+    "gpt_neox": Family(gpt_neox, seed=2, spread=0.4),
+    "mistral": Family(mistral),
+    "mixtral": Family(mixtral, seed=4),
+    "qwen3_moe": Family(qwen3_moe, spread=0.4),
+}
+PROMPTS: tuple[tuple[int, ...], ...] = (
+    (5, 9, 11, 3, 60, 2, 11, 3),
+    tuple((7 * i * i + 3 * i + 1) % VOCAB for i in range(37)),
+    (42,),
+    tuple((13 * i + 5) % VOCAB for i in range(19)),
+)
+"""Ragged: 8, 37, 1 and 19 tokens."""
+
+
+def stock(family: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The family's model as transformers runs it; the same weights at each call."""
+    return build(FAMILIES[family].config(), FAMILIES[family].seed, FAMILIES[family].spread, dtype)
+
+
+def build(
+    config: PretrainedConfig, seed: int, spread: float = 0.25, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A model with random weights; vectors (norms, biases) are moved away from 0 and 1 too."""
+    config.initializer_range = spread
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.data += 0.1 * torch.randn_like(weight)
+    return model.to(dtype).eval()
+
+
+def packed(family: str, *, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    """The family's model behind our contract."""
+    return HuggingFaceModel(stock(family, dtype=dtype), None, family)
+
+
+def noisy(family: str, noise: float) -> HuggingFaceModel:
+    """A draft that often, not always, agrees with the family's model: its weights with noise added."""
+    model = stock(family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for weight in model.parameters():
+            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return HuggingFaceModel(model, None, f"{family}+noise")
+
+
+@torch.inference_mode()
+def stock_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own generation answers."""
+    ids = torch.tensor([list(prompt)])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens
+
+
+@cache
+def reference(family: str, count: int = 128) -> tuple[tuple[int, ...], ...]:
+    """Transformers' greedy answers to PROMPTS."""
+    model = stock(family)
+    return tuple(tuple(stock_greedy(model, prompt, count)) for prompt in PROMPTS)
+
+
+@torch.inference_mode()
+def stock_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Logits `[tokens, vocab]` of one text alone, without a cache."""
+    logits: Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+def answer_margin(family: str, count: int = 128) -> float:
+    """The smallest lead of a chosen token over the next along the reference answers.
+
+    Rounding of float32 moves logits by about 1e-5, so below 1e-3 a divergence may be a near tie, not a fault.
+    """
+    model = stock(family)
+    lead = torch.inf
+    for prompt, answer in zip(PROMPTS, reference(family, count), strict=True):
+        logits = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+        top = logits.topk(2, dim=-1).values
+        lead = min(lead, float((top[:, 0] - top[:, 1]).min()))
+    return lead

@@ -1,0 +1,120 @@
+"""The map of DESIGN section 1, held: who may import whom, and what loads when."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "truedraft"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# Each package and those it may import; nothing imports upwards, siblings do not import each other.
+BELOW = {
+    "errors": set(),
+    "core": {"errors"},
+    "text": {"errors"},
+    "embedded": {"errors"},
+    "verification": {"errors", "core"},
+    "theory": {"errors", "core"},
+    "control": {"errors", "core", "theory"},
+    "cache": {"errors", "core"},
+    "models": {"errors", "core", "cache", "text", "embedded"},
+    "heads": {"errors", "core", "models"},
+    "drafters": {"errors", "core", "verification", "theory", "control", "cache", "models", "heads", "text", "embedded"},
+}
+BELOW["engine"] = BELOW["drafters"] | {"drafters"}
+for _top in ("training", "planning", "certify", "server", "bench", "testing"):
+    BELOW[_top] = BELOW["engine"] | {"engine"}
+BELOW["cli"] = set(BELOW) | {"__init__"}
+TORCH_FREE = ("core/sampling.py", "core/budget.py", "core/counters.py", "errors.py")
+TORCH_FREE_PACKAGES = ("control", "theory")
+
+
+def package_of(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path, *, typing_too: bool = True) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_module_imports_only_what_lies_below(path: Path) -> None:
+    package = package_of(path)
+    if package == "__init__":
+        return  # the front door names public things of every layer, lazily
+    assert package in BELOW, f"{package} is not on the map"
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "truedraft":
+            used = parts[1] if len(parts) > 1 else "__init__"
+            assert used == package or used in BELOW[package], f"{path.name} of {package} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_transformers_stays_where_it_belongs(path: Path) -> None:
+    users = {"models", "text", "bench"}
+    if any(name.split(".")[0] == "transformers" for name in imports_of(path)):
+        assert package_of(path) in users
+    if any(name.split(".")[0] == "tokenizers" for name in imports_of(path)):
+        assert package_of(path) in {"text", "training"}
+
+
+def test_counters_budgets_parameters_and_control_need_no_torch() -> None:
+    paths = [SOURCE / name for name in TORCH_FREE]
+    paths += [path for path in MODULES if package_of(path) in TORCH_FREE_PACKAGES]
+    for path in paths:
+        assert not any(name.split(".")[0] == "torch" for name in imports_of(path)), path
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import truedraft",
+        "from truedraft import SamplingParams; SamplingParams()",
+        "from truedraft.core.counters import Counters; from truedraft.core.budget import Budget",
+        "import truedraft.control",
+        "import truedraft.text.tokenizer",
+        "import truedraft.cli.main",
+    ],
+)
+def test_light_imports_stay_light(statement: str) -> None:
+    assert not loaded_after(statement) & {"torch", "transformers", "tokenizers", "numpy", "scipy", "matplotlib"}
+
+
+def test_public_names_load_lazily_and_exist() -> None:
+    import truedraft
+
+    assert set(dir(truedraft)) >= set(truedraft.__all__)
+    for name in truedraft.__all__:
+        assert getattr(truedraft, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        truedraft.nonsense  # noqa: B018
+
+
+def test_files_and_functions_stay_short() -> None:
+    """A file is one idea, a function fits a screen; the few that do not are named here with their reason."""
+    for path in MODULES:
+        text = path.read_text()
+        assert text.count("\n") <= 350, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno <= 60, f"{path.name}: {node.name}"

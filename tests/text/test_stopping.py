@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from truedraft.errors import OptionError
+from truedraft.text.stopping import StopScanner, TextStream
+from truedraft.text.tokenizer import Tokenizer
+
+MANY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL = st.text("ab", max_size=30)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
+
+
+def first_complete(text: str, stops: list[str]) -> int | None:
+    """Where the answer ends, letter by letter."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return min(starts)
+    return None
+
+
+def scan(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    scanner, emitted = StopScanner(tuple(stops)), ""
+    for piece in pieces:
+        text, stopped = scanner.push(piece)
+        emitted += text
+        if stopped:
+            assert scanner.finish() == ""
+            return emitted, True
+    return emitted + scanner.finish(), False
+
+
+@MANY
+@given(text=SMALL, stop=st.text("ab", min_size=1, max_size=6), cuts=st.lists(st.integers(0, 30)))
+def test_one_stop_is_str_find(text: str, stop: str, cuts: list[int]) -> None:
+    marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(marks)]
+    found = text.find(stop)
+    assert scan(pieces, [stop]) == ((text, False) if found < 0 else (text[:found], True))
+
+
+@MANY
+@given(pieces=st.lists(SMALL, max_size=8), stops=STOPS)
+def test_several_stops_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+    text = "".join(pieces)
+    place = first_complete(text, stops)
+    assert scan(pieces, stops) == scan(list(text), stops) == ((text, False) if place is None else (text[:place], True))
+
+
+@MANY
+@given(text=SMALL, stops=STOPS)
+def test_holds_no_more_than_needed(text: str, stops: list[str]) -> None:
+    """What is held is the longest beginning of a stop text, so a stream is never late without a reason."""
+    scanner, emitted = StopScanner(tuple(stops)), ""
+    for count, letter in enumerate(text, 1):
+        piece, stopped = scanner.push(letter)
+        emitted += piece
+        if stopped:
+            return
+        held = text[:count][len(emitted) :]
+        ends = [text[:count][-n:] for n in range(1, 7) if n <= count]
+        beginnings = [end for end in ends if any(stop.startswith(end) and stop != end for stop in stops)]
+        assert held == max(beginnings, key=len, default="")
+
+
+def test_overlapping_prefixes() -> None:
+    assert scan(list("aabaabaaac"), ["aabaaac"]) == ("aab", True)
+    assert scan(["ab", "ab", "ac"], ["abac"]) == ("ab", True)
+    assert scan(["one\n", "\ntwo"], ["\n\n"]) == ("one", True)
+    assert scan(["<|im", "_x"], ["<|im_end|>"]) == ("<|im_x", False)
+
+
+def test_the_stop_complete_first_wins_and_of_those_the_longest() -> None:
+    assert scan(["abcd"], ["abcd", "bc"]) == ("a", True)
+    assert scan(["xabc"], ["bc", "abc"]) == ("x", True)
+
+
+def test_after_a_stop_nothing_more() -> None:
+    scanner = StopScanner(("b",))
+    assert scanner.push("abc") == ("a", True)
+    assert scanner.push("more") == ("", True)
+    assert scanner.finish() == ""
+
+
+@pytest.mark.parametrize("stops", [("",), ("a", ""), "ab", (1,)])
+def test_unusable_stops(stops: tuple[str, ...]) -> None:
+    with pytest.raises(OptionError, match="at least one character"):
+        StopScanner(stops)
+
+
+# --- token by token ---------------------------------------------------------------------------------------------
+
+
+def run(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[TextStream, int]:
+    """The stream, and how many tokens were pushed."""
+    stream, emitted, pushed = TextStream(tokenizer, tuple(stops)), "", 0
+    for pushed, token in enumerate(ids, 1):  # noqa: B007
+        text, stopped = stream.push(token)
+        emitted += text
+        assert stream.stopped == stopped
+        if stopped:
+            break
+    emitted += stream.finish()
+    assert emitted == stream.text
+    return stream, pushed
+
+
+def assert_as_defined(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> None:
+    """Against the definition: decode all tokens so far again after each one."""
+    stream, pushed = run(tokenizer, ids, stops)
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count])
+        place = first_complete(text, stops)
+        if place is not None:
+            assert (stream.stopped, pushed, stream.text) == (True, count, text[:place])
+            counts = range(count + 1)
+            assert stream.kept_tokens == next(n for n in counts if tokenizer.decode(ids[:n]).startswith(text[:place]))
+            return
+    assert (stream.stopped, stream.kept_tokens, stream.text) == (False, len(ids), tokenizer.decode(ids))
+
+
+@MANY
+@given(data=st.data())
+def test_any_text_any_part_of_it_as_stop(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    letters = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("the quick\né日👍🏽"))
+    ids = tokenizer.encode(data.draw(st.text(letters, min_size=1, max_size=40)))
+    text = tokenizer.decode(ids)
+    place = data.draw(st.integers(0, max(len(text) - 1, 0)))
+    stop = text[place : place + data.draw(st.integers(1, 5))]
+    stops = [stop, "zzq"] if stop and "\ufffd" not in stop else ["zzq"]
+    assert_as_defined(tokenizer, ids, stops)
+
+
+@MANY
+@given(data=st.data())
+def test_any_ids_any_stops(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    assert_as_defined(tokenizer, ids, data.draw(st.lists(st.text("aet h\n", min_size=1, max_size=2), max_size=3)))
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("the end of it", "end"),  # at a token boundary, or nearly
+        ("the quick brown fox", "ick br"),  # over several tokens, from inside one
+        ("the quick", "t"),  # at the first character
+        ("the quick", "zebra"),  # never
+        ("a👍🏽b", "🏽"),  # the second of two characters of one sign
+        ("a👍b", "👍"),  # a character of several tokens
+        ("ab日c", "c"),  # right after such a one
+        ("ab\n\ncd", "\n\n"),
+        ("ab\n", "\n"),  # at the very end
+    ],
+)
+def test_cases(bytes_bpe: Tokenizer, llama: Tokenizer, text: str, stop: str) -> None:
+    for tokenizer in (bytes_bpe, llama):
+        ids = tokenizer.encode(text)
+        stream, _ = run(tokenizer, ids, [stop])
+        assert stream.text == text.split(stop)[0]
+        assert_as_defined(tokenizer, ids, [stop])
+
+
+def test_a_line_break_as_byte_token_stops_at_once(llama: Tokenizer) -> None:
+    """The run of byte tokens is held back, but the answer need not wait for its end."""
+    ids = llama.encode("ab\ncd")
+    newline = ids.index(llama.backend.convert_tokens_to_ids("<0x0A>"))
+    stream, pushed = run(llama, ids, ["\n"])
+    assert (pushed, stream.text, stream.kept_tokens) == (newline + 1, "ab", newline)
+
+
+def test_broken_bytes_before_a_line_break_do_not_hide_it(llama: Tokenizer) -> None:
+    broken, newline, letter = llama.backend.convert_tokens_to_ids(["\ufffd", "<0x0A>", "a"])
+    stream, pushed = run(llama, [letter, broken, newline, letter], ["\n"])
+    assert (pushed, stream.text, stream.kept_tokens) == (3, "a\ufffd", 2)
+
+
+def test_an_unfinished_character_is_not_yet_a_replacement_character(llama: Tokenizer) -> None:
+    """The second byte of three is also the last one of a stop text."""
+    ids = llama.backend.convert_tokens_to_ids(["a", "<0xE3>", "<0xA9>", "<0xAA>", "a"])
+    stream, _ = run(llama, ids, ["é", "\ufffd"])
+    assert (stream.stopped, stream.text) == (False, "a\u3a6aa")
+
+
+def test_kept_tokens_counts_the_token_the_stop_begins_in(bytes_bpe: Tokenizer) -> None:
+    ids = bytes_bpe.encode(" the the")
+    assert len(ids) == 2
+    assert run(bytes_bpe, ids, ["he the"])[0].kept_tokens == 1
+    assert run(bytes_bpe, ids, [" the the"])[0].kept_tokens == 0
+    assert run(bytes_bpe, ids, ["nothing"])[0].kept_tokens == 2
+
+
+def test_a_stop_of_replacement_characters_waits_until_they_are_real(bytes_bpe: Tokenizer) -> None:
+    ids = bytes_bpe.encode("a👍b\ufffdc")
+    assert run(bytes_bpe, ids, ["\ufffd"])[0].text == "a👍b"
+
+
+def test_finish_finds_a_stop_in_what_was_held(bytes_bpe: Tokenizer) -> None:
+    stream, _ = run(bytes_bpe, bytes_bpe.encode("a\ufffd"), ["\ufffd"])
+    assert (stream.text, stream.stopped, stream.kept_tokens) == ("a", True, 1)
+
+
+def test_without_a_tokenizer() -> None:
+    stream = TextStream(None, ())
+    assert stream.push(5) == ("", False)
+    assert (stream.finish(), stream.text, stream.kept_tokens) == ("", "", 1)
+    with pytest.raises(OptionError, match="stop_token_ids"):
+        TextStream(None, ("x",))
+
+
+def test_a_long_run_of_byte_tokens_with_stops_takes_no_age(llama: Tokenizer) -> None:
+    ids = llama.encode("\u1000" * 700)
+    stream, _ = run(llama, ids, ["\n"])
+    assert stream.text == "\u1000" * 700

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_tokenizers import BYTES, TOK512, byte_level, llama_like, metaspace, small_llama
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from truedraft.errors import ModelError, ModelNotFoundError, PromptError
+from truedraft.text.tokenizer import Tokenizer
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+
+
+def saved(backend: PreTrainedTokenizerFast, folder: Path) -> str:
+    backend.save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(folder: str) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_a_folder_gives_the_ids_of_transformers(tmp_path: Path) -> None:
+    for number, backend in enumerate([byte_level(), small_llama(), metaspace()]):
+        folder = saved(backend, tmp_path / str(number))
+        tokenizer = loaded(folder)
+        text = "the quick é end\n"
+        assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(folder)(text).input_ids
+        assert tokenizer.name == folder
+        assert all(type(token) is int for token in tokenizer.encode(text))
+
+
+def test_special_tokens_as_the_model_expects(llama: Tokenizer, bytes_bpe: Tokenizer) -> None:
+    assert llama.encode("the end")[0] == 1
+    assert llama.decode(llama.encode("the end")) == "the end"
+    assert llama.encode("") == [1]
+    assert (llama.eos_token_ids, bytes_bpe.eos_token_ids) == ((2,), (0,))
+    assert bytes_bpe.encode("") == []
+
+
+def test_decode_leaves_spaces_alone(bytes_bpe: Tokenizer) -> None:
+    text = "it 's  odd , is n't it ? <tool> é"
+    assert bytes_bpe.decode(bytes_bpe.encode(text)) == text
+    bytes_bpe.backend.clean_up_tokenization_spaces = True
+    try:
+        assert bytes_bpe.decode(bytes_bpe.encode(text)) == text
+    finally:
+        bytes_bpe.backend.clean_up_tokenization_spaces = False
+
+
+def test_vocab_size_counts_added_tokens(bytes_bpe: Tokenizer) -> None:
+    assert bytes_bpe.vocab_size == max(bytes_bpe.backend.get_vocab().values()) + 1 == len(bytes_bpe.backend)
+    assert bytes_bpe.decode([bytes_bpe.vocab_size - 2]) == "<tool>"
+
+
+def test_bytes_only_where_the_decoder_falls_back(llama: Tokenizer, bytes_bpe: Tokenizer) -> None:
+    assert llama.byte_values == {3 + byte: byte for byte in range(256)}
+    assert bytes_bpe.byte_values == {}
+    assert llama.skipped_ids == {0, 1, 2}
+    assert bytes_bpe.skipped_ids == {0}  # <tool> is added but not special: it is text
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_tokenizer_files_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert Tokenizer.load(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("broken", ["", "{not json", "{}", '{"model": {"type": "BPE"}}'])
+def test_a_broken_tokenizer_is_one_clear_sentence(tmp_path: Path, broken: str) -> None:
+    folder = saved(byte_level(), tmp_path)
+    (tmp_path / "tokenizer.json").write_text(broken)
+    with pytest.raises(ModelError, match="cannot be read") as caught:
+        Tokenizer.load(folder)
+    assert folder in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_configuration(tmp_path: Path) -> None:
+    folder = saved(byte_level(), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.load(folder)
+
+
+def test_code_from_the_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    settings = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="custom code"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/no-such-folder-here", "a/b/c"])
+def test_no_such_folder(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        Tokenizer.load(name)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        Tokenizer.load(str(tmp_path / "tokenizer.json"))
+
+
+HUB = """
+import sys
+from truedraft.errors import ModelError, ModelNotFoundError
+from truedraft.text.tokenizer import Tokenizer
+for name in sys.argv[1:]:
+    try:
+        tokenizer = Tokenizer.load(name)
+        print(name, "None" if tokenizer is None else tokenizer.encode("the")[0])
+    except ModelNotFoundError as error:
+        print(name, "ModelNotFoundError")
+    except ModelError as error:
+        print(name, "ModelError")
+"""
+
+
+def test_hub_names_offline(tmp_path: Path) -> None:
+    """From the hub's cache: a good one, one without tokenizer, a broken one, and one that is not there."""
+    for name in ("good", "bare", "broken"):
+        repository = tmp_path / "hub" / f"models--me--{name}"
+        snapshot = repository / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
+        (snapshot / "config.json").write_text('{"model_type": "llama"}')
+        if name != "bare":
+            small_llama().save_pretrained(snapshot)
+    (tmp_path / "hub" / "models--me--broken" / "snapshots" / ("0" * 40) / "tokenizer.json").write_text("{")
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    names = ["me/good", "me/bare", "me/broken", "me/absent"]
+    command = [sys.executable, "-c", HUB, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:4] == [
+        "me/good 1",
+        "me/bare None",
+        "me/broken ModelError",
+        "me/absent ModelNotFoundError",
+    ]
+
+
+def test_importing_is_cheap() -> None:
+    code = (
+        "import sys, truedraft.text.tokenizer, truedraft.text.stopping\n"
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- chat -------------------------------------------------------------------------------------------------------
+
+
+def test_chat() -> None:
+    backend = byte_level()
+    backend.chat_template = CHAT
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(ids) == "<user>hi:"
+
+
+def test_chat_without_template(bytes_bpe: Tokenizer) -> None:
+    with pytest.raises(PromptError, match="no chat template"):
+        bytes_bpe.chat([{"role": "user", "content": "hi"}])
+
+
+def test_chat_refused_by_the_template() -> None:
+    backend = byte_level()
+    backend.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(PromptError, match="roles must alternate"):
+        Tokenizer(backend).chat([{"role": "user", "content": "hi"}])
+
+
+# --- one vocabulary or two --------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+    first, again = Tokenizer(byte_level()), loaded(saved(byte_level(), tmp_path))
+    assert first.same_vocabulary(again)
+    assert first.difference(again) == ""
+    assert len(first.fingerprint) == 64
+
+
+def test_old_and_new_form_of_merges_are_the_same(tmp_path: Path) -> None:
+    folder = saved(byte_level(), tmp_path)
+    before = loaded(folder).fingerprint
+    file = tmp_path / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["model"]["merges"] = [" ".join(merge) for merge in described["model"]["merges"]]
+    described["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(described))
+    assert loaded(folder).fingerprint == before
+
+
+def test_base_and_chat_model_are_the_same() -> None:
+    """Another end of text, template and length limit: the ids mean the same."""
+    base, tuned = byte_level(), byte_level()
+    tuned.eos_token = tuned.pad_token = "<tool>"
+    tuned.chat_template = CHAT
+    tuned.model_max_length = 7
+    assert Tokenizer(base).same_vocabulary(Tokenizer(tuned))
+
+
+def test_differences_are_named() -> None:
+    first = Tokenizer(byte_level(), "first")
+    assert not first.same_vocabulary(Tokenizer(small_llama(), "second"))
+    other = Tokenizer(byte_level(lines=["entirely other words are here to be merged"] * 3), "other")
+    assert other.difference(first) != ""
+    assert "in 'first' and" in first.difference(other)
+    more = byte_level()
+    more.add_tokens(["<pad>"])
+    size = first.vocab_size
+    assert first.difference(Tokenizer(more, "more")) == f"id {size} is absent in 'first' and '<pad>' in 'more'"
+
+
+def test_same_ids_but_other_merges() -> None:
+    words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "a", "b", "ab", "ba"]
+    vocab = {word: number for number, word in enumerate(words)}
+    first = Tokenizer(llama_like(vocab, [("a", "b"), ("b", "a")]), "first")
+    second = Tokenizer(llama_like(vocab, [("b", "a"), ("a", "b")]), "second")
+    assert not first.same_vocabulary(second)
+    assert first.difference(second) == "all ids agree, but rule 0 is 'a b' in 'first' and 'b a' in 'second'"
+
+
+def test_one_token_here_and_cut_there() -> None:
+    whole, cut = byte_level(), byte_level()
+    whole.add_tokens(["the"])  # in the vocabulary already
+    assert len(whole) == len(cut)
+    first, second = Tokenizer(whole, "first"), Tokenizer(cut, "second")
+    assert not first.same_vocabulary(second)
+    assert "always one token in 'first'" in first.difference(second)
+
+
+def test_the_real_model_against_itself(stories: Tokenizer) -> None:
+    assert TOK512.is_file()
+    assert stories.vocab_size == 512
+    assert stories.encode("Once upon a time")[0] == 1
+    assert not stories.same_vocabulary(Tokenizer(small_llama(), "small"))

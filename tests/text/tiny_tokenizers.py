@@ -1,0 +1,118 @@
+"""Tiny tokenizers of the three kinds that matter, built on the spot, and one real one where the data lies."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+LINES = [
+    "the quick brown fox jumps over the lazy dog",
+    "def f(x):\n    return x + 1\n",
+    "naïve café — Übung 日本語",
+] * 4
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+TOK512 = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "stories260K" / "tok512.model"
+
+
+def byte_level_backend(lines: list[str] = LINES, vocab_size: int = 320) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(lines, trainer)
+    backend.add_tokens([AddedToken("<tool>", special=False), AddedToken("<é>", special=False)])
+    return backend
+
+
+def byte_level(**options: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(**options), eos_token="<|end|>", clean_up_tokenization_spaces=False
+    )
+
+
+def llama_like(vocab: dict[str, int], merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    """As transformers converts a Llama 2 SentencePiece model."""
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def small_llama() -> PreTrainedTokenizerFast:
+    singles = ["▁", *"abcdefghijklmnopqrstuvwxyz.é日", "\ufffd"]
+    merged = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("e", "n"), ("en", "d"), ("▁", "▁")]
+    words = ["<unk>", "<s>", "</s>", *BYTES, *singles, *("".join(pair) for pair in merged)]
+    return llama_like({word: number for number, word in enumerate(words)}, merged)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As T5's: Unigram, a word mark instead of spaces, no bytes."""
+    pieces = [("<unk>", 0.0), ("▁", -3.0), ("▁the", -2.0), ("▁qu", -2.5), ("ick", -2.5), ("\ufffd", -9.0)]
+    pieces += [(letter, -5.0) for letter in "abcdefghijklmnopqrstuvwxyzé"]
+    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def sentencepiece_pieces(data: bytes) -> list[tuple[str, float]]:
+    """The pieces and scores of a SentencePiece model file: field 1 of each message, fields 1 and 2 inside."""
+    return [
+        (bytes(fields[1]).decode(), struct.unpack("<f", fields[2])[0])
+        for number, value in _fields(data)
+        if number == 1 and (fields := dict(_fields(value)))
+    ]
+
+
+def _fields(data: bytes) -> list[tuple[int, bytes]]:
+    fields, place = [], 0
+    while place < len(data):
+        key, place = _varint(data, place)
+        length = {5: 4, 1: 8}.get(key & 7)
+        if key & 7 == 0:
+            _, end = _varint(data, place)
+            length = end - place
+        elif length is None:
+            length, place = _varint(data, place)
+        fields.append((key >> 3, data[place : place + length]))
+        place += length
+    return fields
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place
+
+
+def stories_tokenizer() -> PreTrainedTokenizerFast:
+    scores = dict(sentencepiece_pieces(TOK512.read_bytes()))
+    vocab = {piece: number for number, piece in enumerate(scores)}
+    merges = [
+        (-scores[piece], vocab[piece[:cut]], (piece[:cut], piece[cut:]))
+        for piece in scores
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab and not piece.startswith("<")
+    ]
+    return llama_like(vocab, [pair for _, _, pair in sorted(merges)])
+
+
+BUILDERS = {"byte-level": byte_level, "llama": small_llama, "metaspace": metaspace}
