@@ -34,6 +34,7 @@ class DraftModel(Drafter):
         model: the draft model.
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
+        min_probability: draft no further below a token that the draft itself gave less than this; the token stays.
 
     Raises:
         OptionError: an option is out of range.
@@ -42,7 +43,11 @@ class DraftModel(Drafter):
     name: ClassVar[str] = "draft"
 
     def __init__(
-        self, model: LanguageModel, num_speculative_tokens: int = 4, branching: Sequence[int] | None = None
+        self,
+        model: LanguageModel,
+        num_speculative_tokens: int = 4,
+        branching: Sequence[int] | None = None,
+        min_probability: float = 0.0,
     ) -> None:
         if num_speculative_tokens < 1:
             raise OptionError(f"num_speculative_tokens must be 1 or more, got {num_speculative_tokens}")
@@ -54,7 +59,7 @@ class DraftModel(Drafter):
         for width in self.branching:
             level = max(level, 1) * width
             nodes += level
-        self.limits = Budget(depth=len(self.branching), width=max(self.branching), nodes=nodes)
+        self.limits = Budget(len(self.branching), max(self.branching), nodes, min_probability)
         self._states: dict[int, RequestCache] = {}
 
     @property
@@ -109,7 +114,7 @@ class DraftModel(Drafter):
             max(0, min(budget.depth, self.limits.depth, room)),
             min(budget.width, self.limits.width),
             min(budget.nodes, self.limits.nodes),
-            budget.min_probability,
+            max(budget.min_probability, self.limits.min_probability),
         )
 
     def _catch_up(self, growing: Sequence[_Growing]) -> Tensor:

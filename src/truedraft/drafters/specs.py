@@ -32,7 +32,7 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
 
     `none`; `auto`, the embedded draft for the embedded target and prompt lookup for any other;
     `prompt-lookup[,num_speculative_tokens=6][,max_ngram=4][,min_ngram=2]`;
-    `draft[:MODEL][,num_speculative_tokens=4][,branching=3-2-1]`, without MODEL the embedded one.
+    `draft[:MODEL][,num_speculative_tokens=4][,branching=3-2-1][,min_probability=0]`, without MODEL the embedded one.
 
     Raises:
         UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
@@ -76,11 +76,12 @@ def _draft(spec: _Spec, target: LanguageModel) -> Drafter:
     _only(spec, DraftModel)
     options = dict(spec.options)
     branching = options.pop("branching", None)
+    least = options.pop("min_probability", "0")
     widths = None if branching is None else [_whole("branching", width) for width in branching.split("-")]
     lengths = {name: _whole(name, value) for name, value in options.items()}
     dtype = str(target.dtype).removeprefix("torch.")
     model = load_model(spec.path or "embedded:draft", dtype=dtype, device=str(target.device))
-    return DraftModel(model, branching=widths, **lengths)
+    return DraftModel(model, branching=widths, min_probability=_number("min_probability", least), **lengths)
 
 
 def _only(spec: _Spec, drafter: type[Drafter]) -> None:
@@ -98,6 +99,13 @@ def _whole(name: str, value: str) -> int:
         return int(value)
     except ValueError as error:
         raise OptionError(f"{name} must be a whole number, got {value!r}") from error
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise OptionError(f"{name} must be a number, got {value!r}") from error
 
 
 _MAKERS: dict[str, Callable[[_Spec, LanguageModel], Drafter]] = {
