@@ -30,6 +30,7 @@ BELOW["engine"] = BELOW["drafters"] | {"drafters"}
 for _top in ("training", "planning", "certify", "server", "bench", "testing"):
     BELOW[_top] = BELOW["engine"] | {"engine"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
+BELOW["__main__"] = {"cli"}
 TORCH_FREE = ("core/sampling.py", "core/budget.py", "core/counters.py", "errors.py")
 TORCH_FREE_PACKAGES = ("control", "theory")
 

@@ -40,7 +40,7 @@ class Counters:
         """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
-    def count_call(self, nodes: int, depth: int, accepted: int, emitted: int) -> None:
+    def count_call(self, nodes: int, depth: int, accepted: int, emitted: int, *, rejected: bool) -> None:
         """Count one target call.
 
         Args:
@@ -48,6 +48,7 @@ class Counters:
             depth: length of the proposal's longest path.
             accepted: accepted tokens that were emitted (none past a stop).
             emitted: all tokens that were emitted.
+            rejected: whether draws were judged and rejected below the accepted path.
         """
         self.target_calls += 1
         self.draft_tokens += nodes
@@ -55,7 +56,7 @@ class Counters:
         self.emitted_tokens += emitted
         _grow(self.tried_per_position, depth)
         _grow(self.accepted_per_position, depth)
-        for position in range(min(accepted + 1, depth)):
+        for position in range(accepted + rejected):
             self.tried_per_position[position] += 1
         for position in range(accepted):
             self.accepted_per_position[position] += 1

@@ -17,20 +17,22 @@ def law_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law that `params` makes of logits, in the order of Hugging Face: temperature, top-k, top-p, min-p.
 
     Args:
-        logits: `[rows, vocab]`, any floating dtype; a row may hold -inf, but not NaN or +inf.
+        logits: `[rows, vocab]`, any floating dtype; a row may hold -inf, but not NaN, +inf, or -inf alone.
         params: sampling options. At temperature 0 the law is one-hot at the lowest id among the largest logits.
 
     Returns:
-        Laws `[rows, vocab]` in float32, or float64 when the logits are float64. A row whose logits hold NaN or
-        +inf gives a row that is not finite; see `finite_rows`.
+        Laws `[rows, vocab]` in float32, or float64 when the logits are float64. Other rows give
+        one that is not finite; see `finite_rows`.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
         largest, choice = logits.max(dim=-1, keepdim=True)
         law = torch.zeros_like(logits).scatter_(-1, choice, 1.0)
-        # NaN and +inf are carried into the law, so that one test finds a broken row at every temperature.
-        return torch.where(largest < torch.inf, law, torch.nan)
-    scaled = logits / params.temperature
+        # A row without a finite largest logit has no law: NaN says so, as softmax does at other temperatures.
+        return torch.where(largest.isfinite(), law, torch.nan)
+    # The largest becomes 0 first: a tiny temperature would overflow anything else.
+    temperature = max(params.temperature, torch.finfo(logits.dtype).tiny)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if 0 < params.top_k < scaled.shape[-1]:
         kth = scaled.topk(params.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, -torch.inf)

@@ -64,7 +64,8 @@ class KeyedNoise:
         key = self._root
         for part in (self._position + depth, int(purpose), self._step, index):
             key = mix(key, part)
-        return ((key >> 11) + 0.5) * 2.0**-53
+        # 52 bits and a half: with 53 the largest would round up to 1.
+        return ((key >> 12) + 0.5) * 2.0**-52
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
@@ -85,7 +86,7 @@ def mix(state: int, part: int) -> int:
 def gumbel_of(key: int, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise of tokens under a 64-bit key, float64, the shape of `tokens` (int64)."""
     bits = _finalise((tokens ^ _signed(key)) + _signed(_GOLDEN))
-    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 

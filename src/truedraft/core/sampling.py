@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from truedraft.errors import OptionError
@@ -41,20 +42,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values out of range; accept one stop text or a list of them."""
-        stop: tuple[str, ...] | str | list[str] = self.stop
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        """Refuse values out of range; accept one stop text, and lists for tuples."""
+        object.__setattr__(self, "stop", _texts(self.stop))
+        object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
         _check_whole("max_tokens", self.max_tokens, lowest=1)
         _check_whole("top_k", self.top_k, lowest=0)
-        _check_number("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "0 or more")
-        _check_number("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
-        _check_number("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        _check_number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more")
+        _check_number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "in (0, 1]")
+        _check_number("min_p", self.min_p, lambda value: 0.0 <= value <= 1.0, "in [0, 1]")
         if self.seed is not None:
             _check_whole("seed", self.seed, lowest=0)
-        if any(not text for text in stop):
-            raise OptionError("stop holds an empty text, which would end every answer at once; remove it")
+            if self.seed >= 1 << 64:
+                raise OptionError(f"seed must lie below 2^64, got {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -67,11 +66,30 @@ class SamplingParams:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
-def _check_number(name: str, value: float, valid: bool, expected: str) -> None:
-    if not valid:
-        raise OptionError(f"{name} must be {expected}, got {value!r}")
+def _check_number(name: str, value: object, valid: Callable[[float], bool], expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not valid(value):
+        raise OptionError(f"{name} must be a number, {expected}, got {value!r}")
 
 
-def _check_whole(name: str, value: int, lowest: int) -> None:
+def _check_whole(name: str, value: object, lowest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise OptionError(f"{name} must be a whole number of {lowest} or more, got {value!r}")
+
+
+def _texts(given: object) -> tuple[str, ...]:
+    """Stop texts as a tuple; one text stands for itself."""
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts):
+        raise OptionError(f"stop must be a text or a list of texts, got {given!r}")
+    if "" in texts:
+        raise OptionError("stop holds an empty text, which would end every answer at once; remove it")
+    return tuple(texts)
+
+
+def _ids(given: object) -> tuple[int, ...]:
+    """Stop ids as a tuple."""
+    if not isinstance(given, tuple | list | set | frozenset):
+        raise OptionError(f"stop_token_ids must be a list of token ids, got {given!r}")
+    for token in given:
+        _check_whole("each of stop_token_ids", token, lowest=0)
+    return tuple(given)

@@ -117,21 +117,19 @@ class Request:
                 self.finish_reason = "length"
                 break
         accepted = min(len(tokens), len(verdict.path))
-        self._count(prefill, proposed, depth, accepted, len(tokens))
+        rejected = verdict.final is Origin.RECOVERED and len(tokens) == len(verdict.tokens)
+        self._steps += 1
+        if prefill:
+            self.counters.prefill_calls += 1
+            self.counters.prefill_tokens += len(tokens)
+        else:
+            self.counters.count_call(proposed, depth, accepted, len(tokens), rejected=rejected)
         if tokens and self._first_token is None:
             self._first_token = time.perf_counter()
         self.tokens.extend(tokens)
         self.origins.extend(origins[: len(tokens)])
         self.pieces.append(Piece("".join(text), tokens, list(origins[: len(tokens)])))
         return accepted
-
-    def _count(self, prefill: bool, proposed: int, depth: int, accepted: int, emitted: int) -> None:
-        self._steps += 1
-        if prefill:
-            self.counters.prefill_calls += 1
-            self.counters.prefill_tokens += emitted
-        else:
-            self.counters.count_call(proposed, depth, accepted, emitted)
 
     def fail(self, error: Exception) -> None:
         """End with an error; what was emitted stays."""

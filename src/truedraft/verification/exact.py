@@ -94,7 +94,7 @@ def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnTo
         q = plan.q
         if plan.kind is DrawKind.WITHOUT_REPLACEMENT:
             for earlier in so_far:
-                if earlier.law == plan.law:
+                if earlier.law == plan.law and earlier.kind is plan.kind:
                     q = L.without(q, earlier.token)
         for token in torch.nonzero(q).flatten().tolist():
             drawn = DrawnToken(token, plan.law, plan.q, plan.kind)

@@ -46,6 +46,8 @@ class SpeculativeSampling(Rule):
 
     def accept_probability(self, p_x: float, q_x: float) -> float:
         """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`."""
+        if p_x <= 0.0:
+            return 0.0  # also where q_x is 0: a token that the target forbids never stays
         return 1.0 if p_x >= q_x else p_x / q_x
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class SpeculativeSampling(Rule):
                 p_x, q_x = judged.p_x[draw.child], judged.q_of(draw)
             else:
                 p_x = float(p[token])
-                q_x = float(reduced[draw.law][token]) if draw.law in reduced else judged.q_of(draw)
+                q_x = float(reduced[draw.law][token]) if _is_reduced(draw, reduced) else judged.q_of(draw)
             if noise.uniform(Purpose.ACCEPT, depth, index) < self.accept_probability(p_x, q_x):
                 return draw.child, p
             fresh = False
@@ -109,7 +111,7 @@ class SpeculativeSampling(Rule):
     ) -> Tensor:
         if draw.kind is DrawKind.DETERMINISTIC:
             return self.rejected_candidate(p, token)
-        q = reduced[draw.law] if draw.law in reduced else judged.proposal_laws[draw.law]
+        q = reduced[draw.law] if _is_reduced(draw, reduced) else judged.proposal_laws[draw.law]
         if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
             reduced[draw.law] = self.removed(q, token)
         return self.rejected(p, q)
@@ -118,9 +120,9 @@ class SpeculativeSampling(Rule):
         """How a node ends, given the tokens drawn there; see `Rule.outcomes`."""
         outcomes = []
         reach = 1.0
-        laws = {draw.law: draw.q for draw in draws}
+        reduced: dict[int, Tensor] = {}
         for draw in draws:
-            q = draw.q if draw.kind is DrawKind.DETERMINISTIC else laws[draw.law]
+            q = reduced[draw.law] if _is_reduced(draw, reduced) else draw.q
             accept = self.accept_probability(float(p[draw.token]), float(q[draw.token]))
             outcomes.append(NodeOutcome(reach * accept, draw.token, accepted=True))
             reach *= 1.0 - accept
@@ -128,9 +130,14 @@ class SpeculativeSampling(Rule):
                 return outcomes
             p = self.rejected(p, q)
             if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
-                laws[draw.law] = self.removed(q, draw.token)
+                reduced[draw.law] = self.removed(q, draw.token)
         outcomes.extend(NodeOutcome(reach * float(mass), token, accepted=False) for token, mass in enumerate(p))
         return outcomes
+
+
+def _is_reduced(draw: Draw | DrawnToken, reduced: dict[int, Tensor]) -> bool:
+    """Whether earlier draws of this node took tokens out of the law that this one was drawn from."""
+    return draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.law in reduced
 
 
 class _FirstLook:
@@ -153,6 +160,8 @@ class _FirstLook:
             return
         self.proposal_laws = proposal.laws
         sampled = [draw for draws in proposal.draws for draw in draws if draw.law >= 0]
+        if not sampled:
+            return
         rows = torch.tensor([draw.law for draw in sampled], device=proposal.laws.device)
         ids = torch.tensor([self.tokens[draw.child] for draw in sampled], device=proposal.laws.device)
         self._q_x = dict(zip(sampled, proposal.laws[rows, ids].tolist(), strict=True))
@@ -164,6 +173,8 @@ class _FirstLook:
 
 def _draw_finals(walks: Sequence[_Walk], noise: Sequence[Noise]) -> list[int]:
     """Draw the token that ends each walk, for the whole batch at once."""
+    if not walks:
+        return []
     purposes = {Origin.RECOVERED: Purpose.RECOVERED, Origin.BONUS: Purpose.BONUS}
     uniforms = [each.uniform(purposes[walk.final], walk.depth) for walk, each in zip(walks, noise, strict=True)]
     laws = torch.stack([walk.law for walk in walks])

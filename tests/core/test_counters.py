@@ -1,0 +1,109 @@
+"""Counters: counts that add up, and rates derived from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from truedraft.core.counters import Counters
+
+
+def test_nothing_counted_gives_rates_of_zero() -> None:
+    empty = Counters()
+    assert empty.mean_acceptance_length == 0.0
+    assert empty.draft_acceptance_rate == 0.0
+    assert empty.accepted_per_position == []
+
+
+def test_three_calls_by_hand() -> None:
+    """Chains of 4, 4 and nothing: 2 kept and a recovered token, 4 kept and a bonus token, then plain decoding."""
+    counters = Counters()
+    counters.count_call(nodes=4, depth=4, accepted=2, emitted=3, rejected=True)
+    counters.count_call(nodes=4, depth=4, accepted=4, emitted=5, rejected=False)
+    counters.count_call(nodes=0, depth=0, accepted=0, emitted=1, rejected=False)
+    assert counters == Counters(
+        target_calls=3,
+        draft_tokens=8,
+        accepted_tokens=6,
+        emitted_tokens=9,
+        accepted_per_position=[2, 2, 1, 1],
+        tried_per_position=[2, 2, 2, 1],  # the first call never came to its fourth token
+    )
+    assert counters.mean_acceptance_length == 3.0
+    assert counters.draft_acceptance_rate == 0.75
+
+
+def test_a_tree_counts_its_nodes_and_the_depth_of_its_longest_path() -> None:
+    counters = Counters()
+    counters.count_call(nodes=7, depth=2, accepted=0, emitted=1, rejected=True)
+    assert counters.draft_tokens == 7
+    assert counters.tried_per_position == [1, 0]
+    assert counters.accepted_per_position == [0, 0]
+
+
+def test_a_stop_inside_an_accepted_block_counts_what_was_emitted() -> None:
+    """Five drafted and all good, but an end-of-text after two: no token past the stop is accepted or emitted."""
+    counters = Counters()
+    counters.count_call(nodes=5, depth=5, accepted=2, emitted=2, rejected=False)
+    assert counters.accepted_tokens == counters.emitted_tokens == 2
+    assert counters.accepted_per_position == [1, 1, 0, 0, 0]
+    assert counters.tried_per_position == [1, 1, 0, 0, 0]  # the others were not needed
+
+
+def test_a_short_branch_of_a_deep_tree_was_not_tried_below_its_leaf() -> None:
+    counters = Counters()
+    counters.count_call(nodes=4, depth=3, accepted=1, emitted=2, rejected=False)
+    assert counters.tried_per_position == [1, 0, 0]
+
+
+calls = st.lists(
+    st.integers(0, 6).flatmap(
+        lambda depth: st.tuples(st.integers(depth, 20), st.just(depth), st.integers(0, depth), st.integers(0, 8))
+    ),
+    max_size=8,
+)
+
+
+def counted(each: list[tuple[int, int, int, int]]) -> Counters:
+    counters = Counters()
+    for call in each:
+        nodes, depth, accepted, emitted = call
+        counters.count_call(nodes, depth, accepted, emitted, rejected=accepted < depth)
+    return counters
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(calls, calls)
+def test_the_sum_of_two_counts_is_the_count_of_both(left: list, right: list) -> None:
+    first, second = counted(left), counted(right)
+    before = counted(left)
+    assert first + second == counted(left + right)
+    assert first == before  # adding changes neither
+    (first + second).accepted_per_position.append(99)
+    assert first == before
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(calls)
+def test_positions_add_up(each: list) -> None:
+    counters = counted(each)
+    assert sum(counters.accepted_per_position) == counters.accepted_tokens
+    assert all(a <= t for a, t in zip(counters.accepted_per_position, counters.tried_per_position, strict=True))
+    assert counters.tried_per_position == sorted(counters.tried_per_position, reverse=True)
+    assert counters.target_calls == len(each)
+
+
+def test_all_fields_are_summed() -> None:
+    one = Counters(1, 2, 3, 4, 5, 6, [7], [8, 9])
+    assert one + one == Counters(2, 4, 6, 8, 10, 12, [14], [16, 18])
+    assert one + Counters() == one
+    assert sum([one, one], Counters()) == one + one
+
+
+def test_counters_do_not_share_their_lists() -> None:
+    first, second = Counters(), Counters()
+    first.count_call(1, 1, 1, 2, rejected=False)
+    assert second.accepted_per_position == []
+    with pytest.raises(AttributeError):
+        first.acepted_tokens = 3  # slots: a misspelt count is an error

@@ -1,0 +1,389 @@
+"""Laws against slow, obvious references and against transformers' own logits processors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from truedraft.core import laws as L
+from truedraft.core.sampling import SamplingParams
+
+EXACT = 1e-12
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def slow_law(logits: list[float], params: SamplingParams) -> list[float]:
+    """One row, in words: divide, keep the k-th and its ties, keep until top_p is crossed, drop below min_p."""
+    if params.temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    scaled = [x / params.temperature for x in logits]
+    if params.top_k:
+        kth = sorted(scaled, reverse=True)[min(params.top_k, len(scaled)) - 1]
+        scaled = [x if x >= kth else -math.inf for x in scaled]
+    law = softmax(scaled)
+    if params.top_p < 1:
+        mass = 0.0
+        kept = set()
+        for token in sorted(range(len(law)), key=lambda i: (-law[i], i)):
+            if mass >= params.top_p:
+                break
+            kept.add(token)
+            mass += law[token]
+        law = [x if i in kept else 0.0 for i, x in enumerate(law)]
+        law = [x / sum(law) for x in law]
+    if params.min_p:
+        law = [x if x >= params.min_p * max(law) else 0.0 for x in law]
+        law = [x / sum(law) for x in law]
+    return law
+
+
+def softmax(scores: list[float]) -> list[float]:
+    weights = [math.exp(x - max(scores)) for x in scores]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def warped(logits: Tensor, params: SamplingParams) -> Tensor:
+    """What transformers makes of the logits, in the order of its own generate."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    return torch.softmax(processors(torch.zeros(len(logits), 1, dtype=torch.int64), logits.clone()), dim=-1)
+
+
+GRID = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature in (0.3, 1.0, 1.7)
+    for top_k in (0, 1, 7, 50, 10_000)
+    for top_p in (1.0, 0.9, 0.35, 1e-6)
+    for min_p in (0.0, 0.05, 1.0)
+]
+
+
+def test_same_support_and_law_as_transformers() -> None:
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+    logits[1, ::3] = -math.inf
+    for params in GRID:
+        ours, theirs = L.law_from_logits(logits, params), warped(logits, params)
+        assert torch.equal(ours > 0, theirs > 0), params
+        assert float((ours - theirs).abs().max()) < EXACT, params
+
+
+def test_same_support_as_transformers_in_float32() -> None:
+    """Away from ties and crossings within 1e-4 of a threshold, which random logits of 64 tokens do not have here."""
+    logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(2)) * 3
+    for params in GRID:
+        ours, theirs = L.law_from_logits(logits, params), warped(logits, params)
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours > 0, theirs > 0), params
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@quick
+@given(
+    st.lists(st.floats(-8, 8), min_size=1, max_size=9),
+    st.sampled_from([0.0, 0.25, 1.0, 3.0]),
+    st.integers(0, 10),
+    st.sampled_from([1.0, 0.93, 0.51, 0.07]),
+    st.sampled_from([0.0, 0.013, 0.4]),
+)
+def test_laws_in_words(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    # Away from crossings that rounding may decide either way.
+    base = slow_law(logits, SamplingParams(temperature=temperature, top_k=top_k))
+    reached = [math.fsum(sorted(base, reverse=True)[:n]) for n in range(len(base))]
+    near = any(abs(r - top_p) < 1e-9 for r in reached) or any(abs(x - min_p * max(base)) < 1e-9 for x in base if min_p)
+    if not near:
+        law = L.law_from_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
+        assert law.tolist() == pytest.approx(slow_law(logits, params), abs=EXACT)
+        assert float(law.sum()) == pytest.approx(1.0, abs=EXACT)
+
+
+def test_ties_with_the_kth_stay() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]], dtype=torch.float64)
+    law = L.law_from_logits(logits, SamplingParams(temperature=1.0, top_k=2))
+    assert (law > 0).tolist() == [[False, True, True, True, True, False]]
+
+
+def test_the_crossing_token_stays_and_ties_go_to_the_lowest_id() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3]], dtype=torch.float64).log()
+    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.6)) > 0).tolist() == [
+        [True, True, False],
+        [False, True, True],
+    ]
+    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.4)) > 0).tolist() == [
+        [True, False, False],
+        [False, True, False],
+    ]
+    flat = torch.zeros(1, 4, dtype=torch.float64)  # 0.25 each: 0.25 and 0.5 are exact, so the second token reaches 0.5
+    assert L.law_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.5)).tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    assert L.law_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.51))[0, 3] == 0
+
+
+def test_ties_of_a_large_nucleus_go_to_the_lowest_ids() -> None:
+    law = L.law_from_logits(torch.zeros(2, 4096), SamplingParams(temperature=1.0, top_p=0.5))  # 2**-12 each, exact
+    assert bool((law[:, :2048] == 2.0**-11).all())
+    assert bool((law[:, 2048:] == 0).all())
+
+
+def test_top_p_looks_at_what_top_k_left_and_min_p_at_what_top_p_left() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    # After top-k 2 the law is (4/7, 3/7): 0.55 is reached by the first token alone, unlike in the full law.
+    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55)) > 0).sum() == 1
+    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.55)) > 0).sum() == 2
+    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.95, min_p=0.45)) > 0).sum() == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 2, 33, 5000])
+def test_greedy_is_one_hot_at_the_lowest_id_among_ties(dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.full((3, vocab), -1.0, dtype=dtype)
+    ties = sorted({vocab // 3, vocab // 2, vocab - 1})
+    logits[:, ties] = 2.5
+    law = L.law_from_logits(logits, SamplingParams(temperature=0.0, top_k=3, top_p=0.5))
+    assert law.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert law.sum(dim=-1).tolist() == [1.0] * 3
+    assert law.argmax(dim=-1).tolist() == [ties[0]] * 3
+
+
+def test_half_precision_logits_are_computed_in_float32() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3)).bfloat16()
+    params = SamplingParams(temperature=0.7, top_p=0.9)
+    assert torch.equal(L.law_from_logits(logits, params), L.law_from_logits(logits.float(), params))
+
+
+BROKEN = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t, k, p, m in [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (1.0, 2, 1.0, 0.0),
+        (0.5, 0, 0.8, 0.0),
+        (1.0, 2, 0.8, 0.1),
+    ]
+]
+
+
+@pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_broken_logits_are_found_and_touch_no_other_row(params: SamplingParams, bad: float) -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(4))
+    clean = L.law_from_logits(logits, params)
+    logits[1, 5] = bad
+    logits[3, 0] = bad
+    law = L.law_from_logits(logits, params)
+    assert L.finite_rows(law).tolist() == [True, False, True, False]
+    assert torch.equal(law[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
+def test_masked_logits_have_no_mass(params: SamplingParams) -> None:
+    logits = torch.full((1, 6), -math.inf)
+    logits[0, [2, 4]] = torch.tensor([0.5, 0.4])
+    law = L.law_from_logits(logits, params)
+    assert L.finite_rows(law).tolist() == [True]
+    assert law[0, [0, 1, 3, 5]].tolist() == [0.0] * 4
+    assert law[0, 2] > 0
+
+
+@pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
+def test_a_row_without_any_token_is_found_at_every_temperature(params: SamplingParams) -> None:
+    """All logits -inf: there is nothing to draw, greedily or not."""
+    assert L.finite_rows(L.law_from_logits(torch.full((1, 6), -math.inf), params)).tolist() == [False]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45, 1e-300])
+def test_tiny_temperatures_are_nearly_greedy_not_broken(temperature: float) -> None:
+    """SamplingParams takes any temperature from 0 on: dividing finite logits by it must not overflow to NaN."""
+    logits = torch.tensor([[20.0, 30.0, -10.0]])
+    law = L.law_from_logits(logits, SamplingParams(temperature=temperature))
+    assert law.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_huge_temperatures_are_flat() -> None:
+    law = L.law_from_logits(torch.tensor([[20.0, 30.0, -10.0]]), SamplingParams(temperature=1e30))
+    assert law[0].tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_logits_are_not_changed() -> None:
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(5))
+    before = logits.clone()
+    for params in (*GRID[:20], *BROKEN):
+        L.law_from_logits(logits, params)
+    assert torch.equal(logits, before)
+
+
+# ------------------------------------------------------------------------------- packed batches
+
+some_params = st.sampled_from(
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=5),  # the same law as the one before
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.7),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=0.5, top_p=0.7),
+    ]
+)
+
+
+@quick
+@given(st.lists(st.tuples(some_params, st.integers(0, 4)), max_size=8))
+def test_groups_of_rows_have_the_laws_of_each_group_alone(groups: list[tuple[SamplingParams, int]]) -> None:
+    total = sum(count for _, count in groups)
+    logits = torch.randn(total, 7, generator=torch.Generator().manual_seed(total), dtype=torch.float64)
+    laws = L.laws_from_logits(logits, groups)
+    assert [len(law) for law in laws] == [count for _, count in groups]
+    start = 0
+    for law, (params, count) in zip(laws, groups, strict=True):
+        assert torch.equal(law, L.law_from_logits(logits[start : start + count], params))
+        start += count
+
+
+# ------------------------------------------------------------------------------- residuals and overlaps
+
+vectors = (
+    st.integers(1, 6)
+    .flatmap(
+        lambda n: st.tuples(*(st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1.0)), min_size=n, max_size=n),) * 2)
+    )
+    .filter(lambda pair: min(sum(pair[0]), sum(pair[1])) > 0)
+)
+
+
+def as_laws(pair: tuple[list[float], list[float]]) -> tuple[Tensor, Tensor]:
+    p, q = (torch.tensor(weights, dtype=torch.float64) for weights in pair)
+    return L.normalise(p), L.normalise(q)
+
+
+@quick
+@given(vectors)
+def test_identities_of_acceptance(pair: tuple[list[float], list[float]]) -> None:
+    """overlap + TV = 1, and accepted mass + rejected mass * residual = p: the theorem behind speculative sampling."""
+    p, q = as_laws(pair)
+    assert float(L.overlap(p, q) + L.total_variation(p, q)) == pytest.approx(1.0, abs=EXACT)
+    left = L.residual(p, q)
+    assert float(left.sum()) == pytest.approx(1.0, abs=EXACT)
+    assert bool((left >= 0).all())
+    assert torch.allclose(torch.minimum(p, q) + (1 - L.overlap(p, q)) * left, p, atol=EXACT, rtol=0)
+    assert float(L.total_variation(p, q)) == float(L.total_variation(q, p))
+    assert torch.equal(L.residual(p, p), p)
+    assert float(L.total_variation(p, p)) == 0.0
+
+
+def test_residual_by_hand_and_by_row() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.5, 0.5, 0.0]], dtype=torch.float64)
+    q = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.3, 0.5], [0.0, 0.25, 0.75]], dtype=torch.float64)
+    expected = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, 0.5], [2 / 3, 1 / 3, 0.0]], dtype=torch.float64)
+    assert torch.allclose(L.residual(p, q), expected, atol=EXACT)
+    assert L.overlap(p, q).tolist() == pytest.approx([0.7, 1.0, 0.25])
+    assert L.total_variation(p, q).tolist() == pytest.approx([0.3, 0.0, 0.75])
+
+
+@quick
+@given(vectors)
+def test_residuals_in_float32_are_laws(pair: tuple[list[float], list[float]]) -> None:
+    p, q = (law.float() for law in as_laws(pair))
+    left = L.residual(p, q)
+    assert bool(left.isfinite().all()) and bool((left >= 0).all())
+    assert float(left.sum()) == pytest.approx(1.0, abs=1e-6)
+    assert bool((left[p == 0] == 0).all())
+
+
+@quick
+@given(vectors, st.integers(0, 5))
+def test_without(pair: tuple[list[float], list[float]], token: int) -> None:
+    law, _ = as_laws(pair)
+    token %= len(law)
+    before = law.clone()
+    rest = L.without(law, token)
+    assert torch.equal(law, before)
+    assert rest[token] == 0
+    others = [i for i in range(len(law)) if i != token and law[i] > 0]
+    assert float(rest.sum()) == pytest.approx(1.0 if others else 0.0, abs=EXACT)
+    for i in others:
+        assert float(rest[i] * law[others[0]]) == pytest.approx(float(rest[others[0]] * law[i]), abs=EXACT)
+
+
+def test_without_everything_is_all_zeros() -> None:
+    assert L.without(torch.tensor([0.0, 1.0, 0.0]), 1).tolist() == [0.0, 0.0, 0.0]
+    assert L.without(torch.tensor([1.0, 1e-45]), 0).tolist() == [0.0, 1.0]
+
+
+# ------------------------------------------------------------------------------- drawing
+
+BELOW_ONE = 1.0 - 2.0**-53
+
+
+def drawn(law: list[float], uniforms: list[float], dtype: torch.dtype = torch.float64) -> list[int]:
+    laws = torch.tensor(law, dtype=dtype).expand(len(uniforms), -1)
+    return L.draw(laws, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+
+
+def test_the_worked_example_of_draw() -> None:
+    assert drawn([0.2, 0.0, 0.8], [0.0, 0.1, math.nextafter(0.2, 0), 0.2, 0.5, BELOW_ONE]) == [0, 0, 0, 2, 2, 2]
+
+
+def test_tokens_without_mass_are_never_drawn_at_the_ends() -> None:
+    ends = [0.0, 5e-324, 2.0**-54, 0.5, BELOW_ONE, 1.0]
+    assert set(drawn([0.0, 0.0, 1.0, 0.0, 0.0], ends)) == {2}
+    assert drawn([0.0, 0.5, 0.0, 0.5, 0.0], ends) == [1, 1, 1, 3, 3, 3]
+    assert set(drawn([0.0, 0.1, 0.0] + [1e-30] * 3 + [0.9, 0.0], ends, torch.float32)) <= {1, 6}
+
+
+@quick
+@given(
+    st.lists(st.one_of(st.just(0.0), st.floats(2.0**-40, 1.0, width=32)), min_size=1, max_size=40).filter(any),
+    st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, BELOW_ONE, 0.5, 2.0**-53])),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_draw_inverts_the_cumulative_sum(weights: list[float], u: float, dtype: torch.dtype) -> None:
+    """Also for laws that sum to 1 only up to rounding: the slow search below scales u by the sum."""
+    law = L.normalise(torch.tensor(weights, dtype=dtype))
+    token = int(L.draw(law[None], torch.tensor([u], dtype=torch.float64)))
+    assert law[token] > 0
+    values = law.double().tolist()
+    reached = [math.fsum(values[: i + 1]) for i in range(len(values))]
+    assert reached[token] >= u * reached[-1] - 1e-14
+    assert (reached[token - 1] if token else 0.0) <= u * reached[-1] + 1e-14
+
+
+def test_cells_have_the_widths_of_the_law() -> None:
+    """A grid of 100,000 numbers: each token's share is its mass to one grid step."""
+    law = [0.1, 0.0, 0.25, 0.3, 0.05, 0.3]
+    steps = 100_000
+    tokens = torch.tensor(drawn(law, [(i + 0.5) / steps for i in range(steps)]))
+    assert bool((tokens.diff() >= 0).all())
+    shares = torch.bincount(tokens, minlength=6) / steps
+    assert shares.tolist() == pytest.approx(law, abs=2 / steps)
+
+
+def test_rows_are_drawn_each_by_its_own_number() -> None:
+    laws = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
+    assert L.draw(laws, torch.tensor([0.6, 0.99, 0.2], dtype=torch.float64)).tolist() == [1, 0, 0]
+    assert L.draw(laws, torch.tensor([0.4, 0.0, 0.3], dtype=torch.float64)).dtype == torch.int64
+
+
+def test_a_large_vocabulary_in_float32_keeps_its_tail() -> None:
+    """200,000 equal tokens: a float32 cumulative sum would merge cells; the sum here is in float64."""
+    count = 200_000
+    law = torch.full((1, count), 1.0 / count)
+    for token in (0, 12_345, count // 2, count - 1):
+        found = int(L.draw(law, torch.tensor([(token + 0.5) / count], dtype=torch.float64)))
+        assert found == token

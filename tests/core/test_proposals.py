@@ -1,0 +1,174 @@
+"""Proposals: consistent trees, draws and laws; merging keeps every path, every draw and their order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from truedraft.core.proposals import Draw, DrawKind, Proposal, merge
+from truedraft.core.trees import TokenTree, TreeShape
+
+VOCAB = 4
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+IND, WOR, DET = DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    """Random trees without equal siblings; several draws may name one child; each law row is recognisable."""
+    paths = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), max_size=5))
+    tree = TokenTree.from_paths(paths)
+    rows = 0
+    draws: list[tuple[Draw, ...]] = []
+    for children in tree.shape.children:
+        if not children:
+            draws.append(())
+            continue
+        named = draw(st.permutations([*children, *draw(st.lists(st.sampled_from(children), max_size=2))]))
+        kind = draw(st.sampled_from([IND, WOR, DET, DrawKind.COUPLED]))
+        here = []
+        for child in named:
+            fixed = kind is DET or draw(st.booleans())
+            here.append(Draw(child, -1 if fixed else rows, DET if fixed else kind))
+        if any(each.law >= 0 for each in here):
+            rows += 1
+        draws.append(tuple(here))
+    seeded = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+    return Proposal(tree, tuple(draws), torch.rand(rows, VOCAB, generator=seeded) if rows else None)
+
+
+def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
+    """For each path of an inner node its draws in order: token, kind, and the law's own numbers."""
+    found = {}
+    for slot, draws in enumerate(proposal.draws):
+        path = proposal.tree.path_tokens(slot - 1)
+        found.setdefault(path, []).extend(
+            (
+                proposal.tree.token_list[d.child],
+                d.kind,
+                None if d.law < 0 else tuple(proposal.laws[d.law].tolist()),
+            )
+            for d in draws
+        )
+    return found
+
+
+@quick
+@given(st.lists(proposals(), min_size=1, max_size=4))
+def test_merging_keeps_paths_draws_laws_and_order(parts: list[Proposal]) -> None:
+    for part in parts:
+        part.check()
+    merged = merge(parts)
+    merged.check()
+    paths = [merged.tree.path_tokens(node) for node in range(len(merged.tree))]
+    assert len(set(paths)) == len(paths)
+    assert set(paths) == {part.tree.path_tokens(node) for part in parts for node in range(len(part.tree))}
+    expected: dict[tuple[int, ...], list[tuple]] = {}
+    for part in parts:
+        for path, draws in described(part).items():
+            expected.setdefault(path, []).extend(draws)
+    assert described(merged) == expected  # repeats kept, earlier proposals first, each draw with its own law
+    assert merged.kinds == frozenset().union(*(part.kinds for part in parts))
+    # Rows that two proposals number alike stay apart: no draw of one loses tokens to the other.
+    rows = sum(0 if part.laws is None else len(part.laws) for part in parts)
+    assert (0 if merged.laws is None else len(merged.laws)) == rows
+
+
+@quick
+@given(proposals())
+def test_merging_one_proposal_changes_nothing(proposal: Proposal) -> None:
+    merged = merge([proposal])
+    assert merged.tree.token_list == proposal.tree.token_list
+    assert merged.tree.shape == proposal.tree.shape
+    assert merged.draws == proposal.draws
+    assert merged.laws is proposal.laws or torch.equal(merged.laws, proposal.laws)
+    beside = merge([Proposal.empty(), proposal, Proposal.empty()])
+    assert described(beside) == described(proposal)
+
+
+def test_the_worked_example_of_merge() -> None:
+    laws = torch.eye(9)[:2]
+    merged = merge([Proposal.chain(torch.tensor([5, 7]), laws), Proposal.chain(torch.tensor([5, 8]), laws + 1)])
+    assert merged.tree.token_list == [5, 7, 8]
+    assert merged.tree.shape.parents == (-1, 0, 0)
+    assert merged.draws == (
+        (Draw(0, 0, IND), Draw(0, 2, IND)),
+        (Draw(1, 1, IND), Draw(2, 3, IND)),
+        (),
+        (),
+    )
+    assert torch.equal(merged.laws, torch.cat([laws, laws + 1]))
+
+
+def test_merging_fixed_and_sampled_proposals() -> None:
+    fixed = Proposal.deterministic(TokenTree.from_paths([[1, 2], [3]]))
+    sampled = Proposal.chain(torch.tensor([3, 0]), torch.eye(VOCAB)[:2], WOR)
+    merged = merge([fixed, sampled])
+    assert merged.kinds == {DET, WOR}
+    assert merged.draws[0] == (Draw(0, -1, DET), Draw(2, -1, DET), Draw(2, 0, WOR))
+    assert merge([fixed, fixed]).laws is None
+
+
+def test_merging_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        merge([])
+
+
+# ------------------------------------------------------------------------------- building
+
+
+def test_chains() -> None:
+    laws = torch.rand(3, VOCAB)
+    chain = Proposal.chain(torch.tensor([1, 2, 3]), laws, DrawKind.COUPLED)
+    chain.check()
+    assert chain.laws is laws  # the very tensor that was sampled from
+    assert chain.tree.shape.is_chain
+    assert chain.draws == (*((Draw(i, i, DrawKind.COUPLED),) for i in range(3)), ())
+    assert chain.kinds == {DrawKind.COUPLED}
+    assert Proposal.chain(torch.tensor([1]), laws).kinds == {IND}
+    assert Proposal.chain(torch.tensor([], dtype=torch.int64), laws[:0]).draws == ((),)
+
+
+def test_fixed_trees() -> None:
+    proposal = Proposal.deterministic(TokenTree.from_paths([[1, 2], [1, 3], [0]]))
+    proposal.check()
+    assert proposal.kinds == {DET}
+    assert proposal.laws is None
+    assert [[draw.child for draw in draws] for draws in proposal.draws] == [[0, 3], [1, 2], [], [], []]
+
+
+def test_an_empty_proposal() -> None:
+    empty = Proposal.empty()
+    empty.check()
+    assert len(empty.tree) == 0
+    assert empty.draws == ((),)
+    assert empty.kinds == frozenset()
+
+
+TREE = TokenTree(torch.tensor([1, 2]), TreeShape((-1, -1)))
+LAWS = torch.full((1, VOCAB), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("draws", "laws", "message"),
+    [
+        (((Draw(0, 0, IND),), (), ()), LAWS, "slot 0 name other nodes"),
+        (((Draw(0, 0, IND), Draw(1, 0, IND)), (Draw(1, 0, IND),), ()), LAWS, "slot 1 name other nodes"),
+        (((Draw(0, 0, IND), Draw(1, 1, IND)), (), ()), LAWS, "names no law"),
+        (((Draw(0, 0, IND), Draw(1, -1, IND)), (), ()), LAWS, "names no law"),
+        (((Draw(0, -1, DET), Draw(1, 0, DET)), (), ()), LAWS, "names no law"),
+        (((Draw(0, 0, IND), Draw(1, 0, IND)), (), ()), None, "names no law"),
+    ],
+)
+def test_contradictions_are_found(draws: tuple, laws: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Proposal(TREE, draws, laws).check()
+
+
+def test_a_slot_for_the_root_and_for_each_node() -> None:
+    with pytest.raises(ValueError, match="has 3 slots, got 2"):
+        Proposal(TREE, ((), ()))
+    repeated = Proposal(TREE, ((Draw(0, 0, IND), Draw(1, 0, IND), Draw(0, 0, IND)), (), ()), LAWS)
+    repeated.check()  # two draws may name one child

@@ -1,0 +1,145 @@
+"""Token trees against slow references on random parents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from truedraft.core.trees import TokenTree, TreeShape, chain_shape
+
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@st.composite
+def parent_lists(draw: st.DrawFn) -> tuple[int, ...]:
+    size = draw(st.integers(0, 12))
+    return tuple(draw(st.integers(-1, node - 1)) for node in range(size))
+
+
+def ancestors(parents: tuple[int, ...], node: int) -> list[int]:
+    """From the node up to the root's child."""
+    found = []
+    while node != -1:
+        found.append(node)
+        node = parents[node]
+    return found
+
+
+@quick
+@given(parent_lists())
+def test_shapes_against_the_slow_way(parents: tuple[int, ...]) -> None:
+    shape = TreeShape(parents)
+    nodes = range(len(parents))
+    up = [ancestors(parents, node) for node in nodes]
+    assert len(shape) == len(parents)
+    assert shape.depths == tuple(len(each) for each in up)
+    assert shape.depth == max((len(each) for each in up), default=0)
+    assert [shape.path(node) for node in nodes] == [tuple(reversed(each)) for each in up]
+    assert shape.children == tuple(
+        tuple(n for n in nodes if parents[n] == slot - 1) for slot in range(len(parents) + 1)
+    )
+    assert shape.leaves == tuple(n for n in nodes if n not in parents)
+    assert shape.is_chain == all(parents[n] == n - 1 for n in nodes)
+    assert shape.path(-1) == ()
+
+
+@quick
+@given(parent_lists())
+def test_the_ancestor_mask_is_the_transitive_closure(parents: tuple[int, ...]) -> None:
+    size = len(parents)
+    edges = torch.zeros(size, size, dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            edges[node, parent] = 1
+    closure = torch.eye(size, dtype=torch.int64)
+    for _ in range(size):
+        closure = ((closure + closure @ edges) > 0).long()
+    mask = TreeShape(parents).ancestor_mask
+    assert mask.dtype == torch.bool
+    assert mask.shape == (size, size)
+    assert torch.equal(mask, closure.bool())
+
+
+@quick
+@given(parent_lists())
+def test_rooted_hangs_everything_below_node_zero(parents: tuple[int, ...]) -> None:
+    shape = TreeShape(parents)
+    rooted = shape.rooted
+    assert rooted.parents == (-1, *(parent + 1 for parent in parents))
+    assert rooted.depths == (1, *(depth + 1 for depth in shape.depths))
+    assert bool(rooted.ancestor_mask[:, 0].all())
+    assert torch.equal(rooted.ancestor_mask[1:, 1:], shape.ancestor_mask)
+    assert shape.rooted is rooted
+
+
+@pytest.mark.parametrize("parents", [(0,), (-2,), (-1, 1), (-1, 2, 0), (-1, -1, 5), (-1, 0, -3)], ids=str)
+def test_parents_must_come_first(parents: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a parent is an earlier node"):
+        TreeShape(parents)
+
+
+def test_the_worked_example_of_shapes() -> None:
+    shape = TreeShape((-1, -1, 0, 0, 2))
+    assert shape.children[0] == (0, 1)
+    assert shape.children[1] == (2, 3)
+    assert shape.children[3] == (4,)
+    assert shape.depths == (1, 1, 2, 2, 3)
+    assert shape.leaves == (1, 3, 4)
+    assert shape.path(4) == (0, 2, 4)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 9])
+def test_a_chain_is_a_tree_with_one_path(length: int) -> None:
+    shape = chain_shape(length)
+    assert shape.is_chain
+    assert shape.depths == tuple(range(1, length + 1))
+    assert shape.leaves == ((length - 1,) if length else ())
+    assert torch.equal(shape.ancestor_mask, torch.ones(length, length, dtype=torch.bool).tril())
+    assert shape.rooted == chain_shape(length + 1)
+    tree = TokenTree.chain(list(range(10, 10 + length)))
+    assert tree.shape == shape
+    assert tree.tokens.dtype == torch.int64
+    assert tree.token_list == list(range(10, 10 + length))
+    assert len(tree) == length
+
+
+def test_chains_take_tensors_and_lists() -> None:
+    assert TokenTree.chain(torch.tensor([3, 1], dtype=torch.int32)).tokens.dtype == torch.int64
+    assert TokenTree.chain([]).token_list == TokenTree.empty().token_list == []
+    assert not TreeShape((-1, -1)).is_chain
+    assert not TreeShape((-1, 0, 0)).is_chain
+
+
+def test_shapes_are_equal_by_their_parents() -> None:
+    assert TreeShape((-1, 0)) == TreeShape((-1, 0)) == chain_shape(2)
+    assert hash(TreeShape((-1, 0))) == hash(chain_shape(2))
+    assert TreeShape((-1, -1)) != chain_shape(2)
+
+
+paths_of_tokens = st.lists(st.lists(st.integers(0, 3), max_size=5).map(tuple), max_size=8)
+
+
+@quick
+@given(paths_of_tokens)
+def test_paths_that_share_prefixes_become_one(paths: list[tuple[int, ...]]) -> None:
+    tree = TokenTree.from_paths(paths)
+    prefixes = {path[:i] for path in paths for i in range(1, len(path) + 1)}
+    found = [tree.path_tokens(node) for node in range(len(tree))]
+    assert len(found) == len(set(found))  # no path twice
+    assert set(found) == prefixes
+    order = list(dict.fromkeys(path[:i] for path in paths for i in range(1, len(path) + 1)))
+    assert found == order  # in order of first appearance
+    leaves = {tree.path_tokens(leaf) for leaf in tree.shape.leaves}
+    assert leaves == {
+        path for path in prefixes if not any(len(o) > len(path) and o[: len(path)] == path for o in prefixes)
+    }
+    assert tree.tokens.dtype == torch.int64
+
+
+def test_paths_by_hand() -> None:
+    tree = TokenTree.from_paths([[5, 7], [5, 8], [6], [5, 7, 9]])
+    assert tree.token_list == [5, 7, 8, 6, 9]
+    assert tree.shape.parents == (-1, 0, 0, -1, 1)
+    assert TokenTree.from_paths([]).token_list == []

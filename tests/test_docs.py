@@ -1,0 +1,107 @@
+"""README and docs: every snippet runs, every command works, every number comes from a results file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from truedraft.embedded import embedded_folder
+from truedraft.errors import ModelNotFoundError
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SOURCE_MARK = re.compile(r"<!-- numbers: (\S+) -->\n(.*?)(?:\n\n(?![|`])|\Z)", re.DOTALL)
+SLOW_TARGETS = {"demo", "test"}  # what the README's first screen shows; the test run is one of them itself
+
+
+def has_embedded_models() -> bool:
+    try:
+        embedded_folder("target"), embedded_folder("draft")
+    except ModelNotFoundError:
+        return False
+    return True
+
+
+needs_models = pytest.mark.skipif(not has_embedded_models(), reason="the embedded models are not in this checkout")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for name, body in BLOCK.findall(page.read_text()) if name == language]
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for body in blocks(page, "sh"):
+            for line in body.replace("\\\n", " ").splitlines():
+                if line.strip() and not line.startswith("#"):
+                    yield page.name, line.split("  #")[0].strip()
+
+
+@needs_models
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_snippets_of_a_page_run_in_order(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, Any] = {"__name__": "snippet"}
+    for number, body in enumerate(blocks(page, "python")):
+        exec(compile(body, f"{page.name}, snippet {number}", "exec"), space)
+    capsys.readouterr()
+
+
+@needs_models
+@pytest.mark.parametrize(("page", "line"), sorted(set(commands())), ids=lambda text: text.replace(" ", "_")[:60])
+def test_a_command_works(page: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line)
+    if words[0] == "make":
+        rules = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", rules, re.MULTILINE) for target in words[1:])
+        return
+    if words[0] == "git":
+        return
+    assert words[0] in ("truedraft", "python"), f"{page} shows {line!r}, which no test knows how to run"
+    if words[0] == "python":
+        run = [sys.executable, *words[1:], "--help"]
+    else:
+        run = [sys.executable, "-m", "truedraft", *words[1:]]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from numbers_in(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_numbers_come_from_results_files(page: Path) -> None:
+    for name, text in SOURCE_MARK.findall(page.read_text()):
+        known = [value for line in (ROOT / name).read_text().splitlines() for value in numbers_in(json.loads(line))]
+        for shown in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text):
+            digits = len(shown.split(".")[1])
+            assert any(f"{value:.{digits}f}" == shown for value in known), f"{page.name}: {shown} is not in {name}"
+
+
+def test_decimal_numbers_of_the_readme_are_all_marked() -> None:
+    text = (ROOT / "README.md").read_text()
+    unmarked = SOURCE_MARK.sub("", text)
+    unmarked = re.sub(r"```.*?```", "", unmarked, flags=re.DOTALL)
+    assert not re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", unmarked.replace("Python 3.11", ""))
+
+
+def test_pages_name_files_that_exist() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
