@@ -1,0 +1,123 @@
+"""Where two answers part that must not, and how near the target's choice was there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token at the place in question.
+
+    Attributes:
+        id: None where the answer had ended.
+        text: what it looks like.
+        logit: of the target, by one plain forward over everything before it.
+    """
+
+    id: int | None
+    text: str
+    logit: float | None
+
+    def describe(self) -> str:
+        """The token and its logit."""
+        return self.text if self.logit is None else f"{self.text} (logit {self.logit:.4f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where two answers to one prompt differ.
+
+    Attributes:
+        position: tokens of the answers that are equal before it.
+        plain: what plain decoding gave there.
+        speculative: what speculation gave there.
+        best: the two likeliest tokens there.
+        margin: between the logits of these two; a small one is a near tie.
+    """
+
+    position: int
+    plain: Candidate
+    speculative: Candidate
+    best: tuple[Candidate, Candidate]
+    margin: float
+
+    def describe(self) -> str:
+        """In one line."""
+        first, second = self.best
+        return (
+            f"differs at token {self.position}: plain {self.plain.describe()}, speculative "
+            f"{self.speculative.describe()}; the two best there are {first.describe()} and {second.describe()}, "
+            f"margin {self.margin:.4f}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON record."""
+        return {
+            "position": self.position,
+            "plain": _candidate_dict(self.plain),
+            "speculative": _candidate_dict(self.speculative),
+            "best": [_candidate_dict(each) for each in self.best],
+            "margin": self.margin,
+        }
+
+
+def find_difference(
+    target: LanguageModel, prompt: str | Sequence[int], plain: Sequence[int], speculative: Sequence[int]
+) -> Difference | None:
+    """Look at the first place where two answers differ; None if one prompt has one answer."""
+    if list(plain) == list(speculative):
+        return None
+    shortest = min(len(plain), len(speculative))
+    position = next((i for i in range(shortest) if plain[i] != speculative[i]), shortest)
+    before = [*_ids(target, prompt), *plain[:position]]
+    logits = _logits_after(target, before)
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:2]
+    return Difference(
+        position,
+        _candidate(target, logits, plain, position),
+        _candidate(target, logits, speculative, position),
+        (_candidate(target, logits, order, 0), _candidate(target, logits, order, 1)),
+        logits[order[0]] - logits[order[1]],
+    )
+
+
+def _ids(target: LanguageModel, prompt: str | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str):
+        assert target.tokenizer is not None  # it was answered, so it was encoded
+        return target.tokenizer.encode(prompt)
+    return list(prompt)
+
+
+def _logits_after(target: LanguageModel, tokens: Sequence[int]) -> list[float]:
+    """The target's logits after these tokens, by one plain forward."""
+    import torch
+
+    from truedraft.core.trees import chain_shape
+    from truedraft.models.base import Segment
+
+    cache = target.new_cache()
+    try:
+        ids = torch.tensor(tokens, device=target.device)
+        output = target.forward([Segment(cache, ids, chain_shape(len(tokens)), (len(tokens) - 1,))])
+        logits: list[float] = output.logits[0].float().tolist()
+        return logits
+    finally:
+        target.release_cache(cache)
+
+
+def _candidate(target: LanguageModel, logits: Sequence[float], tokens: Sequence[int], place: int) -> Candidate:
+    if place >= len(tokens):
+        return Candidate(None, "(end)", None)
+    token = tokens[place]
+    text = repr(target.tokenizer.decode([token])) if target.tokenizer is not None else str(token)
+    return Candidate(token, text, logits[token])
+
+
+def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
+    return {"id": candidate.id, "text": candidate.text, "logit": candidate.logit}

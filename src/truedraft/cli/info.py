@@ -1,0 +1,105 @@
+"""`truedraft info`: what is here, and what would be used."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli import options as opt
+from truedraft.cli.failures import DONE
+from truedraft.embedded import embedded_folder, embedded_names
+from truedraft.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from truedraft.cli.terminal import Terminal
+
+
+def info(json: opt.Json = False) -> int:
+    """Show versions, devices, fast paths and the embedded models."""
+    from truedraft.cli.machine import machine_facts
+    from truedraft.cli.terminal import Terminal
+
+    terminal = Terminal()
+    facts = machine_facts()
+    models = [_embedded(name) for name in embedded_names()]
+    paths = _fast_paths() if models[0]["installed"] else None
+    _print(terminal, facts, models, paths)
+    if json:
+        terminal.json({"command": "info"} | facts | {"fast_paths": paths, "embedded_models": models})
+    return DONE
+
+
+def _fast_paths() -> list[str]:
+    """What is switched on for the embedded target here, beyond the plain forward."""
+    from truedraft.models.loading import load_model
+
+    return list(load_model("embedded:target").fast_paths)
+
+
+def _embedded(name: str) -> dict[str, Any]:
+    try:
+        folder = embedded_folder(name)
+    except ModelNotFoundError:
+        return {"name": f"embedded:{name}", "installed": False}
+    weights = sorted(folder.glob("*.safetensors"))
+    return {
+        "name": f"embedded:{name}",
+        "installed": True,
+        "parameters": sum(map(_parameters, weights)),
+        "bytes": sum(path.stat().st_size for path in weights),
+        "card": _summary(folder / "README.md"),
+    }
+
+
+def _parameters(path: Path) -> int:
+    """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
+    with path.open("rb") as file:
+        header = json_.loads(file.read(int.from_bytes(file.read(8), "little")))
+    count = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            size = 1
+            for length in tensor["shape"]:
+                size *= length
+            count += size
+    return count
+
+
+def _summary(card: Path) -> str | None:
+    """The first sentence-like line below the card's title."""
+    if not card.is_file():
+        return None
+    lines = [line.strip() for line in card.read_text(encoding="utf-8").splitlines()]
+    titles = [number for number, line in enumerate(lines) if line.startswith("# ")]
+    body = lines[titles[0] + 1 :] if titles else []
+    return next((line for line in body if line), None)
+
+
+def _print(terminal: Terminal, facts: dict[str, Any], models: list[dict[str, Any]], paths: list[str] | None) -> None:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "transformers"))
+    cuda = ", ".join(facts["cuda_devices"]) or "none"
+    bfloat16 = "with" if facts["bfloat16_instructions"] else "without"
+    rows = {
+        "truedraft": f"{facts['truedraft']} ({versions}; {facts['platform']})",
+        "cpu": f"{facts['cpu']}, {facts['cores']} cores, {facts['cpu_capability']}, {bfloat16} bfloat16 instructions",
+        "cuda": cuda,
+        "auto": f"device {facts['device_auto']}, dtype {facts['dtype_auto']}, threads {facts['threads']}",
+    }
+    if paths is not None:
+        rows["fast paths"] = "; ".join(paths) or "none"
+    for model in models:
+        rows[model["name"]] = _describe(model)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    terminal.out.print(table)
+
+
+def _describe(model: dict[str, Any]) -> str:
+    if not model["installed"]:
+        return "not installed"
+    size = f"{model['parameters'] / 1e6:.2f} M parameters, {model['bytes'] / 1e6:.1f} MB"
+    return f"{size}\n{model['card']}" if model["card"] else size

@@ -1,0 +1,80 @@
+"""The options that several commands share, with their help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+
+def option(name: str, help_: str, panel: str, metavar: str | None = None, **more: Any) -> Any:
+    """An option: its name, what it does, the heading it stands under, and what its value is called."""
+    return typer.Option(name, help=help_, rich_help_panel=panel, metavar=metavar, **more)
+
+
+_PROMPT, _MODEL, _ANSWER, _REPORT, _MACHINE = "Prompt", "Model and drafter", "Answer", "Report", "Machine"
+
+PromptText: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.", rich_help_panel=_PROMPT),
+]
+PromptsFile: TypeAlias = Annotated[
+    str | None,
+    option(
+        "--prompts",
+        'Many prompts: .jsonl with "prompt" or "text", .txt with one a line, or heldout: those that ship.',
+        _PROMPT,
+        "FILE",
+    ),
+]
+Chat: TypeAlias = Annotated[
+    bool, option("--chat", "Give the prompt as a user's message, by the model's chat template.", _PROMPT)
+]
+
+Model: TypeAlias = Annotated[
+    str, option("--model", "embedded:target, a folder, or a name on the Hugging Face hub.", _MODEL, "M")
+]
+Drafter: TypeAlias = Annotated[
+    str, option("--drafter", "auto, none, prompt-lookup or draft[:MODEL], then [,option=value]...", _MODEL, "D")
+]
+RuleWord: TypeAlias = Annotated[str, option("--rule", "How drafted tokens are judged.", _MODEL, "R")]
+
+MaxTokens: TypeAlias = Annotated[int, option("--max-tokens", "Most new tokens.", _ANSWER, "N")]
+Temperature: TypeAlias = Annotated[float, option("--temperature", "0 is greedy.", _ANSWER, "T")]
+TopP: TypeAlias = Annotated[
+    float, option("--top-p", "Keep the likeliest tokens until their mass reaches P.", _ANSWER, "P")
+]
+TopK: TypeAlias = Annotated[int, option("--top-k", "Keep the K likeliest tokens; 0 keeps all.", _ANSWER, "K")]
+MinP: TypeAlias = Annotated[
+    float, option("--min-p", "Drop tokens less likely than P times the likeliest.", _ANSWER, "P")
+]
+Seed: TypeAlias = Annotated[
+    int | None, option("--seed", "The same seed, the same answer.", _ANSWER, "S", show_default="drawn")
+]
+Coupled: TypeAlias = Annotated[
+    bool, option("--coupled", "Make the tokens of a seed independent of the drafter.", _ANSWER)
+]
+Stop: TypeAlias = Annotated[
+    list[str] | None, option("--stop", "End before this text; may be repeated.", _ANSWER, "TEXT")
+]
+StopTokenId: TypeAlias = Annotated[
+    list[int] | None, option("--stop-token-id", "End before this token; may be repeated.", _ANSWER, "N")
+]
+IgnoreEos: TypeAlias = Annotated[bool, option("--ignore-eos", "Go on past the end of text.", _ANSWER)]
+
+Compare: TypeAlias = Annotated[
+    bool, option("--compare", "Also decode plainly: the speed of both, and whether the tokens are identical.", _REPORT)
+]
+ShowDrafts: TypeAlias = Annotated[
+    bool, option("--show-drafts", "Colour each token by where it came from; brackets without colours.", _REPORT)
+]
+Json: TypeAlias = Annotated[bool, option("--json", "End standard output with one line, a JSON object.", _REPORT)]
+
+Dtype: TypeAlias = Annotated[str, option("--dtype", "auto, float32, bfloat16 or float16.", _MACHINE, "DTYPE")]
+Device: TypeAlias = Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.", _MACHINE, "DEVICE")]
+Threads: TypeAlias = Annotated[
+    int | None, option("--threads", "CPU threads.", _MACHINE, "N", show_default="torch's choice")
+]
+
+OutFolder: TypeAlias = Annotated[Path, option("--out", "The folder to write.", _REPORT, "DIR")]

@@ -1,0 +1,117 @@
+"""Show where each token of an answer came from: colours on a terminal, brackets elsewhere.
+
+Without colours a recovered token stands in ⟦ ⟧ and a bonus token in ⟨ ⟩; accepted drafts stand bare.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.color import ColorSystem
+from rich.style import Style
+
+from truedraft.core.verdicts import Origin
+from truedraft.text.detokenizer import StreamDetokenizer
+
+if TYPE_CHECKING:
+    from truedraft.cli.terminal import Terminal
+    from truedraft.engine import Answer, Piece
+    from truedraft.text.tokenizer import Tokenizer
+
+_COLOURS = {
+    Origin.ACCEPTED: Style(color="green"),
+    Origin.RECOVERED: Style(color="red", bold=True),
+    Origin.BONUS: Style(color="blue", bold=True),
+}
+_BRACKETS = {Origin.ACCEPTED: ("", ""), Origin.RECOVERED: ("⟦", "⟧"), Origin.BONUS: ("⟨", "⟩")}
+_MEANINGS = {
+    Origin.ACCEPTED: "drafted and accepted",
+    Origin.RECOVERED: "recovered (drawn after a rejection)",
+    Origin.BONUS: "bonus (nothing was rejected)",
+}
+
+
+class TokenPainter:
+    """Turns the pieces of one answer into marked text.
+
+    A character of several tokens is marked as the token that completes it.
+
+    Args:
+        tokenizer: of the target; None shows ids.
+        colour: whether the reader shows colours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, colour: bool) -> None:
+        self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
+        self._colour = colour
+        self._parts: deque[tuple[str, Origin]] = deque()  # text of tokens, not yet in a piece's text
+        self._last = Origin.BONUS
+
+    def paint(self, piece: Piece) -> str:
+        """The piece's text, each token marked by its origin."""
+        if self._detokenizer is None:
+            return "".join(
+                self._mark(str(token), origin) + " "
+                for token, origin in zip(piece.token_ids, piece.origins, strict=True)
+            )
+        for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+            self._parts.append((self._detokenizer.push([token]), origin))
+            self._last = origin
+        if piece.answer is not None:
+            self._parts.append((self._detokenizer.finish(), self._last))
+        return self._take(piece.text)
+
+    def paint_answer(self, answer: Answer) -> str:
+        """A whole answer, each token marked by its origin."""
+        from truedraft.engine import Piece
+
+        return self.paint(Piece(answer.text or "", answer.token_ids, answer.origins, answer))
+
+    def _take(self, text: str) -> str:
+        """Mark the next text: the engine holds back what may begin a stop text, so pieces and tokens differ."""
+        marked: list[str] = []
+        while text and self._parts:
+            part, origin = self._parts.popleft()
+            taken = part[: len(text)]
+            if len(part) > len(taken):
+                self._parts.appendleft((part[len(taken) :], origin))
+            if taken:
+                marked.append(self._mark(taken, origin))
+            text = text[len(taken) :]
+        return "".join(marked) + text
+
+    def _mark(self, text: str, origin: Origin) -> str:
+        if self._colour:
+            return _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD)
+        opening, closing = _BRACKETS[origin]
+        return f"{opening}{text}{closing}"
+
+
+def legend(colour: bool) -> str:
+    """What the marks mean, in one line, itself marked."""
+    if colour:
+        marked = (
+            _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD) for origin, text in _MEANINGS.items()
+        )
+    else:
+        marked = (f"{_BRACKETS[origin][0]}{text}{_BRACKETS[origin][1]}" for origin, text in _MEANINGS.items())
+    return " · ".join(marked)
+
+
+def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> Callable[[Piece], None]:
+    """What writes the pieces of one answer to standard output; without a tokenizer it writes ids."""
+    if show_drafts:
+        painter = TokenPainter(tokenizer, terminal.colour)
+        return lambda piece: terminal.write(painter.paint(piece))
+    if tokenizer is None:
+        return lambda piece: terminal.write("".join(f"{token} " for token in piece.token_ids))
+    return lambda piece: terminal.write(piece.text)
+
+
+def written(answer: Answer, tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> str:
+    """A whole answer as `writer` would have written it."""
+    if show_drafts:
+        return TokenPainter(tokenizer, terminal.colour).paint_answer(answer)
+    return " ".join(map(str, answer.token_ids)) if answer.text is None else answer.text

@@ -1,0 +1,127 @@
+"""From the words of the command line to an engine that can answer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.prompts import NamedPrompt
+from truedraft.core.sampling import SamplingParams
+from truedraft.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from truedraft.engine import Engine
+    from truedraft.models.base import LanguageModel
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What answers, as it was typed."""
+
+    model: str
+    drafter: str
+    rule: str
+    dtype: str
+    device: str
+    threads: int | None
+
+
+def sampling(**options: Any) -> SamplingParams:
+    """Sampling options from the command line, with a seed drawn where none was given, so that it can be reported.
+
+    Raises:
+        OptionError: an unusable value; names the option as it is typed.
+    """
+    if options.get("seed") is None:
+        options["seed"] = secrets.randbits(31)
+    try:
+        return SamplingParams(**options)
+    except OptionError as error:
+        raise OptionError(_as_typed(str(error))) from error
+
+
+def _as_typed(message: str) -> str:
+    name, _, rest = message.partition(" ")
+    known = {field.name for field in fields(SamplingParams)}
+    return f"--{name.replace('_', '-')} {rest}" if name in known else message
+
+
+def load_engine(setup: Setup, console: Console) -> Engine:
+    """Load the target and compose it with drafter and rule.
+
+    Raises:
+        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    """
+    from truedraft.verification.specs import rule_from_spec
+
+    with _waiting(console, f"loading {setup.model}"):
+        rule = rule_from_spec(setup.rule)
+        set_threads(setup.threads)
+        from truedraft.drafters.specs import from_spec
+        from truedraft.engine import Engine
+        from truedraft.models.loading import load_model
+
+        with quiet_hub():
+            target = load_model(setup.model, dtype=setup.dtype, device=setup.device)
+            return Engine(target, from_spec(setup.drafter, target), rule)
+
+
+def set_threads(threads: int | None) -> None:
+    """Let torch compute with so many CPU threads; None leaves its choice.
+
+    Raises:
+        OptionError: fewer than one.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise OptionError(f"--threads must be 1 or more, got {threads}")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def as_chat(target: LanguageModel, prompts: Sequence[NamedPrompt]) -> list[NamedPrompt]:
+    """Each prompt as the one message of a user, by the model's chat template.
+
+    Raises:
+        PromptError: the model has no tokenizer or no template, or a prompt is token ids.
+    """
+    if target.tokenizer is None:
+        raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")
+    chats: list[NamedPrompt] = []
+    for each in prompts:
+        if not isinstance(each.prompt, str):
+            raise PromptError(f"--chat needs text, and prompt {each.name} is a list of token ids")
+        chats.append(NamedPrompt(each.name, target.tokenizer.chat([{"role": "user", "content": each.prompt}])))
+    return chats
+
+
+@contextlib.contextmanager
+def _waiting(console: Console, message: str) -> Iterator[None]:
+    """Show on a terminal what is being waited for."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(message):
+        yield
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep the hub's remarks on each of its attempts off standard error; what came of them is told by an error."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,174 @@
+"""`truedraft generate` without --compare."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result, start
+from truedraft.drafters.prompt_lookup import PromptLookup
+
+Run = Callable[..., Result]
+TOKENS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos")
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> None:
+    content = content.encode() if isinstance(content, str) else content
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def test_standard_output_holds_nothing_but_the_answer(run: Run, target: str) -> None:
+    result = run("generate", "hello world", "--model", target, "--json", *TOKENS)
+    assert result.status == 0
+    record = result.record
+    (answer,) = record["prompts"]
+    *lines, last = result.out.splitlines(keepends=True)
+    assert json.loads(last) == record
+    assert "".join(lines).removesuffix("\n") == answer["text"].removesuffix("\n")
+    assert len(answer["token_ids"]) == 24 and answer["finish_reason"] == "length"
+    assert "24 tokens" in result.err and "tokens per second" in result.err
+
+
+def test_record_says_what_ran_where(run: Run, target: str) -> None:
+    record = run("generate", "hello", "--model", target, "--drafter", "none", "--json", *TOKENS).record
+    assert record["command"] == "generate" and record["tokens_per_s"] > 0
+    assert "speedup" not in record and "identical" not in record
+    assert (record["model"], record["drafter"], record["dtype"], record["device"]) == (target, "none", "float32", "cpu")
+    assert record["machine"]["threads"] >= 1 and record["machine"]["torch"] and record["sampling"]["max_tokens"] == 24
+    assert record["stats"]["draft_tokens"] == 0 and record["stats"]["mean_acceptance_length"] == 1.0
+
+
+def test_the_drafter_does_not_change_a_greedy_answer(run: Run, target: str, draft: str) -> None:
+    drafters = ("none", "prompt-lookup", f"draft:{draft}", f"draft:{target},branching=2-2")
+    records = [
+        run("generate", "abcabcabc", "--model", target, "--drafter", drafter, "--json", *TOKENS).record
+        for drafter in drafters
+    ]
+    assert len({tuple(record["prompts"][0]["token_ids"]) for record in records}) == 1
+    assert records[-1]["stats"]["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("content", ["hello world", "hello world\n"])
+@pytest.mark.parametrize("argument", [["-"], []])
+def test_a_piped_prompt_is_the_prompt_without_its_last_line_break(
+    run: Run, target: str, monkeypatch: pytest.MonkeyPatch, content: str, argument: list[str]
+) -> None:
+    expected = run("generate", "hello world", "--model", target, *TOKENS).out
+    pipe(monkeypatch, content)
+    assert run("generate", *argument, "--model", target, *TOKENS).out == expected
+
+
+def test_an_argument_wins_over_standard_input_that_nobody_asked_for(
+    run: Run, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe(monkeypatch, "something else")
+    result = run("generate", "hello", "--model", target, "--json", *TOKENS)
+    assert result.record["prompts"][0]["prompt_tokens"] == 5
+
+
+def test_prompts_of_a_file_are_answered_like_single_ones(run: Run, target: str, tmp_path: Path) -> None:
+    prompts = ["hello", "def f(x):\n    return", "日本"]
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": prompts[0]}, {"id": "second", "text": prompts[1]}, {"prompt": list(prompts[2].encode())}]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    result = run("generate", "--prompts", str(file), "--model", target, "--json", *TOKENS)
+    assert result.status == 0
+    answers = result.record["prompts"]
+    assert [answer["id"] for answer in answers] == ["1", "second", "3"]
+    assert "second (length)" in result.out
+    for prompt, answer in zip(prompts[:2], answers[:2], strict=True):
+        assert (
+            run("generate", prompt, "--model", target, "--json", *TOKENS).record["prompts"][0]["text"] == answer["text"]
+        )
+
+
+def test_a_text_file_has_one_prompt_a_line(run: Run, target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n  two\n")
+    record = run("generate", "--prompts", str(file), "--model", target, "--json", *TOKENS).record
+    assert [answer["prompt_tokens"] for answer in record["prompts"]] == [3, 5]
+
+
+def test_a_prompt_that_fails_leaves_the_others_alone(run: Run, target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in ("fine", "too long" * 100)))
+    result = run("generate", "--prompts", str(file), "--model", target, "--json", *TOKENS)
+    assert result.status == 1
+    assert [answer["finish_reason"] for answer in result.record["prompts"]] == ["length", "error"]
+    assert "truedraft: error: prompt 2: the prompt has 800 tokens" in result.err
+
+
+def test_seeds_repeat_and_are_told(run: Run, target: str) -> None:
+    sampled = ("generate", "hello", "--model", target, "--temperature", "1", "--top-p", "0.9", "--json", *TOKENS)
+    first = run(*sampled)
+    seed = str(first.record["seed"])
+    assert f"seed {seed}" in first.err
+    assert run(*sampled, "--seed", seed).record["prompts"][0]["text"] == first.record["prompts"][0]["text"]
+
+
+def test_stop_text_and_stop_id_end_the_answer(run: Run, target: str) -> None:
+    words = ("generate", "hello world", "--model", target, "--json", *TOKENS)
+    (whole,) = run(*words).record["prompts"]
+    stop = whole["text"][6:8]
+    (stopped,) = run(*words, "--stop", stop).record["prompts"]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == whole["text"][: whole["text"].index(stop)]
+    (ended,) = run(*words, "--stop-token-id", str(whole["token_ids"][5])).record["prompts"]
+    assert ended["token_ids"] == whole["token_ids"][: whole["token_ids"].index(whole["token_ids"][5])]
+
+
+def test_chat_uses_the_template(run: Run, chat_target: str) -> None:
+    words = ("--model", chat_target, "--json", *TOKENS)
+    chat = run("generate", "hi", "--chat", *words).record
+    plain = run("generate", "<user>hi<assistant>", *words).record
+    assert chat["prompts"][0]["token_ids"] == plain["prompts"][0]["token_ids"]
+
+
+def test_show_drafts_marks_tokens_and_explains_the_marks(run: Run, target: str) -> None:
+    words = ("generate", "hello", "--model", target, "--drafter", f"draft:{target}", *TOKENS)
+    plain, shown = run(*words), run(*words, "--show-drafts")
+    assert shown.out != plain.out
+    assert shown.out.translate(dict.fromkeys(map(ord, "⟦⟧⟨⟩"))) == plain.out
+    assert "drafted and accepted" in shown.err and "⟨bonus" in shown.err
+
+
+def test_a_drafter_that_raises_is_a_warning(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of ideas")
+
+    monkeypatch.setattr(PromptLookup, "propose", broken)
+    result = run("generate", "hello", "--model", target, *TOKENS)
+    assert result.status == 0
+    assert "truedraft: warning: drafter 'prompt-lookup' failed (RuntimeError: out of ideas)" in result.err
+
+
+def test_ctrl_c_ends_the_stream_cleanly(target: str, tmp_path: Path) -> None:
+    written = tmp_path / "out.txt"
+    with written.open("w") as out:
+        words = ("--model", target, "--max-tokens", "480", "--ignore-eos", "--json")
+        process = start("generate", "hello", *words, stdout=out)
+        while not written.stat().st_size and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "finish: cancelled" in err
+    *_, last = written.read_text().splitlines()
+    (answer,) = json.loads(last)["prompts"]
+    assert answer["finish_reason"] == "cancelled" and 0 < len(answer["token_ids"]) < 480
+
+
+def test_a_reader_that_leaves_is_no_error_message(target: str) -> None:
+    process = start("generate", "hello", "--model", target, "--max-tokens", "480", "--ignore-eos")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(2)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1

@@ -1,0 +1,94 @@
+"""`truedraft info`, `--help` and `--version`."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import truedraft
+from cli.tiny import Result
+from truedraft import embedded
+from truedraft.cli import info
+
+Run = Callable[..., Result]
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
+
+
+def installed() -> bool:
+    try:
+        embedded.embedded_folder("target")
+    except truedraft.TruedraftError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["train", "draft", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from truedraft.cli.main import main
+status = main({arguments!r})
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+sys.exit(f"loaded {{heavy}}" if heavy else status)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert ("Usage" in result.stdout) is (arguments != ["--version"])
+
+
+def test_the_bare_command_shows_its_help(run: Run) -> None:
+    result = run()
+    assert result.status == 0 and "generate" in result.out and result.err == ""
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == Result(0, f"truedraft {truedraft.__version__}\n", "")
+
+
+def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(embedded, "_FOLDER", tmp_path)
+    result = run("info", "--json")
+    record = result.record
+    assert result.status == 0
+    assert record["torch"] == torch.__version__ and record["threads"] == torch.get_num_threads()
+    assert record["dtype_auto"] in ("float32", "bfloat16") and record["fast_paths"] is None
+    assert [model["installed"] for model in record["embedded_models"]] == [False, False]
+    assert "not installed" in result.out and torch.__version__ in result.out
+
+
+def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    assert info._parameters(tmp_path / "x.safetensors") == 17
+    (tmp_path / "README.md").write_text("---\nlicense: x\n---\n\n# A title\n\nWhat it is.\nMore.\n")
+    assert info._summary(tmp_path / "README.md") == "What it is."
+    assert info._summary(tmp_path / "absent.md") is None
+
+
+def test_safetensors_header_is_as_read_here(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
+    (tmp_path / "y.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    assert info._parameters(tmp_path / "y.safetensors") == 6
+
+
+@pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
+def test_info_with_embedded_models(run: Run) -> None:
+    record = run("info", "--json").record
+    target, draft = record["embedded_models"]
+    assert 15e6 <= target["parameters"] <= 17e6 and 1e6 <= draft["parameters"] <= 2e6
+    assert target["bytes"] + draft["bytes"] < 48e6
+    assert target["card"] and draft["card"] and isinstance(record["fast_paths"], list)
+
+
+@pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
+def test_the_main_job(run: Run) -> None:
+    result = run("generate", "def quicksort(items):", "--compare", "--json", "--max-tokens", "48")
+    assert result.status == 0
+    assert result.record["identical"] is True and result.record["drafter_kind"] == "draft"

@@ -1,0 +1,55 @@
+"""The two streams, on terminals and off them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from truedraft.cli.terminal import Terminal
+
+
+def on_a_terminal() -> tuple[Terminal, io.StringIO]:
+    terminal, screen = Terminal(), io.StringIO()
+    terminal.err = Console(file=screen, force_terminal=True, width=100)
+    return terminal, screen
+
+
+def test_answers_stay_on_standard_output_beside_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal, screen = on_a_terminal()
+    terminal.patience_s = 0.0
+    with terminal.progress("answering", 2, beside_output=True) as progress:
+        progress(1, "half")
+        terminal.write("an answer\n")
+    assert capsys.readouterr().out == "an answer\n"
+    assert "answering" in screen.getvalue() and "half" in screen.getvalue()
+
+
+def test_no_bar_for_what_is_quick_nor_off_a_terminal() -> None:
+    terminal, screen = on_a_terminal()
+    with terminal.progress("answering", 2) as progress:
+        progress(2, "")
+    assert screen.getvalue() == ""
+    terminal.err = Console(file=screen, force_terminal=False)
+    terminal.patience_s = 0.0
+    with terminal.progress("answering", 2) as progress:
+        progress(2, "")
+    assert screen.getvalue() == ""
+
+
+def test_json_begins_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal()
+    terminal.write("unfinished")
+    terminal.json({"a": "é"})
+    assert capsys.readouterr().out == 'unfinished\n{"a": "é"}\n'
+
+
+def test_colours_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    assert not terminal.colour
+    terminal.out = Console(force_terminal=True, color_system="standard")
+    assert terminal.colour
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.out = Console(force_terminal=True, color_system="standard")
+    assert not terminal.colour

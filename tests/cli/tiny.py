@@ -1,0 +1,69 @@
+"""Tiny random models with a byte-level tokenizer, and the command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END = "<|end|>"
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and one that ends the text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={END: 0} | {char: i for i, char in enumerate(alphabet, start=1)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, clean_up_tokenization_spaces=False)
+
+
+def save_tiny_llama(folder: Path, seed: int, layers: int, chat: bool = False) -> str:
+    """A model folder whose greedy answers do not repeat one token."""
+    tokenizer = tiny_tokenizer()
+    if chat:
+        tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The JSON object in the last line of standard output."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-c", "import sys; from truedraft.cli.main import main; sys.exit(main())", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(command, text=True, env=environment, **(pipes | options))
