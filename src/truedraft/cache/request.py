@@ -95,6 +95,7 @@ class RequestCache:
         all_values[:, self._start :] = values
         return all_keys, all_values
 
+    @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the written tokens named by `path` (their order among the new ones, rising) and drop the others.
 

@@ -64,6 +64,8 @@ def save_llama(model: PreTrainedModel, folder: Path, *, max_shard_size: str = "1
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         stale.unlink()
     copy.save_pretrained(folder, max_shard_size=max_shard_size)
+    for shard in folder.glob("*.safetensors"):
+        shard.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

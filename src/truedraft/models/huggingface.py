@@ -16,6 +16,7 @@ from truedraft.cache import CachePool, RequestCache
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.attention import attend_packed
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.layouts import Attending
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
 from truedraft.models.probe import probe_patterns
@@ -56,6 +57,7 @@ class HuggingFaceModel(LanguageModel):
         self.dtype = model.dtype
         self.pool = CachePool(self.context_length)
         _refuse_shared_positions(config, name)
+        _refuse_scaled_queries(config, name)
         self._runner = _Runner(probe_patterns(model))
         self._runner.register(model)
         weakref.finalize(self, self._runner.retire)
@@ -141,7 +143,8 @@ class _Runner:
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
         pattern = self._patterns[self._call]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mixed = attend_packed(query[0], key[0], value[0], plan, self._call, pattern, scale, softcap, s_aux)
+        how = Attending(scale, softcap, s_aux)
+        mixed = attend_packed(query[0], key[0], value[0], plan, self._call, pattern, how)
         self._call += 1
         return mixed[None], None
 
@@ -181,3 +184,12 @@ def _refuse_shared_positions(config: Any, name: str) -> None:
                 f"{name} scales its rotary positions by the longest request of a batch (rope type {kind!r}), so its "
                 "answers would depend on their neighbours; truedraft does not run it yet"
             )
+
+
+def _refuse_scaled_queries(config: Any, name: str) -> None:
+    """Llama 4 scales queries of layers without rotary positions by their place in the pack, not by their position."""
+    if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        raise UnsupportedModelError(
+            f"{name} scales its queries by their place in the batch (attn_temperature_tuning), so its answers would "
+            "depend on their neighbours; truedraft does not run it yet"
+        )

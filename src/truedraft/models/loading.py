@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -43,13 +45,7 @@ def load_model(
     source = _resolve(str(name))
     config = _load_config(source, str(name), revision)
     _refuse_other_kinds(config, str(name))
-    try:
-        with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=kind, revision=revision, trust_remote_code=False
-            )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"cannot load the weights of {name!s}: {_first_line(error)}") from error
+    model = _load_weights(source, config, str(name), kind, revision)
     tokenizer = Tokenizer.load(source, revision=revision)
     with _quiet():
         check = check_against_stock(model.to(place), str(name))
@@ -84,6 +80,29 @@ def _load_config(source: str, name: str, revision: str | None) -> Any:
             f"found no model {name!r}: there is no such folder, and the Hugging Face hub did not give it "
             f"({_first_line(error)})"
         ) from error
+
+
+def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """The model with all of its weights; what a file lacks would be filled with random numbers."""
+    try:
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(f"cannot load the weights of {name!r}: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights of {name!r} lack {len(missing)} of the tensors that its config.json asks for, the first "
+            f"{missing[0]!r}; fetch the files again, or mend config.json"
+        )
+    return model
 
 
 def _refuse_other_kinds(config: Any, name: str) -> None:

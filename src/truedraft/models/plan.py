@@ -8,22 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.models.base import Segment
+from truedraft.models.layouts import SegmentLayout, layout_of
 from truedraft.models.patterns import AttentionPattern
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """Keys that queries may not see.
-
-    Attributes:
-        first: the first key that any query may not see; all before it are seen by all.
-        mask: bool `[new, keys from first on]`, True where the key is hidden.
-    """
-
-    first: int
-    mask: Tensor
 
 
 @dataclass(slots=True)
@@ -34,34 +21,16 @@ class SegmentPlan:
     start: int
     count: int
     length: int
-    blocked: dict[AttentionPattern, Blocked | None] = field(default_factory=dict)
+    layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
-    @property
-    def cache(self) -> RequestCache:
-        """The segment's cache."""
-        return self.segment.cache
-
-    def blocked_for(self, pattern: AttentionPattern) -> Blocked | None:
-        """What a pattern hides, computed once for all layers that share it; None when nothing is hidden."""
-        if pattern not in self.blocked:
-            self.blocked[pattern] = self._block(pattern)
-        return self.blocked[pattern]
-
-    def _block(self, pattern: AttentionPattern) -> Blocked | None:
-        shape = self.segment.shape
-        device = self.segment.tokens.device
-        reaches = pattern.reaches(self.length + shape.depth)
-        if self.count == 1 and shape.is_chain and reaches:
-            return None
-        first = self.segment.written
-        seen = shape.ancestor_mask[first:].to(device)  # [new, uncommitted]
-        if reaches:
-            return Blocked(self.length, ~seen)
-        # Slots are not positions in a tree, so windows and chunks go by position.
-        below = self.length - 1 + torch.tensor(shape.depths, device=device)
-        key = torch.cat([torch.arange(self.length, device=device), below])
-        context = seen.new_ones(self.count, self.length)
-        return Blocked(0, ~(torch.cat([context, seen], dim=1) & pattern.allowed(below[first:], key)))
+    def layout(self, pattern: AttentionPattern) -> SegmentLayout:
+        """How the segment lies under a pattern; made once for all layers that share it."""
+        if pattern not in self.layouts:
+            segment = self.segment
+            self.layouts[pattern] = layout_of(
+                segment.shape, segment.written, self.length, pattern, segment.tokens.device
+            )
+        return self.layouts[pattern]
 
 
 @dataclass(slots=True)

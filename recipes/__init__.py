@@ -1,0 +1,1 @@
+"""Recipes: how the models that ship with truedraft were made. They only call the package."""

@@ -1,0 +1,1 @@
+"""The embedded pair: a target and a draft trained on CPython's standard library."""

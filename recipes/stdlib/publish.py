@@ -1,0 +1,107 @@
+"""Measure a pair on the held-out files, and write it with its cards into a folder of the package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from recipes.stdlib.sources import PYTHON_VERSION
+from truedraft.models.architecture import load_causal_lm
+from truedraft.training.blocks import read_stream
+from truedraft.training.cards import Card, pair_facts, training_facts
+from truedraft.training.evaluate import PairReport, evaluate_model, evaluate_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MACHINE = "2-core x86-64 CPU with AVX-512 BF16, no GPU"
+LOGS = Path(__file__).parent / "logs"
+_LICENSE_NOTE = f"""
+The weights are licensed under Apache-2.0. The training data is the source of the standard library of CPython
+{PYTHON_VERSION}, licensed under the PSF License Version 2. The recipe is `recipes/stdlib` of truedraft: the same
+command makes the model again, but for the last bits of floating point, which depend on processor and threads.
+A model this small continues Python in the style of the standard library; it knows nothing else.
+"""
+_SKIPPED = ("checkpoint.pt*", "log.jsonl", "run.json", "progress.json", "work")
+
+
+def publish(
+    run: Path, target: Path, draft: Path, destination: Path, *, say: Callable[[str], None] = print
+) -> dict[str, float]:
+    """Evaluate both models in bfloat16, as they ship, and copy them to `destination`/target and /draft."""
+    facts = json.loads((run / "data.json").read_text())
+    stream = read_stream(run / "heldout.bin")
+    models = {name: load_causal_lm(folder, dtype=torch.bfloat16) for name, folder in _pair(target, draft)}
+    reports = {
+        name: evaluate_model(model, stream, text_bytes=facts["held_out_bytes"]) for name, model in models.items()
+    }
+    pair = evaluate_pair(models["target"], models["draft"], stream)
+    for name, folder in _pair(target, draft):
+        out = destination / f".{name}.partial"
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(folder, out, ignore=shutil.ignore_patterns(*_SKIPPED))
+        rows = _facts(folder, facts, models[name].num_parameters())
+        rows["validation loss (nats per token)"] = f"{reports[name].validation_loss:.4f}"
+        rows["bits per byte"] = f"{reports[name].bits_per_byte:.4f}"
+        rows["held-out data"] = f"{facts['held_out_files']} files, {reports[name].tokens:,} tokens"
+        _card(name, rows, pair).write(out)
+        shutil.rmtree(destination / name, ignore_errors=True)
+        out.replace(destination / name)
+        _copy_log(folder, name)
+    shutil.copy(run / "heldout_prompts.jsonl", destination / "heldout_prompts.jsonl")
+    result = {
+        "target_validation_loss": reports["target"].validation_loss,
+        "target_bits_per_byte": reports["target"].bits_per_byte,
+        "draft_validation_loss": reports["draft"].validation_loss,
+        "alpha": pair.alpha,
+        "greedy_agreement": pair.greedy_agreement,
+    }
+    say("published: " + " ".join(f"{key} {value:.4f}" for key, value in result.items()))
+    return result
+
+
+def _pair(target: Path, draft: Path) -> tuple[tuple[str, Path], tuple[str, Path]]:
+    return ("target", target), ("draft", draft)
+
+
+def _facts(folder: Path, facts: dict[str, int], parameters: int) -> dict[str, str]:
+    progress = json.loads((folder / "progress.json").read_text())
+    rows = training_facts(
+        parameters=parameters,
+        data=f"CPython {PYTHON_VERSION} standard library, {facts['train_files']:,} files, "
+        f"{facts['train_tokens']:,} tokens",
+        steps=progress["step"],
+        tokens=progress["tokens"],
+        elapsed_s=progress["elapsed_s"],
+    )
+    return rows | {"machine": MACHINE, "finished": progress["finished"]}
+
+
+def _card(name: str, rows: dict[str, str], pair: PairReport) -> Card:
+    if name == "target":
+        return Card(
+            title="truedraft embedded target",
+            summary="A small Llama for Python source: the model whose answers speculation makes faster.",
+            facts=rows,
+            notes=_LICENSE_NOTE,
+        )
+    return Card(
+        title="truedraft embedded draft",
+        summary="A tiny Llama distilled from the embedded target's distributions, to guess its next tokens.",
+        facts=rows | pair_facts(pair),
+        notes="Steps, tokens and time are those of the last distillation, which goes on from an earlier draft.\n"
+        + _LICENSE_NOTE,
+    )
+
+
+def _copy_log(folder: Path, name: str) -> None:
+    """Keep a thinned training log beside the recipe."""
+    log = next((path for path in (folder / "log.jsonl", folder / "work" / "log.jsonl") if path.exists()), None)
+    if log is not None:
+        LOGS.mkdir(exist_ok=True)
+        lines = log.read_text().splitlines(keepends=True)
+        (LOGS / f"{name}.jsonl").write_text("".join(lines[:: max(1, len(lines) // 500)]))

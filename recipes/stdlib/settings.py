@@ -1,0 +1,82 @@
+"""Every number that decides the embedded pair: sizes, rates, seeds, and how many steps each stage takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from truedraft.models.architecture import LlamaShape
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.distill import DraftConfig
+from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.pretrain import PretrainConfig
+from truedraft.training.schedule import WarmupStableDecay
+
+SETTINGS = Path(__file__).parent / "settings.json"
+VOCAB_SIZE = 8192
+CONTEXT = 2048
+WARMUP_STEPS = 10
+TARGET_SHAPE = LlamaShape(
+    vocab_size=VOCAB_SIZE, width=384, layers=8, heads=6, kv_heads=2, intermediate=1024, context=CONTEXT
+)
+DRAFT_SHAPE = LlamaShape(
+    vocab_size=VOCAB_SIZE, width=128, layers=2, heads=2, kv_heads=1, intermediate=512, context=CONTEXT
+)
+CURRICULUM = Curriculum(stable_length=512, decay_length=CONTEXT, tokens_per_step=4096, tokens_per_pass=4096)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Steps of each stage, 4,096 tokens a step. The committed file holds those of the committed weights."""
+
+    target_stable_steps: int
+    target_decay_steps: int
+    first_target_stable_steps: int  # where the first, early target branches off
+    first_target_decay_steps: int
+    draft_start_steps: int  # next-token training on the text, before the first distillation
+    first_draft_stable_steps: int
+    first_draft_decay_steps: int
+    draft_stable_steps: int
+    draft_decay_steps: int
+
+    @classmethod
+    def load(cls, path: Path = SETTINGS) -> Settings:
+        """Read the settings; a missing or unknown name is an error."""
+        return cls(**json.loads(path.read_text()))
+
+    def target(self, device: str) -> PretrainConfig:
+        """The target: 15.7 M parameters."""
+        schedule = WarmupStableDecay(WARMUP_STEPS, self.target_stable_steps, self.target_decay_steps)
+        return PretrainConfig(TARGET_SHAPE, schedule, curriculum=CURRICULUM, seed=0, device=device)
+
+    def first_target(self, device: str) -> PretrainConfig:
+        """The same run, decayed early."""
+        schedule = WarmupStableDecay(WARMUP_STEPS, self.first_target_stable_steps, self.first_target_decay_steps)
+        return PretrainConfig(TARGET_SHAPE, schedule, curriculum=CURRICULUM, seed=0, device=device)
+
+    def draft_start(self, device: str) -> PretrainConfig:
+        """The draft as a language model of its own: 1.5 M parameters, cheap steps before the dear ones."""
+        schedule = WarmupStableDecay(WARMUP_STEPS, self.draft_start_steps, 0)
+        return PretrainConfig(DRAFT_SHAPE, schedule, OptimizerConfig(4e-3, 4e-3), CURRICULUM, seed=1, device=device)
+
+    def first_draft(self, start_from: Path, device: str) -> DraftConfig:
+        """The first distillation, from the early target."""
+        schedule = WarmupStableDecay(WARMUP_STEPS, self.first_draft_stable_steps, self.first_draft_decay_steps)
+        return self._draft(start_from, schedule, seed=2, device=device)
+
+    def draft(self, start_from: Path, device: str) -> DraftConfig:
+        """The last distillation, from the final target."""
+        schedule = WarmupStableDecay(WARMUP_STEPS, self.draft_stable_steps, self.draft_decay_steps)
+        return self._draft(start_from, schedule, seed=3, device=device)
+
+    @staticmethod
+    def _draft(start_from: Path, schedule: WarmupStableDecay, *, seed: int, device: str) -> DraftConfig:
+        return DraftConfig(
+            start_from=start_from,
+            schedule=schedule,
+            optimizer=OptimizerConfig(3e-3, 3e-3),
+            curriculum=CURRICULUM,
+            seed=seed,
+            device=device,
+        )

@@ -1,0 +1,145 @@
+"""The stages of the recipe. Each looks at what lies in the run folder and does only what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from recipes.stdlib import publish
+from recipes.stdlib.prompts import write_prompts
+from recipes.stdlib.settings import CONTEXT, VOCAB_SIZE, Settings
+from recipes.stdlib.sources import load_sources
+from truedraft.models.architecture import load_causal_lm, save_llama
+from truedraft.training.blocks import read_stream, write_stream
+from truedraft.training.distill import DraftConfig, distillation_loop, starting_draft
+from truedraft.training.loop import CHECKPOINT, Progress, StepRecord, TrainingLoop
+from truedraft.training.pretrain import PretrainConfig, pretraining_loop
+from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where the recipe works, with which settings, and how it reports."""
+
+    run: Path
+    settings: Settings
+    device: str = "cpu"
+    say: Callable[[str], None] = print
+    every: int = 20  # steps between two lines of progress
+
+    def data(self) -> None:
+        """Check the sources, train the tokenizer, write the token streams and the prompts."""
+        if (self.run / "data.json").exists():
+            return
+        sources = sorted(load_sources(), key=lambda source: source.sha256)
+        train = [source.text for source in sources if not source.held_out]
+        held_out = [source.text for source in sources if source.held_out]
+        tokenizer = train_tokenizer(train, vocab_size=VOCAB_SIZE, context=CONTEXT)
+        save_tokenizer(tokenizer, self.run / "tokenizer")
+        facts = {
+            "train_files": len(train),
+            "train_tokens": write_stream(train, tokenizer, self.run / "train.bin"),
+            "held_out_files": len(held_out),
+            "held_out_tokens": write_stream(held_out, tokenizer, self.run / "heldout.bin"),
+            "held_out_bytes": sum(len(text.encode()) for text in held_out),
+        }
+        write_prompts((s for s in sources if s.held_out), tokenizer, self.run / "heldout_prompts.jsonl")
+        (self.run / "data.json").write_text(json.dumps(facts, indent=1))
+        self.say(f"data: {facts}")
+
+    def first_target(self) -> Path:
+        """Train the target through the first part of its stable stretch, branch, and decay the branch."""
+        out = self.run / "first-target"
+        if not _is_model(out):
+            trunk = self._pretrain(
+                self.settings.target(self.device), "target", until=self.settings.first_target_stable_steps
+            )
+            branch = out / "work"
+            if not (branch / CHECKPOINT).exists():
+                branch.mkdir(parents=True, exist_ok=True)
+                shutil.copy(trunk.folder / CHECKPOINT, branch / CHECKPOINT)
+            loop = self._pretrain(self.settings.first_target(self.device), "first-target/work")
+            self._export(loop, out)
+        return out
+
+    def target(self) -> Path:
+        """Go on with the target where the branch left it, to the end of its decay."""
+        out = self.run / "target"
+        if not _is_model(out):
+            loop = self._pretrain(self.settings.target(self.device), "target")
+            self._export(loop, out)
+        return out
+
+    def draft_start(self) -> Path:
+        """Train the draft on the text alone, which is cheaper a step than asking the target."""
+        out = self.run / "draft-start"
+        if not _is_model(out):
+            self._export(self._pretrain(self.settings.draft_start(self.device), "draft-start"), out)
+        return out
+
+    def first_draft(self, target: Path, start: Path) -> Path:
+        """Distil the draft from the early target."""
+        return self._distill(self.settings.first_draft(start, self.device), target, "first-draft")
+
+    def draft(self, target: Path, start: Path) -> Path:
+        """Distil the draft from the final target."""
+        return self._distill(self.settings.draft(start, self.device), target, "draft")
+
+    def publish(self, target: Path, draft: Path, destination: Path) -> dict[str, float]:
+        """Measure the pair on the held-out files and copy it, with cards, into the destination."""
+        return publish.publish(self.run, target, draft, destination, say=self.say)
+
+    def stream(self) -> NDArray[np.uint32]:
+        """The training tokens."""
+        return read_stream(self.run / "train.bin")
+
+    def _pretrain(self, config: PretrainConfig, name: str, *, until: int | None = None) -> TrainingLoop:
+        loop = pretraining_loop(config, self.stream(), self.run / name)
+        self._finish(loop, name, until)
+        return loop
+
+    def _distill(self, config: DraftConfig, target: Path, name: str) -> Path:
+        out = self.run / name
+        if not _is_model(out):
+            teacher = load_causal_lm(target, dtype=torch.bfloat16).to(self.device).eval()
+            draft = starting_draft(config, teacher, load_tokenizer(target))
+            loop = distillation_loop(config, teacher, draft, self.stream(), out)
+            self._finish(loop, name, None)
+            self._export(loop, out)
+        return out
+
+    def _finish(self, loop: TrainingLoop, name: str, until: int | None) -> Progress:
+        last = loop.total_steps if until is None else until
+        self.say(f"{name}: training to step {last} of {loop.total_steps}")
+
+        def report(record: StepRecord) -> None:
+            if (record.step + 1) % self.every == 0:
+                values = " ".join(f"{key} {value:.4f}" for key, value in record.values.items())
+                rate = record.tokens / max(record.elapsed_s, 1e-9)
+                self.say(f"{name}: step {record.step + 1}/{last} {values} ({rate:.0f} tokens/s)")
+
+        return loop.run(until=until, on_step=report)
+
+    def _export(self, loop: TrainingLoop, out: Path) -> None:
+        save_llama(loop.model, out)  # type: ignore[arg-type]
+        save_tokenizer(load_tokenizer(self.run / "tokenizer"), out)
+        facts = {**vars(loop.progress), "finished": time.strftime("%Y-%m-%d")}
+        (out / "progress.json").write_text(json.dumps(facts))
+        self.say(f"{out.name}: finished after {loop.progress.step} steps, {loop.progress.tokens:,} tokens")
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a stage has finished: its facts are written last."""
+    return (folder / "progress.json").exists()

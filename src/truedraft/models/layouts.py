@@ -1,0 +1,218 @@
+"""Attention of one segment against its own cache, so that a row's result never depends on the other rows.
+
+Plain matrix products with a softmax in float32 or better give each query the same bits however many queries share the
+product, which fused kernels do not promise. Sums over keys are another matter: their result depends on the order of
+the terms, down to the last bits. In a chain a row's keys always come in the order of their positions, with nothing
+between them. In a tree siblings stand between, so each row's keys and values are first brought into the order of its
+own path: a node then gets the very bits that it would get in a chain (DESIGN section 2, row invariance).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from truedraft.core.trees import TreeShape
+from truedraft.models.patterns import AttentionPattern
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """How a layer makes attention weights of products.
+
+    Attributes:
+        scaling: factor on the products.
+        softcap: bounds scores to softcap * tanh(score / softcap), before the mask.
+        sinks: `[heads]`: a logit for each head that takes part in the softmax and adds nothing.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Keys that queries may not see.
+
+    Attributes:
+        first: the first key that any query may not see; all before it are seen by all.
+        mask: bool `[new, keys from first on]`, True where the key is hidden.
+    """
+
+    first: int
+    mask: Tensor
+
+
+class SegmentLayout(ABC):
+    """How the new tokens of a segment lie below its cached ones."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
+        """Attention of the new tokens.
+
+        Args:
+            query: `[heads, new, key width]`.
+            keys: `[kv_heads, slots, key width]`: cached, then uncommitted ones.
+            values: `[kv_heads, slots, value width]`.
+            how: the layer's way.
+
+        Returns:
+            `[new, heads, value width]`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLayout(SegmentLayout):
+    """New tokens one behind another."""
+
+    blocked: Blocked | None
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
+        """See `SegmentLayout.attend`."""
+        heads, new, _ = query.shape
+        weights = _weights(_scores(query, keys, how), self.blocked, how).to(values.dtype)
+        mixed = torch.bmm(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
+        return mixed.view(heads, new, -1).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout(SegmentLayout):
+    """New tokens of a tree; each root-to-leaf path is computed like a chain of its own.
+
+    Attributes:
+        length: cached tokens.
+        paths: how rows and paths hang together.
+        blocked: keys behind a row's own end of its path, or out of its layer's reach.
+    """
+
+    length: int
+    paths: Paths
+    blocked: Blocked
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
+        """See `SegmentLayout.attend`."""
+        heads, new, _ = query.shape
+        kv_heads, paths = keys.shape[0], self.paths
+        scores = _scores(query, keys, how)  # [kv_heads, group, new, slots]
+        depth = paths.own.shape[1]
+        below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
+        scores = torch.cat([scores[..., : self.length], below], dim=-1)
+        weights = _weights(scores, self.blocked, how).to(values.dtype)
+        group, span = weights.shape[1], weights.shape[3]
+        # Rows are dealt out to the paths on which they lie, and each path brings its own values.
+        dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
+        dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
+        mixed = torch.bmm(dealt, self._values_of_paths(values))
+        mixed = mixed.view(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
+        return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
+
+    def _values_of_paths(self, values: Tensor) -> Tensor:
+        """`[kv_heads * paths, length + depth, value width]`: the context, then each path's own."""
+        context = values[:, None, : self.length].expand(-1, self.paths.count, -1, -1)
+        below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
+        return torch.cat([context, below], dim=2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The root-to-leaf paths of a tree whose last nodes are new.
+
+    Worked example: parents (-1, 0, 0, 2), all new. The leaves are 1 and 3, with paths (0, 1) and (0, 2, 3); padded to
+    the depth 3 by their own ends. Rows 0 and 1 are dealt to the first path, rows 2 and 3 to the second.
+
+    Attributes:
+        own: `[new, depth]`: for each new node the nodes of its path, padded with itself (and masked).
+        tails: `[paths, depth]`: nodes of each path.
+        dealt: `[paths * longest]`: for each path the rows that it computes, padded.
+        back: `[new]`: where in `dealt` each row is.
+    """
+
+    own: Tensor
+    tails: Tensor
+    dealt: Tensor
+    back: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of paths."""
+        return self.tails.shape[0]
+
+
+@lru_cache(maxsize=512)
+def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
+    """The paths of a tree of which nodes from `written` on are new."""
+    new = range(written, len(shape))
+    dealt: list[list[int]] = []
+    tails: list[list[int]] = []
+    done: set[int] = set()
+    for leaf in shape.leaves:
+        path = shape.path(leaf)
+        mine = [node for node in path if node >= written and node not in done]
+        if mine:
+            done.update(mine)
+            tails.append(_padded(path, shape.depth))
+            dealt.append([node - written for node in mine])
+    longest = max(map(len, dealt))
+    back = [0] * len(new)
+    for number, rows in enumerate(dealt):
+        for place, row in enumerate(rows):
+            back[row] = number * longest + place
+    return Paths(
+        torch.tensor([_padded(shape.path(node), shape.depth) for node in new], device=device),
+        torch.tensor(tails, device=device),
+        torch.tensor([row for rows in dealt for row in _padded(rows, longest)], device=device),
+        torch.tensor(back, device=device),
+    )
+
+
+def layout_of(
+    shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
+) -> SegmentLayout:
+    """The layout of a segment: `length` cached tokens, then the tree `shape`, whose nodes from `written` on are new."""
+    new = len(shape) - written
+    reaches = pattern.reaches(length + shape.depth)
+    if shape.is_chain and reaches:
+        if new == 1:
+            return ChainLayout(None)
+        return ChainLayout(Blocked(length, ~shape.ancestor_mask[written:].to(device)))
+    # Slots are not positions in a tree, so everything goes by position; along a path both are the same again.
+    query = length - 1 + torch.tensor(shape.depths[written:], device=device)
+    first = length if reaches else 0
+    key = torch.arange(first, length + shape.depth, device=device)
+    hidden = key[None, :] > query[:, None]
+    if not reaches:
+        hidden |= ~pattern.allowed(query, key)
+    if shape.is_chain:
+        return ChainLayout(Blocked(first, hidden))
+    return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))
+
+
+def _scores(query: Tensor, keys: Tensor, how: Attending) -> Tensor:
+    """Scores `[kv_heads, group, new, keys]` in float32 or better; heads that share keys are rows of one product."""
+    heads, new, width = query.shape
+    kv_heads = keys.shape[0]
+    scores = torch.bmm(query.reshape(kv_heads, -1, width), keys.transpose(1, 2))
+    scores = (scores if scores.dtype == torch.float64 else scores.float()) * how.scaling
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    return scores.view(kv_heads, heads // kv_heads, new, -1)
+
+
+def _weights(scores: Tensor, blocked: Blocked | None, how: Attending) -> Tensor:
+    """Attention weights of the shape of `scores`, which are overwritten."""
+    if blocked is not None:
+        scores[..., blocked.first :].masked_fill_(blocked.mask, -torch.inf)
+    if how.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    kv_heads, group, new, _ = scores.shape
+    sink = how.sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, new, -1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+
+
+def _padded(items: list[int] | tuple[int, ...], length: int) -> list[int]:
+    return [*items, *([items[-1]] * (length - len(items)))]

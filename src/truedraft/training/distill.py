@@ -1,0 +1,192 @@
+"""`truedraft train draft`: a small Llama that learns a target's distributions on given text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from truedraft.errors import DataError, VocabularyMismatchError
+from truedraft.models.architecture import (
+    LlamaShape,
+    load_causal_lm,
+    new_llama,
+    save_llama,
+    use_training_attention,
+)
+from truedraft.training.blocks import read_stream, stream_hash, write_stream
+from truedraft.training.cards import Card, pair_facts, training_facts
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.evaluate import PairReport, evaluate_pair
+from truedraft.training.loop import StepRecord, TrainingLoop
+from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation
+from truedraft.training.objectives import LawObjective
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
+from truedraft.training.records import write_run_record
+from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.texts import read_texts
+from truedraft.training.tokenizer import load_tokenizer, save_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_WORK = "work"  # the streams and the checkpoint, inside the output folder
+_HELD_OUT_FRACTION = 0.05
+_EVALUATED_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What decides the draft, but for the target and the data.
+
+    The default loss is half forward KL, which learns from everything the target knows, and half total variation,
+    which is what speculative sampling pays for.
+    """
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 1
+    intermediate: int = 512
+    start_from: Path | None = None  # a folder with a draft to train on; then the sizes above are not used
+    loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
+    schedule: WarmupStableDecay = field(default_factory=lambda: WarmupStableDecay(20, 800, 200))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(2e-3, 2e-3))
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    seed: int = 0
+    device: str = "cpu"
+    checkpoint_every: int = 20
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """A trained draft: where it lies, what it is worth on held-out text, and what it took."""
+
+    folder: Path
+    report: PairReport
+    steps: int
+    tokens: int
+    elapsed_s: float
+
+
+def train_draft(
+    target: str | Path,
+    data: Sequence[Path],
+    out: Path,
+    config: DraftConfig | None = None,
+    *,
+    held_out: Sequence[Path] = (),
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> DraftResult:
+    """Distil a draft for the target (folder or hub name) into the folder `out`, an ordinary model folder.
+
+    Without `held_out` files the last twentieth of the data is kept back to measure alpha. Called again after an
+    interruption, it goes on from the last checkpoint in `out/work`.
+    """
+    config = config or DraftConfig()
+    tokenizer = load_tokenizer(target)
+    train, test = _streams(data, held_out, tokenizer, out / _WORK)
+    teacher = load_causal_lm(target, dtype=torch.bfloat16).to(config.device).eval()
+    draft = starting_draft(config, teacher, tokenizer)
+    loop = distillation_loop(config, teacher, draft, train, out / _WORK)
+    progress = loop.run(on_step=on_step)
+    save_llama(draft, out)
+    save_tokenizer(tokenizer, out)
+    saved = load_causal_lm(out, dtype=torch.bfloat16).to(config.device).eval()
+    report = evaluate_pair(teacher, saved, test, length=config.curriculum.decay_length, max_tokens=_EVALUATED_TOKENS)
+    result = DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s)
+    _card(target, data, draft, result).write(out)
+    return result
+
+
+def distillation_loop(
+    config: DraftConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    stream: NDArray[np.uint32],
+    folder: Path,
+) -> TrainingLoop:
+    """The loop that trains the draft towards the target's laws along the stream."""
+    write_run_record(folder, config=config, data_sha256=stream_hash(stream))
+    target.requires_grad_(False)
+    use_training_attention(draft)
+    curriculum = config.curriculum.fitting(draft.config.max_position_embeddings)
+    return TrainingLoop(
+        model=draft,
+        optimizer=MixedOptimizer(draft, config.optimizer),
+        objective=LawObjective(draft, config.loss, target),
+        phases=curriculum.phases(stream, config.schedule, seed=config.seed),
+        schedule=config.schedule,
+        folder=folder,
+        checkpoint_every=config.checkpoint_every,
+    )
+
+
+def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult) -> Card:
+    facts = training_facts(
+        parameters=draft.num_parameters(),
+        data=", ".join(path.name for path in data),
+        steps=result.steps,
+        tokens=result.tokens,
+        elapsed_s=result.elapsed_s,
+    )
+    name = Path(target).name
+    return Card(
+        title=f"A draft for {name}",
+        summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
+        facts=facts | pair_facts(result.report),
+        license="other",
+    )
+
+
+def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new draft of the configured sizes, or the one to start from, if it fits the target."""
+    vocab_size = target.config.vocab_size
+    if config.start_from is None:
+        shape = LlamaShape(
+            vocab_size=vocab_size,
+            width=config.width,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            intermediate=config.intermediate,
+            context=target.config.max_position_embeddings,
+            head_size=config.width // config.heads,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        return new_llama(shape, seed=config.seed).to(config.device)
+    draft = load_causal_lm(config.start_from)
+    if load_tokenizer(config.start_from).get_vocab() != tokenizer.get_vocab():
+        raise VocabularyMismatchError(
+            f"the draft in {config.start_from} has another tokenizer than the target: start from a draft that "
+            "was made for this target's tokenizer, or from none"
+        )
+    if draft.config.vocab_size != vocab_size:
+        raise VocabularyMismatchError(
+            f"the draft in {config.start_from} has {draft.config.vocab_size} logits, the target {vocab_size}"
+        )
+    return draft.to(config.device)
+
+
+def _streams(
+    data: Sequence[Path],
+    held_out: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The token streams to train on and to measure on."""
+    if not data:
+        raise DataError("no training data was given: name at least one text file")
+    write_stream(read_texts(data), tokenizer, folder / "train.bin")
+    train = read_stream(folder / "train.bin")
+    if held_out:
+        write_stream(read_texts(held_out), tokenizer, folder / "held_out.bin")
+        return train, read_stream(folder / "held_out.bin")
+    cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
+    return train[:cut], train[cut:]

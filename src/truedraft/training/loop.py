@@ -1,0 +1,202 @@
+"""The one training loop: phases of blocks, accumulation, bfloat16 autocast, checkpoints that resume exactly."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from truedraft.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from truedraft.training.blocks import BlockSampler
+    from truedraft.training.optimizer import MixedOptimizer
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+
+
+class Objective(Protocol):
+    """What a step minimises."""
+
+    def accumulate(self, batch: torch.Tensor, scale: float) -> dict[str, float]:
+        """Add `scale` times the gradient of the batch's mean loss to the parameters' gradients.
+
+        The batch holds blocks [sequences, length + 1]; the answer holds means over its labels, for the log.
+        """
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of steps that read blocks of one length."""
+
+    steps: int
+    sampler: BlockSampler
+    sequences_per_step: int
+    sequences_per_pass: int
+
+    def __post_init__(self) -> None:
+        if self.sequences_per_step % self.sequences_per_pass:
+            raise TrainingError(
+                f"sequences_per_step ({self.sequences_per_step}) must be a multiple of "
+                f"sequences_per_pass ({self.sequences_per_pass})"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Labels that one update sees."""
+        return self.sequences_per_step * self.sampler.sequence_length
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved in its checkpoints."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed_s: float = 0.0  # processor-bound wall time of the steps alone, over all resumptions
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of the log."""
+
+    step: int
+    tokens: int
+    elapsed_s: float
+    multiplier: float
+    gradient_norm: float
+    values: dict[str, float]
+
+    def as_line(self) -> str:
+        """One JSON object."""
+        rounded = {name: round(value, 5) for name, value in self.values.items()}
+        fixed = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "elapsed_s": round(self.elapsed_s, 2),
+            "multiplier": round(self.multiplier, 5),
+            "gradient_norm": round(self.gradient_norm, 4),
+        }
+        return json.dumps(fixed | rounded)
+
+
+class TrainingLoop:
+    """Runs phases one after another inside a folder, and resumes from the folder's checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: MixedOptimizer,
+        objective: Objective,
+        phases: Sequence[Phase],
+        schedule: Callable[[int], float],
+        folder: Path,
+        checkpoint_every: int = 50,
+        autocast: bool = True,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.phases = tuple(phases)
+        self.schedule = schedule
+        self.folder = folder
+        self.checkpoint_every = checkpoint_every
+        self.autocast = autocast
+        self.progress = Progress()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    def run(self, *, until: int | None = None, on_step: Callable[[StepRecord], None] | None = None) -> Progress:
+        """Train to step `until` (default: to the end), from the checkpoint if there is one.
+
+        An interruption loses at most the steps since the last checkpoint; the result is the same to the bit.
+        """
+        last = self.total_steps if until is None else min(until, self.total_steps)
+        self._resume()
+        self.model.train()
+        while self.progress.step < last:
+            record = self._step()
+            with (self.folder / LOG).open("a") as log:
+                log.write(record.as_line() + "\n")
+            if on_step is not None:
+                on_step(record)
+            if self.progress.step == last or self.progress.step % self.checkpoint_every == 0:
+                self._save()
+        return self.progress
+
+    def _step(self) -> StepRecord:
+        started = time.perf_counter()
+        step = self.progress.step
+        phase, within = self._locate(step)
+        passes = phase.sequences_per_step // phase.sequences_per_pass
+        first = within * phase.sequences_per_step
+        sums: dict[str, float] = {}
+        for index in range(passes):
+            batch = phase.sampler.batch(first + index * phase.sequences_per_pass, phase.sequences_per_pass)
+            batch = batch.to(next(self.model.parameters()).device)
+            with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.autocast):
+                values = self.objective.accumulate(batch, 1.0 / passes)
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value / passes
+        if not all(map(_is_finite, sums.values())):
+            raise TrainingError(f"the loss is not finite at step {step}: lower the learning rate")
+        multiplier = self.schedule(step)
+        norm = self.optimizer.step(multiplier)
+        self.progress.step += 1
+        self.progress.tokens += phase.tokens_per_step
+        self.progress.elapsed_s += time.perf_counter() - started
+        return StepRecord(step, self.progress.tokens, self.progress.elapsed_s, multiplier, norm, sums)
+
+    def _locate(self, step: int) -> tuple[Phase, int]:
+        """The phase that a step belongs to, and the step's number inside it."""
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase, step
+            step -= phase.steps
+        raise TrainingError(f"step {step} lies behind the last phase")
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": vars(self.progress),
+            "random": torch.get_rng_state(),
+        }
+        partial = self.folder / (CHECKPOINT + ".partial")
+        torch.save(state, partial)
+        partial.replace(self.folder / CHECKPOINT)  # atomic: a kill leaves the old checkpoint or the new one
+
+    def _resume(self) -> None:
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            (self.folder / LOG).unlink(missing_ok=True)
+            return
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+        torch.set_rng_state(state["random"])
+        _cut_log(self.folder / LOG, self.progress.step)
+
+
+def _cut_log(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be run again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0

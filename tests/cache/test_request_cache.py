@@ -1,0 +1,243 @@
+"""Keys and values of one request: reserve, write, commit, roll back, grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft.cache import CachePool, RequestCache
+from truedraft.errors import CacheError
+
+HEADS, KEY_WIDTH, VALUE_WIDTH, CALLS = 2, 3, 5, 2
+LIMIT = 1024
+
+
+def entry(token: int, call: int) -> float:
+    """What the tests write for a token: every call's keys and values differ."""
+    return token + 1000.0 * call
+
+
+def forward(cache: RequestCache, tokens: Sequence[int], written: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """As a model would: reserve, then write the new tokens in every attention call."""
+    cache.reserve(written + len(tokens), written)
+    views = []
+    for call in range(CALLS):
+        column = torch.tensor([entry(token, call) for token in tokens])[None, :, None]
+        keys = column.expand(HEADS, -1, KEY_WIDTH)
+        views.append(cache.write(call, keys, -column.expand(HEADS, -1, VALUE_WIDTH)))
+    return views
+
+
+def filled(tokens: Sequence[int]) -> RequestCache:
+    cache = RequestCache(LIMIT)
+    forward(cache, tokens)
+    cache.commit(range(len(tokens)))
+    return cache
+
+
+def assert_pairs(pairs: Sequence[tuple[Tensor, Tensor]], tokens: Sequence[int]) -> None:
+    assert len(pairs) == CALLS
+    for call, (keys, values) in enumerate(pairs):
+        expected = torch.tensor([entry(token, call) for token in tokens])[None, :, None]
+        assert keys.shape == (HEADS, len(tokens), KEY_WIDTH)
+        assert values.shape == (HEADS, len(tokens), VALUE_WIDTH)
+        assert keys.equal(expected.expand_as(keys))
+        assert values.equal(-expected.expand_as(values))
+
+
+def test_a_new_cache_is_empty() -> None:
+    cache = RequestCache(LIMIT)
+    assert (cache.length, cache.capacity, cache.uncommitted, cache.n_bytes) == (0, 0, 0, 0)
+    assert cache.entries() == []
+
+
+def test_write_shows_all_keys_up_to_the_new_ones() -> None:
+    cache = filled([1, 2, 3])
+    views = forward(cache, [4, 5])
+    assert_pairs(views, [1, 2, 3, 4, 5])
+    assert (cache.length, cache.uncommitted) == (3, 2)
+
+
+def test_tokens_count_only_once_committed() -> None:
+    cache = filled([1, 2, 3])
+    forward(cache, [4, 5])
+    assert_pairs(cache.entries(), [1, 2, 3])
+    cache.commit([0, 1])
+    assert_pairs(cache.entries(), [1, 2, 3, 4, 5])
+    assert cache.uncommitted == 0
+
+
+def test_the_next_forward_overwrites_what_was_not_kept() -> None:
+    cache = filled([1, 2, 3])
+    forward(cache, [7, 8, 9])
+    cache.commit([0])
+    assert_pairs(forward(cache, [4]), [1, 2, 3, 7, 4])
+
+
+def test_commit_of_a_branch_moves_the_entries() -> None:
+    """The worked example of `commit`: from length 10, slots 12 and 14 go to 11 and 12, and the length is 13."""
+    cache = filled(range(10))
+    forward(cache, [10, 11, 12, 13, 14])
+    cache.commit([0, 2, 4])
+    assert cache.length == 13
+    assert_pairs(cache.entries(), [*range(10), 10, 12, 14])
+
+
+@pytest.mark.parametrize(
+    "path", [(), (0,), (5,), (0, 1), (1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (3, 4, 5), (0, 1, 2, 3, 4, 5), (1, 3, 5)]
+)
+def test_commit_keeps_any_path(path: tuple[int, ...]) -> None:
+    """Also where source and target slots overlap, as in 1, 2, 3, 4, 5 to 0, 1, 2, 3, 4."""
+    cache = filled([50, 51])
+    forward(cache, range(6))
+    cache.commit(path)
+    assert_pairs(cache.entries(), [50, 51, *path])
+    assert cache.uncommitted == 0
+
+
+def test_commit_moves_nothing_for_a_straight_path() -> None:
+    cache = filled([1])
+    views = forward(cache, [2, 3])
+    before = [keys.data_ptr() for keys, _ in views]
+    cache.commit([0, 1])
+    assert [keys.data_ptr() for keys, _ in cache.entries()] == before
+
+
+def test_a_branch_commits_outside_inference_mode() -> None:
+    """Forwards run in inference mode, and buffers born there can be written nowhere else; a caller need not know."""
+    with torch.inference_mode():
+        cache = filled([1, 2])
+        forward(cache, [3, 4, 5])
+    cache.commit([0, 2])
+    assert_pairs(cache.entries(), [1, 2, 3, 5])
+
+
+def test_a_tree_is_written_level_by_level() -> None:
+    cache = filled([1, 2])
+    forward(cache, [3, 4])
+    views = forward(cache, [5, 6, 7], written=2)
+    assert_pairs(views, [1, 2, 3, 4, 5, 6, 7])
+    assert cache.uncommitted == 5
+    cache.commit([1, 3])
+    assert_pairs(cache.entries(), [1, 2, 4, 6])
+
+
+def test_a_forward_may_build_on_a_part_of_what_was_written() -> None:
+    cache = filled([1])
+    forward(cache, [2, 3, 4])
+    assert_pairs(forward(cache, [9], written=2), [1, 2, 3, 9])
+    assert cache.uncommitted == 3
+
+
+def test_buffers_double_and_keep_their_content() -> None:
+    cache = filled(range(200))
+    assert cache.capacity == 256
+    forward(cache, range(200, 257))
+    assert cache.capacity == 512
+    cache.commit(range(57))
+    assert_pairs(cache.entries(), range(257))
+
+
+def test_growth_keeps_uncommitted_nodes_of_earlier_forwards() -> None:
+    cache = filled(range(250))
+    forward(cache, [250, 251, 252])
+    assert cache.capacity == 256
+    assert_pairs(forward(cache, range(253, 260), written=3), range(260))
+    assert cache.capacity == 512
+    cache.commit([0, 2, 5])
+    assert_pairs(cache.entries(), [*range(250), 250, 252, 255])
+
+
+def test_growth_stops_at_the_limit_unless_a_tree_needs_more() -> None:
+    cache = RequestCache(300)
+    forward(cache, range(200))
+    cache.commit(range(200))
+    assert cache.capacity == 256
+    forward(cache, range(200, 290))
+    cache.commit(range(90))
+    assert cache.capacity == 300, "doubling would make 512"
+    forward(cache, range(30))
+    assert cache.capacity == 320
+    cache.commit([0, 29])
+    assert_pairs(cache.entries(), [*range(290), 0, 29])
+
+
+def test_a_large_prompt_is_reserved_at_once() -> None:
+    cache = RequestCache(LIMIT)
+    forward(cache, range(700))
+    assert cache.capacity == 700
+    assert cache.n_bytes == CALLS * HEADS * 700 * (KEY_WIDTH + VALUE_WIDTH) * 4
+
+
+def test_rollback_sets_a_length() -> None:
+    cache = filled(range(8))
+    forward(cache, [8, 9])
+    cache.rollback(5)
+    assert (cache.length, cache.uncommitted) == (5, 0)
+    assert_pairs(cache.entries(), range(5))
+    assert_pairs(forward(cache, [70]), [0, 1, 2, 3, 4, 70])
+
+
+def test_an_entry_that_was_not_written_cannot_be_kept() -> None:
+    cache = filled([1, 2])
+    forward(cache, [3, 4])
+    with pytest.raises(CacheError, match="cannot keep new token 2: the last forward wrote 2"):
+        cache.commit([0, 2])
+    cache.commit([0])
+    with pytest.raises(CacheError, match="the last forward wrote 0"):
+        cache.commit([0])
+
+
+@pytest.mark.parametrize("length", [-1, 4, 5])
+def test_rollback_beyond_what_is_committed_is_refused(length: int) -> None:
+    cache = filled([1, 2, 3])
+    forward(cache, [4, 5])
+    with pytest.raises(CacheError, match=f"cannot roll back to {length} tokens: the cache holds 3"):
+        cache.rollback(length)
+    assert cache.length == 3
+
+
+def test_building_on_tokens_that_were_not_written_is_refused() -> None:
+    cache = filled([1, 2])
+    with pytest.raises(CacheError, match="cannot build on 1 uncommitted tokens: 0 were written"):
+        cache.reserve(3, written=1)
+    forward(cache, [3, 4])
+    cache.rollback(2)
+    with pytest.raises(CacheError, match="cannot build on 2 uncommitted tokens: 0 were written"):
+        cache.reserve(3, written=2)
+
+
+def test_the_pool_hands_buffers_on() -> None:
+    pool = CachePool(LIMIT)
+    first = pool.acquire()
+    forward(first, range(300))
+    first.commit(range(300))
+    capacity = first.capacity
+    pool.release(first)
+    assert pool.in_use == 0
+
+    again = pool.acquire()
+    assert again is first
+    assert (again.length, again.uncommitted, again.capacity) == (0, 0, capacity)
+    views = forward(again, [5, 6])
+    assert_pairs(views, [5, 6])
+    assert again.capacity == capacity, "a reused cache does not allocate"
+
+
+def test_the_pool_gives_each_request_its_own_cache() -> None:
+    pool = CachePool(LIMIT)
+    taken = [pool.acquire() for _ in range(3)]
+    assert len({id(cache) for cache in taken}) == 3
+    assert pool.in_use == 3
+
+
+def test_the_pool_keeps_only_so_many() -> None:
+    pool = CachePool(LIMIT, keep=1)
+    first, second = pool.acquire(), pool.acquire()
+    pool.release(first)
+    pool.release(second)
+    assert pool.acquire() is first
+    assert pool.acquire() is not second

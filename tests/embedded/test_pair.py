@@ -1,0 +1,64 @@
+"""The embedded pair: an ordinary Hugging Face folder each, and a draft that agrees with its target."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.laws import overlap
+from truedraft.core.trees import chain_shape
+from truedraft.drafters import from_spec
+from truedraft.embedded import embedded_folder, embedded_names, heldout_prompts_file
+from truedraft.errors import ModelNotFoundError, UnknownOptionError
+from truedraft.models.base import LanguageModel, Segment
+
+try:
+    embedded_folder("target")
+except ModelNotFoundError:
+    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
+
+
+def test_names() -> None:
+    assert embedded_names() == ("target", "draft")
+    with pytest.raises(UnknownOptionError, match="did you mean 'target'"):
+        embedded_folder("targt")
+
+
+def test_sizes_and_cards() -> None:
+    for name, low, high in (("target", 15e6, 17e6), ("draft", 1e6, 2e6)):
+        model = load_model(f"embedded:{name}", dtype="float32", device="cpu")
+        count = sum(parameter.numel() for parameter in model.module.parameters())
+        assert low <= count <= high
+        assert model.context_length == 2048
+        card = (embedded_folder(name) / "README.md").read_text()
+        assert "icen" in card and "bits per byte" in card
+
+
+def laws_along(model: LanguageModel, ids: list[int]) -> torch.Tensor:
+    cache = model.new_cache()
+    segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), range(len(ids)))
+    logits = model.forward([segment]).logits.float()
+    model.release_cache(cache)
+    return torch.softmax(logits, dim=-1)
+
+
+def test_the_draft_agrees_with_the_target_on_held_out_text() -> None:
+    """alpha = E[sum min(p, q)] of at least 0.6, on the shipped held-out prompts (the cards hold the whole split)."""
+    target, draft = (load_model(f"embedded:{name}", dtype="float32", device="cpu") for name in ("target", "draft"))
+    assert target.tokenizer is not None
+    overlaps = []
+    for line in heldout_prompts_file().read_text().splitlines():
+        ids = target.tokenizer.encode(json.loads(line)["text"])
+        overlaps.append(overlap(laws_along(target, ids), laws_along(draft, ids)))
+    assert torch.cat(overlaps).mean() >= 0.6
+
+
+def test_auto_is_this_pair_and_speculation_shortens_the_work() -> None:
+    target = load_model("embedded:target", device="cpu")
+    engine = Engine(target, from_spec("auto", target))
+    stats = engine.generate("def quicksort(items):", SamplingParams(max_tokens=64)).stats
+    assert engine.drafter.name == "draft"
+    assert stats.mean_acceptance_length > 1.5

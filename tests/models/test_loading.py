@@ -1,0 +1,284 @@
+"""From a name to a model: folders, number formats, and an error that says what to do for each that is none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from support.tiny_models import VOCAB, stock, stock_greedy
+from truedraft import Engine, SamplingParams, TruedraftError, load_model
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
+from truedraft.models import dtypes
+from truedraft.models.dtypes import pick_device, pick_dtype
+
+PROMPT = [5, 9, 11, 3, 60]
+CPU = torch.device("cpu")
+WORDS = 90
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    vocab = {"<unk>": 0, "<end>": 1} | {f"w{i}": i for i in range(2, WORDS)}
+    backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(stock("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def says(error: TruedraftError, *words: str) -> None:
+    """One line that holds these words, without anything of a traceback."""
+    message = str(error)
+    assert "\n" not in message
+    assert len(message) < 400, message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_a_folder_in_each_dtype(llama: Path, kind: str) -> None:
+    model = load_model(llama, dtype=kind, device="cpu")
+    assert model.dtype == getattr(torch, kind)
+    assert {weight.dtype for weight in model.module.parameters()} == {model.dtype}
+    assert (model.name, model.tokenizer, model.vocab_size, model.context_length) == (str(llama), None, VOCAB, 256)
+    answer = Engine(model).generate(PROMPT, SamplingParams(max_tokens=24))
+    assert len(answer.token_ids) == 24
+    assert answer.text is None
+    if kind == "float32":
+        assert answer.token_ids == stock_greedy(stock("llama"), PROMPT, 24)
+
+
+def test_weights_stored_in_bfloat16_load_in_float32(tmp_path: Path) -> None:
+    folder = save(stock("gpt2", dtype=torch.bfloat16), tmp_path / "half")
+    assert load_model(folder, dtype="float32").dtype == torch.float32
+
+
+def test_a_text_names_a_folder(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama.parent)
+    assert load_model(llama.name, dtype="float32").name == llama.name
+    assert load_model(f"./{llama.name}", dtype="float32").vocab_size == VOCAB
+
+
+def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    folder = save(stock("llama"), tmp_path / "words")
+    save_tokenizer(folder)
+    model = load_model(folder, dtype="float32")
+    assert model.tokenizer is not None
+    assert model.vocab_size == WORDS, "ids beyond the tokenizer are padding"
+    assert model.eos_token_ids == (1,)
+    answer = Engine(model).generate("w5 w9 w11 w3 w60", SamplingParams(max_tokens=24))
+    assert answer.prompt_tokens == 5
+    assert answer.text
+    assert max(answer.token_ids) < WORDS
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_picks_what_is_fast(llama: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtypes, "has_bfloat16", lambda device: fast)
+    assert load_model(llama, device="cpu").dtype == (torch.bfloat16 if fast else torch.float32)
+    assert pick_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
+
+
+def test_auto_without_the_probes_of_torch_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, probe, raising=False)
+    assert pick_dtype("auto", CPU) == torch.float32
+
+
+def test_auto_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize(("given", "nearest"), [("bfloat", "bfloat16"), ("fp32", None), ("float-16", "float16")])
+def test_an_unknown_dtype_names_the_nearest(llama: Path, given: str, nearest: str | None) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        load_model(llama, dtype=given)
+    says(caught.value, f"unknown dtype {given!r}", "valid: auto, bfloat16, float16, float32")
+    if nearest:
+        says(caught.value, f"did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize(("given", "nearest"), [("cud", "cuda"), ("cpus", "cpu"), ("tpu", "cpu")])
+def test_an_unknown_device_names_the_nearest(llama: Path, given: str, nearest: str) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        load_model(llama, device=given)
+    says(caught.value, f"unknown device {given!r}; did you mean {nearest!r}?", "valid: auto, cpu, cuda")
+
+
+def test_devices_that_are_not_there(llama: Path) -> None:
+    with pytest.raises(OptionError, match="'cuda:99' is not on this machine"):
+        load_model(llama, device="cuda:99")
+    with pytest.raises(OptionError, match="'cuda:first' is not of the form cpu, cuda or cuda:N"):
+        load_model(llama, device="cuda:first")
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        load_model(tmp_path / "nowhere")
+    says(caught.value, "there is no folder", "nowhere", "check the path")
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        load_model(tmp_path)
+    says(caught.value, "folder without config.json")
+
+
+def test_a_file_is_no_folder(llama: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        load_model(llama / "config.json")
+    says(caught.value, "is a file; name the folder")
+
+
+@pytest.mark.parametrize("name", ["gpt2-that-nobody-made", "nobody/made-this-model", "not a name!", "embedded:targt"])
+def test_a_name_that_cannot_be_found(name: str) -> None:
+    """Offline, as all tests run, a hub name that was never fetched cannot be found either."""
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with pytest.raises(TruedraftError) as caught:
+        load_model(name)
+    assert isinstance(caught.value, ModelNotFoundError) or name.startswith("embedded:")
+    says(caught.value, name.removeprefix("embedded:"))
+
+
+def copy_of(llama: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in llama.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "{}", '{"model_type": "no-such-type"}'])
+def test_a_broken_configuration(llama: Path, tmp_path: Path, content: str) -> None:
+    folder = copy_of(llama, tmp_path / "broken")
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "broken")
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
+def test_corrupt_weights(llama: Path, tmp_path: Path, content: bytes | None) -> None:
+    folder = copy_of(llama, tmp_path / "corrupt")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000] if content is None else content)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "cannot load the weights of", "corrupt")
+
+
+def test_missing_weights(llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "empty")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "cannot load the weights of", "empty")
+
+
+def test_weights_of_another_shape(llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "other")
+    edit_config(folder, intermediate_size=32)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "cannot load the weights of", "other")
+
+
+def test_weights_that_lack_a_layer(llama: Path, tmp_path: Path) -> None:
+    """transformers would fill it with random numbers, and only warn."""
+    folder = copy_of(llama, tmp_path / "short")
+    edit_config(folder, num_hidden_layers=3)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "short")
+
+
+BERT = BertConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+
+
+@pytest.mark.parametrize("kind", [BertModel, BertForMaskedLM])
+def test_an_encoder(kind: type[PreTrainedModel], tmp_path: Path) -> None:
+    folder = save(kind(BERT), tmp_path / "bert")
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, kind.__name__, "not a causal language model")
+
+
+def test_an_encoder_that_does_not_say_so(tmp_path: Path) -> None:
+    """Then it is loaded as a causal one, and found out by its mask."""
+    folder = save(BertForMaskedLM(BERT), tmp_path / "bert")
+    edit_config(folder, architectures=...)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "encoder")
+
+
+def test_an_encoder_decoder(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    folder = save(T5ForConditionalGeneration(config), tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "encoder-decoder (t5)", "causal models")
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    folder = save(LlamaForSequenceClassification(stock("llama").config), tmp_path / "classes")
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "LlamaForSequenceClassification", "not a causal language model")
+
+
+def test_a_recurrent_model(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    folder = save(MambaForCausalLM(config), tmp_path / "mamba")
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "Mamba")
+
+
+def test_code_of_a_folder_is_not_run(llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "remote")
+    (folder / "own.py").write_text("raise SystemExit('ran')\n")
+    edit_config(folder, model_type="own-type", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "remote")
+
+
+def test_loading_says_nothing(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No bars and no warnings of the libraries below on the user's screen."""
+    load_model(llama, dtype="float32")
+    assert tuple(capfd.readouterr()) == ("", "")

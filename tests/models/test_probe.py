@@ -1,0 +1,219 @@
+"""What the probe reads from a model at load, what it refuses, and what the self-test catches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock
+from truedraft.cache import RequestCache
+from truedraft.core.trees import TreeShape
+from truedraft.errors import UnsupportedModelError
+from truedraft.models import plan
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.layouts import SegmentLayout, TreeLayout, layout_of
+from truedraft.models.patterns import AttentionPattern, Chunk, Full, Window
+from truedraft.models.plan import ForwardPlan
+from truedraft.models.probe import probe_patterns
+from truedraft.models.selftest import check_against_stock
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "patterns"),
+    [
+        ("llama", [Full(), Full()]),
+        ("gpt2", [Full(), Full()]),
+        ("mixtral", [Full(), Full()]),
+        ("mistral", [Window(WINDOW), Window(WINDOW)]),
+        ("gemma3", [Window(WINDOW), Full(), Window(WINDOW)]),
+    ],
+)
+def test_patterns_in_order_of_the_calls(family: str, patterns: list[AttentionPattern]) -> None:
+    model = stock(family)
+    assert probe_patterns(model) == patterns
+    assert model.config._attn_implementation == "eager", "the probe puts the model's attention back"
+
+
+def test_chunks() -> None:
+    config = Llama4TextConfig(
+        **SMALL,
+        num_key_value_heads=1,
+        intermediate_size_mlp=32,
+        num_local_experts=2,
+        head_dim=16,
+        attention_chunk_size=6,
+        no_rope_layers=[1, 0],
+    )
+    assert probe_patterns(build(config, seed=0)) == [Chunk(6), Full()]
+
+
+def test_a_window_on_some_layers_only() -> None:
+    config = Qwen2Config(**SMALL, num_key_value_heads=1, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    assert probe_patterns(build(config, seed=0)) == [Full(), Window(5)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "query", "keys"),
+    [
+        (Full(), 7, range(8)),
+        (Window(3), 7, [5, 6, 7]),
+        (Window(3), 1, [0, 1]),
+        (Chunk(3), 7, [6, 7]),
+        (Chunk(3), 8, [6, 7, 8]),
+        (Chunk(3), 9, [9]),
+    ],
+)
+def test_what_a_pattern_allows(pattern: AttentionPattern, query: int, keys: list[int]) -> None:
+    """Among the positions up to the query's own; those behind it are never ancestors."""
+    allowed = pattern.allowed(torch.tensor([query]), torch.arange(query + 1))[0]
+    assert allowed.nonzero().flatten().tolist() == list(keys)
+    assert pattern.reaches(query + 1) == bool(allowed.all())
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[MambaConfig](config)
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        HuggingFaceModel(model, None, "mamba")
+
+
+def test_an_encoder_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="encoder, not a causal"):
+        HuggingFaceModel(BertForMaskedLM(BertConfig(**SMALL)).eval(), None, "bert")
+
+
+def test_a_causal_bert_is_none() -> None:
+    """The same layers with a causal mask, as in BertLMHeadModel with is_decoder, are a language model."""
+    patterns = probe_patterns(BertLMHeadModel(BertConfig(**SMALL, is_decoder=True)).eval())
+    assert patterns == [Full(), Full()]
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no LM head"):
+        HuggingFaceModel(LlamaModel(LlamaConfig(**SMALL, num_key_value_heads=1)), None, "headless")
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+ROPES: dict[str, PretrainedConfig] = {
+    "dynamic": LlamaConfig(
+        **SMALL, num_key_value_heads=1, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "longrope": Phi3Config(
+        **SMALL, num_key_value_heads=1, original_max_position_embeddings=64, max_position_embeddings=128,
+        rope_parameters={**LONG, "original_max_position_embeddings": 64},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_that_depend_on_the_neighbours_are_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"rope type '{kind}'"):
+        HuggingFaceModel(build(ROPES[kind], seed=0), None, "far")
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_other_rope_variants_run(kind: str) -> None:
+    more: dict[str, dict[str, Any]] = {
+        "linear": {},
+        "yarn": {"original_max_position_embeddings": 64},
+        "llama3": {"original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    }
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **more[kind]}
+    config = LlamaConfig(**SMALL, num_key_value_heads=1, max_position_embeddings=128, rope_parameters=rope)
+    model = build(config, seed=0)
+    check = check_against_stock(model, kind)
+    check(HuggingFaceModel(model, None, kind))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_test_passes_every_family(family: str) -> None:
+    model = stock(family)
+    check = check_against_stock(model, family)
+    check(HuggingFaceModel(model, None, family))
+
+
+def _shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = ForwardPlan.of
+
+    def shifted(*arguments: Any) -> ForwardPlan:
+        plan = make(*arguments)
+        plan.positions[0, -1] += 1
+        return plan
+
+    monkeypatch.setattr(ForwardPlan, "of", shifted)
+
+
+def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaky(shape: TreeShape, *rest: Any) -> SegmentLayout:
+        made = layout_of(shape, *rest)
+        if isinstance(made, TreeLayout):
+            made.blocked.mask.fill_(False)
+        return made
+
+    monkeypatch.setattr(plan, "layout_of", leaky)
+
+
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truedraft.models.huggingface.probe_patterns", lambda model: [Window(3)] * 2)
+
+
+def _lose_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RequestCache.write
+
+    def forgetful(self: RequestCache, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys = keys.clone()
+        keys[:, 0] = 0.0
+        return write(self, call, keys, values)
+
+    monkeypatch.setattr(RequestCache, "write", forgetful)
+
+
+@pytest.mark.parametrize("plant", [_shift_positions, _leak, _narrow, _lose_a_key])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_test_catches_a_planted_fault(plant: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stock("llama", dtype=dtype)
+    check = check_against_stock(model, "planted")
+    plant(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="planted gives other logits packed than by itself"):
+        check(HuggingFaceModel(model, None, "planted"))
+
+
+def test_the_self_test_needs_no_fault_to_pass_in_half_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = stock("llama", dtype=dtype)
+        check = check_against_stock(model, "half")
+        check(HuggingFaceModel(model, None, "half"))
+
+
+def test_the_self_test_gives_its_cache_back() -> None:
+    model = stock("llama")
+    check = check_against_stock(model, "llama")
+    loaded = HuggingFaceModel(model, None, "llama")
+    check(loaded)
+    assert loaded.pool.in_use == 0
+    assert packed("llama").pool.in_use == 0

@@ -1,0 +1,187 @@
+"""In bfloat16 a row's logits do not depend, to the last bit, on what shares its forward (DESIGN section 2).
+
+Without it, "the same tokens with and without speculation" would fail at every near tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from truedraft.cache import RequestCache
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.base import Segment
+from truedraft.models.dtypes import has_bfloat16
+from truedraft.models.huggingface import HuggingFaceModel
+
+pytestmark = pytest.mark.skipif(
+    not has_bfloat16(torch.device("cpu")), reason="this CPU has no instructions for bfloat16 products"
+)
+
+VOCAB = 2048
+PATH = 8
+CONTEXTS = (5, 40, 130, 301, 511)
+
+
+def random_llama(kv_heads: int) -> HuggingFaceModel:
+    """4 layers of width 384."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=1024,
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(kv_heads)
+        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random")
+
+
+@dataclass
+class World:
+    """A context in a model's cache, 8 tokens behind it, and their logits when they come all at once."""
+
+    model: HuggingFaceModel
+    context: Tensor
+    path: Tensor
+    cache: RequestCache
+    logits: Tensor
+    generator: torch.Generator
+
+    def tokens(self, count: int) -> Tensor:
+        return torch.randint(VOCAB, (count,), generator=self.generator)
+
+    def prefilled(self, ids: Tensor, *cuts: int) -> RequestCache:
+        cache = self.model.new_cache()
+        for part in ids.tensor_split(cuts):
+            self.model.forward([Segment(cache, part, chain_shape(len(part)), ())])
+            cache.commit(range(len(part)))
+        return cache
+
+    def at_once(self, cache: RequestCache) -> Tensor:
+        return self.model.forward([Segment(cache, self.path, chain_shape(PATH), range(PATH))]).logits
+
+    def random_tree(self, siblings: int) -> tuple[Tensor, TreeShape, list[int]]:
+        """A tree that holds the path; on each level up to `siblings` others, before the path's node and behind it."""
+        tokens, parents = [int(self.path[0])], [-1]
+        nodes, level = [0], [0]
+        for token in self.path[1:].tolist():
+            others = int(torch.randint(siblings + 1, (), generator=self.generator))
+            place = int(torch.randint(others + 1, (), generator=self.generator))
+            first = len(tokens)
+            for number in range(others + 1):
+                drawn = int(self.tokens(1))
+                tokens.append(token if number == place else drawn)
+                parents.append(nodes[-1] if number == place else level[drawn % len(level)])
+            nodes.append(first + place)
+            level = list(range(first, first + others + 1))
+        return torch.tensor(tokens), TreeShape(tuple(parents)), nodes
+
+
+@pytest.fixture(scope="module", params=[2, 6], ids=["grouped", "ungrouped"])
+def worlds(request: pytest.FixtureRequest) -> Sequence[World]:
+    model = random_llama(request.param)
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for length in CONTEXTS:
+        ids = torch.randint(VOCAB, (length + PATH,), generator=generator)
+        world = World(model, ids[:length], ids[length:], model.new_cache(), torch.empty(0), generator)
+        world.cache = world.prefilled(world.context)
+        world.logits = world.at_once(world.cache).clone()
+        world.cache.rollback(length)
+        made.append(world)
+    return made
+
+
+def assert_same_bits(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Compares rows, and says how many differ before it fails."""
+    different = sum(int((ours != theirs).any(dim=-1).sum()) for ours, theirs in pairs)
+    rows = sum(len(ours) for ours, _ in pairs)
+    largest = max(float((ours.float() - theirs.float()).abs().max()) for ours, theirs in pairs)
+    assert different == 0, f"{different} of {rows} rows differ, by up to {largest:.2g}"
+
+
+def test_one_at_a_time(worlds: Sequence[World]) -> None:
+    pairs = []
+    for world in worlds:
+        for i in range(PATH):
+            segment = Segment(world.cache, world.path[i : i + 1], chain_shape(1), (0,))
+            pairs.append((world.model.forward([segment]).logits, world.logits[i : i + 1]))
+            world.cache.commit([0])
+        world.cache.rollback(len(world.context))
+    assert_same_bits(pairs)
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 4])
+def test_as_a_path_in_a_tree(worlds: Sequence[World], siblings: int) -> None:
+    pairs = []
+    for world in worlds:
+        for _ in range(6):
+            tokens, shape, nodes = world.random_tree(siblings)
+            output = world.model.forward([Segment(world.cache, tokens, shape, nodes)])
+            pairs.append((output.logits, world.logits))
+            world.cache.rollback(len(world.context))
+    assert_same_bits(pairs)
+
+
+def test_next_to_neighbours(worlds: Sequence[World]) -> None:
+    """Three others, of other lengths: a chain, one token, and a tree, before it and behind it."""
+    pairs = []
+    for world in worlds:
+        length = len(world.context)
+        caches = [world.prefilled(world.tokens(count)) for count in (3, length // 2 + 1, length + 37)]
+        tokens = world.tokens(5)
+        output = world.model.forward(
+            [
+                Segment(caches[0], tokens, chain_shape(5), range(5)),
+                Segment(caches[1], tokens[:1], chain_shape(1), (0,)),
+                Segment(world.cache, world.path, chain_shape(PATH), range(PATH)),
+                Segment(caches[2], tokens, TreeShape((-1, 0, 0, 1, 1)), range(5)),
+            ]
+        )
+        pairs.append((output.logits[6 : 6 + PATH], world.logits))
+        world.cache.rollback(length)
+        for cache in caches:
+            world.model.release_cache(cache)
+    assert_same_bits(pairs)
+
+
+def test_fewer_rows_of_logits(worlds: Sequence[World]) -> None:
+    pairs = []
+    for world in worlds:
+        output = world.model.forward([Segment(world.cache, world.path, chain_shape(PATH), (PATH - 1,))])
+        pairs.append((output.logits, world.logits[-1:]))
+        world.cache.rollback(len(world.context))
+    assert_same_bits(pairs)
+
+
+def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
+    pairs = []
+    for world in worlds:
+        for cut in {1, len(world.context) // 2, len(world.context) - 1}:
+            cache = world.prefilled(world.context, cut)
+            pairs.append((world.at_once(cache), world.logits))
+            world.model.release_cache(cache)
+    assert_same_bits(pairs)
+
+
+def test_a_row_that_does_depend_on_others_is_noticed(worlds: Sequence[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is sensitive: the smallest change of one weight of attention shows."""
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda scores, **options: softmax(scores * (1 + 1e-3), **options))
+    with pytest.raises(AssertionError, match="rows differ"):
+        assert_same_bits([(world.at_once(world.cache), world.logits) for world in worlds])
+    for world in worlds:
+        world.cache.rollback(len(world.context))

@@ -1,0 +1,94 @@
+"""The whole recipe with tiny models on a planted corpus: every stage, skipped when done, published with cards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from recipes.stdlib import build, publish, settings, stages
+from recipes.stdlib.sources import Source
+
+from truedraft.errors import DataError
+from truedraft.models.architecture import LlamaShape
+from truedraft.training.curriculum import Curriculum
+
+TINY = LlamaShape(vocab_size=400, width=32, layers=1, heads=2, kv_heads=1, intermediate=32, context=128, head_size=16)
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path, monkeypatch):
+    """The real stages; only the corpus, the shapes and the lengths are small."""
+    corpus = [
+        Source(
+            path=f"file_{n}.py",
+            text="".join(f"def call_{n}_{i}(value):\n    return value * {i} + {n}\n\n\n" for i in range(40)),
+            sha256=f"{n:064x}",
+            held_out=n % 2 == 0,
+        )
+        for n in range(70)
+    ]
+    for module in (stages, settings):
+        monkeypatch.setattr(module, "VOCAB_SIZE", 400)
+    monkeypatch.setattr(stages, "load_sources", lambda: corpus)
+    monkeypatch.setattr(settings, "TARGET_SHAPE", TINY)
+    monkeypatch.setattr(settings, "DRAFT_SHAPE", TINY)
+    monkeypatch.setattr(publish, "LOGS", tmp_path / "logs")
+    small = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=256)
+    monkeypatch.setattr(settings, "CURRICULUM", small)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    lines: list[str] = []
+    yield stages.Recipe(tmp_path / "run", settings.Settings(6, 2, 3, 2, 3, 2, 2, 2, 2), say=lines.append, every=1)
+    torch.set_num_threads(before)
+
+
+def run(recipe, out):
+    recipe.data()
+    first_target = recipe.first_target()
+    first_draft = recipe.first_draft(first_target, recipe.draft_start())
+    target = recipe.target()
+    return recipe.publish(target, recipe.draft(target, first_draft), out)
+
+
+def test_all_stages_then_nothing_left_to_do(tiny_recipe, tmp_path):
+    result = run(tiny_recipe, tmp_path / "out")
+    assert 0 < result["alpha"] <= 1
+    assert 0 <= result["greedy_agreement"] <= 1
+    for name in ("target", "draft"):
+        folder = tmp_path / "out" / name
+        names = {path.name for path in folder.iterdir()}
+        assert {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
+        assert not names & {"checkpoint.pt", "log.jsonl", "run.json", "work", "progress.json"}
+        assert "bits per byte" in (folder / "README.md").read_text()
+    assert len((tmp_path / "out" / "heldout_prompts.jsonl").read_text().splitlines()) == 32
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "target.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8))
+
+    tiny_recipe.say.__self__.clear()
+    again = run(tiny_recipe, tmp_path / "again")
+    assert again == result
+    assert [line for line in tiny_recipe.say.__self__ if "step" in line] == []
+
+
+def test_the_early_target_is_a_branch_of_the_final_one(tiny_recipe):
+    tiny_recipe.data()
+    tiny_recipe.first_target()
+    tiny_recipe.target()
+
+    def log(path):
+        return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+    trunk = log(tiny_recipe.run / "target" / "log.jsonl")
+    assert len(trunk) == 8
+    branch = json.loads((tiny_recipe.run / "first-target" / "progress.json").read_text())
+    assert branch["step"] == 5
+
+
+def test_a_refusal_is_one_line_and_status_1(monkeypatch, capsys, tmp_path):
+    def refuse(_):
+        raise DataError("1 files differ")
+
+    monkeypatch.setattr(stages.Recipe, "data", refuse)
+    assert build.main(["--run", str(tmp_path), "--threads", "1"]) == 1
+    assert capsys.readouterr().err == "error: 1 files differ\n"

@@ -1,0 +1,57 @@
+"""Tiny models and data, so that training can be tested in seconds on one thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from truedraft.models.architecture import LlamaShape, save_llama
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.pretrain import PretrainConfig, pretraining_loop
+from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.tokenizer import save_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT = "".join(
+    f"def add_{name}(left, right):\n    total = left + right\n    return total * {number}\n\n\n"
+    for number, name in enumerate(["one", "two", "three", "four", "five", "six"] * 40)
+)
+SHAPE = LlamaShape(vocab_size=300, width=32, layers=2, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
+CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=128)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bitwise claims are made for a fixed number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return train_tokenizer([TEXT], vocab_size=300, context=128)
+
+
+@pytest.fixture(scope="session")
+def stream(tokenizer):
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    return np.array([0, *ids, 0], dtype=np.uint32)
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory, tokenizer, stream) -> Path:
+    """A target that has learned the text a little."""
+    folder = tmp_path_factory.mktemp("target")
+    config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), curriculum=CURRICULUM)
+    loop = pretraining_loop(config, stream, folder / "work")
+    loop.run()
+    save_llama(loop.model, folder)
+    save_tokenizer(tokenizer, folder)
+    return folder

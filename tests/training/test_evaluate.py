@@ -1,0 +1,77 @@
+"""Alpha, agreement, loss and bits per byte against brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from truedraft.errors import DataError
+from truedraft.models.architecture import LlamaShape, new_llama
+from truedraft.training.evaluate import evaluate_model, evaluate_pair
+
+SHAPE = LlamaShape(vocab_size=20, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
+
+
+@pytest.fixture
+def pair():
+    models = []
+    for seed in (1, 2):
+        model = new_llama(SHAPE, seed=seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4)  # laws far from uniform
+        models.append(model)
+    return models
+
+
+@pytest.fixture
+def short_stream():
+    return np.random.default_rng(0).integers(0, 20, 23).astype(np.uint32)
+
+
+def law(model, prefix):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([prefix])).logits[0, -1].double().softmax(-1).tolist()
+
+
+def test_pair_against_brute_force(pair, short_stream):
+    ids = short_stream.tolist()
+    overlaps, agreements = [], []
+    for start in range(0, 22, 8):  # blocks of 8 labels: each token is predicted from its block alone
+        for end in range(start + 1, min(start + 8, 22) + 1):
+            p, q = law(pair[0], ids[start:end]), law(pair[1], ids[start:end])
+            overlaps.append(sum(min(a, b) for a, b in zip(p, q, strict=True)))
+            agreements.append(p.index(max(p)) == q.index(max(q)))
+    report = evaluate_pair(*pair, short_stream, length=8)
+    assert report.tokens == 22
+    assert report.alpha == pytest.approx(sum(overlaps) / 22, abs=1e-5)
+    assert report.greedy_agreement == pytest.approx(sum(agreements) / 22)
+
+
+def test_a_model_agrees_with_itself(pair, short_stream):
+    report = evaluate_pair(pair[0], pair[0], short_stream)
+    assert report.alpha == pytest.approx(1.0, abs=1e-5)
+    assert report.greedy_agreement == 1.0
+
+
+def test_loss_and_bits_per_byte(pair, short_stream):
+    ids = short_stream.tolist()
+    expected = -sum(math.log(law(pair[0], ids[:end])[ids[end]]) for end in range(1, 23)) / 22
+    report = evaluate_model(pair[0], short_stream, text_bytes=46, length=64)
+    assert report.validation_loss == pytest.approx(expected, abs=1e-4)
+    assert report.bits_per_byte == pytest.approx(expected / math.log(2) / 2, abs=1e-4)  # two bytes a token
+
+
+def test_max_tokens_and_empty_text(pair, short_stream):
+    assert evaluate_pair(*pair, short_stream, length=8, max_tokens=10).tokens == 10
+    with pytest.raises(DataError, match="at least two tokens"):
+        evaluate_pair(*pair, short_stream[:1])
+
+
+def test_the_models_keep_their_mode(pair, short_stream):
+    pair[0].train()
+    evaluate_model(pair[0], short_stream, text_bytes=46)
+    assert pair[0].training

@@ -1,0 +1,124 @@
+"""`train_draft` from files to a model folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from truedraft.errors import DataError, VocabularyMismatchError
+from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.distill import DraftConfig, train_draft
+from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+
+CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=256)
+
+
+def config(steps=30, **changes):
+    sizes = {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64}
+    return DraftConfig(**(sizes | changes), schedule=WarmupStableDecay(2, steps, 10), curriculum=CURRICULUM)
+
+
+@pytest.fixture
+def data(tmp_path, tokenizer, stream):
+    path = tmp_path / "data.jsonl"
+    text = tokenizer.decode(stream[1:-1].tolist())
+    path.write_text(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def test_distillation_raises_alpha(target_folder, data, tmp_path):
+    alphas = []
+    result = train_draft(
+        target_folder, [data], tmp_path / "out", config(), on_step=lambda r: alphas.append(r.values["alpha"])
+    )
+    assert sum(alphas[-5:]) / 5 > sum(alphas[:5]) / 5 + 0.15
+    assert result.report.alpha > alphas[0] + 0.15
+    assert result.steps == 40
+    assert result.tokens == 40 * 256
+
+
+def test_the_result_is_an_ordinary_folder_with_a_card(target_folder, data, tmp_path):
+    out = tmp_path / "out"
+    result = train_draft(target_folder, [data], out, config(steps=2))
+    assert load_causal_lm(out).num_parameters() == load_causal_lm(out).get_input_embeddings().weight.numel() + sum(
+        p.numel() for name, p in load_causal_lm(out).named_parameters() if "embed" not in name
+    )
+    assert load_tokenizer(out).get_vocab() == load_tokenizer(target_folder).get_vocab()
+    with safe_open(out / "model.safetensors", "pt") as shard:
+        assert "lm_head.weight" not in shard.keys()  # noqa: SIM118  (tied: stored once)
+    card = (out / "README.md").read_text()
+    assert f"{result.report.alpha:.4f}" in card
+    assert f"{result.report.greedy_agreement:.4f}" in card
+
+
+def test_interrupted_and_called_again_it_goes_on(target_folder, data, tmp_path):
+    class KilledError(Exception):
+        pass
+
+    def kill(record):
+        if record.step == 7:
+            raise KilledError
+
+    small = DraftConfig(
+        width=32,
+        heads=2,
+        intermediate=64,
+        schedule=WarmupStableDecay(2, 8, 2),
+        curriculum=CURRICULUM,
+        checkpoint_every=5,
+    )
+    with pytest.raises(KilledError):
+        train_draft(target_folder, [data], tmp_path / "out", small, on_step=kill)
+    steps = []
+    train_draft(target_folder, [data], tmp_path / "out", small, on_step=lambda r: steps.append(r.step))
+    assert steps == [5, 6, 7, 8, 9]
+
+
+def test_start_from_an_earlier_draft(target_folder, data, tmp_path):
+    train_draft(target_folder, [data], tmp_path / "one", config())
+    alphas = []
+    train_draft(
+        target_folder,
+        [data],
+        tmp_path / "two",
+        config(steps=2, start_from=tmp_path / "one"),
+        on_step=lambda r: alphas.append(r.values["alpha"]),
+    )
+    assert alphas[0] > 0.4  # a new draft begins below 0.2
+
+
+def test_held_out_files_are_measured_on(target_folder, data, tmp_path):
+    (tmp_path / "held.txt").write_text("def add_seven(left, right):\n    total = left + right\n" * 3)
+    result = train_draft(target_folder, [data], tmp_path / "out", config(steps=2), held_out=[tmp_path / "held.txt"])
+    assert 10 < result.report.tokens < 200
+
+
+def test_bad_data_is_refused(target_folder, tmp_path):
+    with pytest.raises(DataError, match="no training data was given"):
+        train_draft(target_folder, [], tmp_path / "out", config())
+    (tmp_path / "short.txt").write_text("x = 1\n")
+    with pytest.raises(DataError, match="give more text or a shorter sequence length"):
+        train_draft(target_folder, [tmp_path / "short.txt"], tmp_path / "out", config())
+
+
+def test_another_vocabulary_is_refused(target_folder, data, tmp_path):
+    other = LlamaShape(
+        vocab_size=290, width=32, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=16
+    )
+    save_llama(new_llama(other, seed=0), tmp_path / "other")
+    save_tokenizer(train_tokenizer(["some other text"], vocab_size=270, context=64), tmp_path / "other")
+    with pytest.raises(VocabularyMismatchError, match="another tokenizer"):
+        train_draft(target_folder, [data], tmp_path / "out", config(start_from=tmp_path / "other"))
+    save_tokenizer(load_tokenizer(target_folder), tmp_path / "other")
+    with pytest.raises(VocabularyMismatchError, match="290 logits, the target 300"):
+        train_draft(target_folder, [data], tmp_path / "out", config(start_from=tmp_path / "other"))
+
+
+def test_sequences_are_cut_to_a_short_context():
+    fitted = Curriculum(stable_length=512, decay_length=2048).fitting(1000)
+    assert (fitted.stable_length, fitted.decay_length) == (512, 512)
+    assert Curriculum().fitting(2048) == Curriculum()

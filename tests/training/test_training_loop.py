@@ -1,0 +1,115 @@
+"""The loop: exact resumption after a kill, branches of the stable stretch, errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from truedraft.errors import TrainingError
+from truedraft.models.architecture import LlamaShape
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.loop import CHECKPOINT, LOG
+from truedraft.training.pretrain import PretrainConfig, pretraining_loop
+from truedraft.training.schedule import WarmupStableDecay
+
+SHAPE = LlamaShape(vocab_size=300, width=32, layers=1, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
+CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, tokens_per_pass=64)
+
+
+class KilledError(Exception):
+    """Stands for a kill in the middle of a run."""
+
+
+def new_loop(stream, folder, *, stable=6, decay=3):
+    config = PretrainConfig(SHAPE, WarmupStableDecay(2, stable, decay), curriculum=CURRICULUM, checkpoint_every=2)
+    return pretraining_loop(config, stream, folder)
+
+
+def weights(loop) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("killed_at", [1, 4, 6, 7])
+def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(stream, tmp_path, killed_at):
+    whole = new_loop(stream, tmp_path / "whole")
+    whole.run()
+
+    def kill(record):
+        if record.step == killed_at:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        new_loop(stream, tmp_path / "killed").run(on_step=kill)
+    resumed = new_loop(stream, tmp_path / "killed")
+    progress = resumed.run()
+    assert_same(weights(whole), weights(resumed))
+    assert (progress.step, progress.tokens) == (9, 9 * 128)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / LOG).read_text().splitlines()]
+    assert steps == list(range(9))  # no step is logged twice
+
+
+def test_a_half_written_checkpoint_is_ignored(stream, tmp_path):
+    new_loop(stream, tmp_path).run(until=4)
+    (tmp_path / (CHECKPOINT + ".partial")).write_bytes(b"torn")
+    assert new_loop(stream, tmp_path).run(until=5).step == 5
+
+
+def test_a_branch_of_the_stable_stretch_equals_a_run_that_was_that_short(stream, tmp_path):
+    new_loop(stream, tmp_path / "trunk", stable=20).run(until=4)
+    (tmp_path / "branch").mkdir()
+    shutil.copy(tmp_path / "trunk" / CHECKPOINT, tmp_path / "branch" / CHECKPOINT)
+    branch = new_loop(stream, tmp_path / "branch", stable=4)
+    branch.run()
+    short = new_loop(stream, tmp_path / "short", stable=4)
+    short.run()
+    assert_same(weights(branch), weights(short))
+
+
+def test_accumulation_does_not_change_the_gradient(stream, tmp_path):
+    def first_update(tokens_per_pass):
+        curriculum = Curriculum(16, 32, tokens_per_step=128, tokens_per_pass=tokens_per_pass)
+        config = PretrainConfig(SHAPE, WarmupStableDecay(1, 1, 1), curriculum=curriculum)
+        loop = pretraining_loop(config, stream, tmp_path / str(tokens_per_pass))
+        loop.autocast = False
+        norms = []
+        loop.run(until=1, on_step=lambda record: norms.append((record.gradient_norm, record.values["loss"])))
+        return norms[0]
+
+    assert first_update(16) == pytest.approx(first_update(128), rel=1e-5)
+
+
+def test_the_loss_falls(stream, tmp_path):
+    losses = []
+    loop = new_loop(stream, tmp_path, stable=40)
+    loop.run(on_step=lambda record: losses.append(record.values["loss"]))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(stream, tmp_path):
+    loop = new_loop(stream, tmp_path)
+    with torch.no_grad():
+        next(loop.model.parameters()).fill_(float("nan"))
+    with pytest.raises(TrainingError, match="not finite at step 0"):
+        loop.run()
+
+
+def test_run_record_names_versions_and_data(stream, tmp_path):
+    new_loop(stream, tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["versions"]["torch"]
+    assert len(record["data_sha256"]) == 64
+    assert record["config"]["shape"]["width"] == 32
+
+
+def test_lengths_that_do_not_divide_the_step_are_refused():
+    with pytest.raises(TrainingError, match="multiple of the sequence length"):
+        Curriculum(stable_length=48, decay_length=64, tokens_per_step=128)
