@@ -1,11 +1,16 @@
 # make demo   install into .venv and watch one prompt answered plainly and by speculation
 # make test   all tests but the slow ones; make check: lint, format, types
+SHELL := bash
+.SHELLFLAGS := -eo pipefail -c
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-oldest check format clean
+RESULTS := benchmarks/results
+COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
+
+.PHONY: results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +35,14 @@ test-oldest: pyproject.toml
 	$(VENV)-oldest/bin/python -m pip install --quiet "torch==2.11.*" "transformers==5.17.0"
 	$(VENV)-oldest/bin/python -m pip install --quiet --editable . --group dev "torch==2.11.*" "transformers==5.17.0"
 	$(VENV)-oldest/bin/python -m pytest
+
+# The measurements behind README and docs; run them on an otherwise idle machine.
+results: $(STAMP)
+	$(BIN)/truedraft generate "def quicksort(items):" --compare --json | tail -n 1 > $(RESULTS)/demo.json
+	$(BIN)/$(COMPARE) | tail -n 1 > $(RESULTS)/heldout_greedy_draft.json
+	$(BIN)/$(COMPARE) --drafter prompt-lookup | tail -n 1 > $(RESULTS)/heldout_greedy_lookup.json
+	$(BIN)/$(COMPARE) --temperature 1 --seed 1 | tail -n 1 > $(RESULTS)/heldout_sampled_draft.json
+	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter prompt-lookup | tail -n 1 > $(RESULTS)/heldout_sampled_lookup.json
 
 check: $(STAMP)
 	$(BIN)/ruff check .

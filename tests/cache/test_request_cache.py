@@ -160,7 +160,7 @@ def test_growth_stops_at_the_limit_unless_a_tree_needs_more() -> None:
     cache.commit(range(90))
     assert cache.capacity == 300, "doubling would make 512"
     forward(cache, range(30))
-    assert cache.capacity == 320
+    assert cache.capacity == 320 + 64, "a little more than needed, or every step would copy"
     cache.commit([0, 29])
     assert_pairs(cache.entries(), [*range(290), 0, 29])
 

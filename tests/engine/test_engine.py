@@ -9,6 +9,7 @@ import torch
 
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
@@ -144,7 +145,7 @@ def test_drafter_observes_every_step_and_the_end(target: MarkovModel) -> None:
     answer = Engine(target, drafter).generate([3, 1], SamplingParams(max_tokens=8))
     emitted = [token for _, outcome in drafter.outcomes for token in outcome.tokens]
     assert emitted == answer.token_ids
-    assert drafter.ended == [0]
+    assert drafter.ended == [drafter.outcomes[0][0]]
     assert drafter.outcomes[0][1].proposal.tree.token_list == []  # the prefill is a step with an empty proposal
 
 
@@ -199,21 +200,50 @@ def test_in_a_list_a_bad_prompt_fails_alone(target: MarkovModel) -> None:
     assert answers[0].token_ids == greedy_reference(target, [3, 1], 5)
 
 
+def broken_after(target: MarkovModel, pair: tuple[int, int]) -> MarkovModel:
+    laws = target.laws.clone()
+    laws[pair] = torch.nan
+    return MarkovModel(laws)
+
+
 def test_nan_in_the_logits_fails_that_request_alone(target: MarkovModel, drafter: Drafter | None) -> None:
     prompts = [[3, 1], [1, 1], [2, 5]]
     texts = [[*prompt, *greedy_reference(target, prompt, 12)] for prompt in prompts]
     pairs = [set(itertools.pairwise(text)) for text in texts]
     # A pair of tokens that only the second answer comes by: the law after it is broken.
     place = next(i for i in range(1, 12) if tuple(texts[1][i : i + 2]) not in pairs[0] | pairs[2])
-    laws = target.laws.clone()
-    laws[tuple(texts[1][place : place + 2])] = torch.nan
-    broken = MarkovModel(laws)
+    broken = broken_after(target, tuple(texts[1][place : place + 2]))
     answers = Engine(broken, drafter).generate(prompts, SamplingParams(max_tokens=12))
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert [answers[0].token_ids, answers[2].token_ids] == [texts[0][2:], texts[2][2:]]
-    assert answers[1].token_ids == texts[1][2 : 2 + len(answers[1].token_ids)]
+    # All that plain decoding would have emitted is there, also where the break lies inside an accepted block.
+    assert answers[1].token_ids == texts[1][2 : place + 2]
     with pytest.raises(InvalidLogitsError, match="NaN"):
         Engine(broken, drafter).generate(prompts[1], SamplingParams(max_tokens=12))
+
+
+def test_nan_behind_the_end_of_an_answer_does_not_matter(target: MarkovModel, drafter: Drafter | None) -> None:
+    text = [3, 1, *greedy_reference(target, [3, 1], 12)]
+    stop = next(i for i in range(4, 12) if text[i] not in text[2:i])
+    broken = broken_after(target, (text[stop - 1], text[stop]))
+    answer = Engine(broken, drafter).generate([3, 1], SamplingParams(max_tokens=12, stop_token_ids=(text[stop],)))
+    assert (answer.finish_reason, answer.token_ids) == ("stop", text[2:stop])
+
+
+def test_a_draft_that_breaks_below_a_drawn_token_does_not_bend_the_law() -> None:
+    """A raised error would drop the tokens above, because of what was drawn: P(1) would be 0.75 instead of 0.5."""
+    even = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
+    laws = even.clone()
+    laws[:, 0] = torch.nan
+    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(laws), num_speculative_tokens=2))
+    begun = ones = 0
+    for seed in range(2000):
+        # After a 1 from the prefill, so that the draft's first law is sound.
+        answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0, seed=seed)).token_ids
+        begun += answer[0] == 1
+        ones += answer[:2] == [1, 1]
+    # About 1,000 answers begin with 1; more than 5 standard deviations off with probability below 1e-6.
+    assert abs(ones - begun / 2) < 5 * (begun / 4) ** 0.5
 
 
 @pytest.mark.parametrize("when", ["propose", "observe", "begin", "end"])
@@ -316,3 +346,97 @@ def test_without_a_seed_answers_differ_and_name_theirs(target: MarkovModel) -> N
     assert first.token_ids != second.token_ids  # equal by chance with probability below 1e-9
     again = engine.generate([3, 1], SamplingParams(max_tokens=30, temperature=1.0, seed=first.seed))
     assert again.token_ids == first.token_ids
+
+
+def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
+    class Interrupted(ScriptedDrafter):
+        def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
+            if any(len(request.tokens) >= 5 for request in batch):
+                raise KeyboardInterrupt
+
+    engine = Engine(target, Interrupted(lambda tokens: []))
+    short = engine.submit([3, 1], SamplingParams(max_tokens=3))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([2, 5], SamplingParams(max_tokens=9))
+    assert target.pool.in_use == 0
+    assert short.pieces[-1].answer is not None
+    assert short.pieces[-1].answer.token_ids == greedy_reference(target, [3, 1], 3)
+    assert engine.step() is False
+
+
+def test_two_engines_may_share_a_drafter(target: MarkovModel) -> None:
+    draft = MarkovModel.random(VOCAB, seed=2)
+    drafter = DraftModel(draft)
+    streams = [Engine(target, drafter).stream(prompt, SamplingParams(max_tokens=20)) for prompt in ([3, 1], [2, 5])]
+    got: list[list[int]] = [[], []]
+    for pieces in itertools.zip_longest(*streams):
+        for tokens, piece in zip(got, pieces, strict=True):
+            if piece is not None:
+                assert piece.answer is None or piece.answer.warnings == ()
+                tokens.extend(piece.token_ids)
+    assert got == [greedy_reference(target, prompt, 20) for prompt in ([3, 1], [2, 5])]
+    assert draft.pool.in_use == 0
+
+
+def test_prompts_of_a_wrong_type_are_refused_and_nothing_stays_behind(target: MarkovModel) -> None:
+    engine = Engine(target)
+    for prompt in ([1, 2.7], [1, "a"], [None]):
+        with pytest.raises(PromptError, match="list of token ids"):
+            engine.generate(prompt)  # type: ignore[arg-type]
+    answers = engine.generate([[3, 1], [1.5]], SamplingParams(max_tokens=2))  # type: ignore[list-item]
+    assert [answer.finish_reason for answer in answers] == ["length", "error"]
+    tensor = torch.tensor([3, 1])
+    assert engine.generate(tensor, SamplingParams(max_tokens=4)).token_ids == greedy_reference(target, [3, 1], 4)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="SamplingParams"):
+        engine.submit([1], {"max_tokens": 3})  # type: ignore[arg-type]
+    assert engine.step() is False
+
+
+def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> None:
+    engine = Engine(target)
+    with pytest.raises(PromptError):
+        engine.stream([99])
+    engine.stream([3, 1]).close()
+    assert engine.step() is False
+
+
+def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel) -> None:
+    class Liar(ScriptedDrafter):
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            law = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
+            return [Proposal.chain(torch.tensor([2]), law, DrawKind.COUPLED) for _ in batch]
+
+    answer = Engine(target, Liar(lambda tokens: [])).generate([3], SamplingParams(max_tokens=4, temperature=1.0))
+    assert "coupled draws, which the rule cannot judge" in answer.warnings[0]
+    assert answer.stats.draft_tokens == 0
+
+
+def test_a_controller_that_raises_costs_only_the_drafting(target: MarkovModel) -> None:
+    class Broken(ScriptedController):
+        def decide(self, observation):  # type: ignore[no-untyped-def]
+            raise RuntimeError("no idea")
+
+    answer = Engine(target, oracle(target), controller=Broken([])).generate([3, 1], SamplingParams(max_tokens=6))
+    assert answer.token_ids == greedy_reference(target, [3, 1], 6)
+    assert "the controller failed (RuntimeError: no idea)" in answer.warnings[0]
+
+
+def test_a_controller_learns_what_a_step_counted_and_cost(target: MarkovModel) -> None:
+    class Curious(ScriptedController):
+        def __init__(self) -> None:
+            super().__init__([Budget(2)])
+            self.seen: list[tuple[int, int]] = []
+
+        def observe(self, counters, draft_s, target_s):  # type: ignore[no-untyped-def]
+            assert draft_s > 0.0
+            assert target_s > 0.0
+            self.seen.append((counters.draft_tokens, counters.accepted_tokens))
+
+    controller = Curious()
+    Engine(target, oracle(target), controller=controller).generate([3, 1], SamplingParams(max_tokens=7))
+    assert controller.seen == [(0, 0), (2, 2), (2, 2)]
+
+
+def test_max_batch_is_checked(target: MarkovModel) -> None:
+    with pytest.raises(OptionError, match="max_batch"):
+        Engine(target, max_batch=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from truedraft.cache.request import RequestCache
 
 
@@ -17,16 +19,19 @@ class CachePool:
         self._limit = limit
         self._keep = keep
         self._free: list[RequestCache] = []
+        self._lock = threading.Lock()  # several engines may share a model
         self.in_use = 0
 
     def acquire(self) -> RequestCache:
         """An empty cache."""
-        self.in_use += 1
-        return self._free.pop() if self._free else RequestCache(self._limit)
+        with self._lock:
+            self.in_use += 1
+            return self._free.pop() if self._free else RequestCache(self._limit)
 
     def release(self, cache: RequestCache) -> None:
         """Take a cache back; the caller must not use it any more."""
-        self.in_use -= 1
         cache.rollback(0)
-        if len(self._free) < self._keep:
-            self._free.append(cache)
+        with self._lock:
+            self.in_use -= 1
+            if len(self._free) < self._keep:
+                self._free.append(cache)

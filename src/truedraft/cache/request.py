@@ -10,6 +10,7 @@ from torch import Tensor
 from truedraft.errors import CacheError
 
 _FIRST_CAPACITY = 256
+_BEYOND = 64
 
 
 class RequestCache:
@@ -65,7 +66,8 @@ class RequestCache:
         if needed <= self._capacity:
             return
         doubled = max(2 * self._capacity, _FIRST_CAPACITY)
-        self._capacity = max(needed, min(doubled, self._limit))
+        # Beyond the limit only trees reach; a little more than needed, so that not every step copies.
+        self._capacity = max(needed + _BEYOND if needed > self._limit else needed, min(doubled, self._limit))
         self._keys = [self._grown(buffer) for buffer in self._keys]
         self._values = [self._grown(buffer) for buffer in self._values]
 

@@ -57,7 +57,7 @@ class KeyedNoise:
         self._position = position
         self._step = step
         self._greedy = greedy
-        self._gumbel: dict[int, Tensor] = {}
+        self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         """A number in (0, 1), keyed by (seed, sample, position, purpose, step, index)."""
@@ -71,11 +71,11 @@ class KeyedNoise:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
         if self._greedy:
             return None
-        found = self._gumbel.get(depth)
-        if found is None or found.shape[0] != vocab:
+        place = (depth, vocab, device)
+        if place not in self._gumbel:
             key = mix(mix(self._root, self._position + depth), int(Purpose.COUPLED))
-            found = self._gumbel[depth] = gumbel_of(key, torch.arange(vocab, device=device))
-        return found
+            self._gumbel[place] = gumbel_of(key, torch.arange(vocab, device=device))
+        return self._gumbel[place]
 
 
 def mix(state: int, part: int) -> int:

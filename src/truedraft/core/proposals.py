@@ -58,14 +58,8 @@ class Proposal:
             raise ValueError(f"a tree of {len(self.tree)} nodes has {len(self.tree) + 1} slots, got {len(self.draws)}")
 
     def check(self) -> None:
-        """Raise ValueError when draws and tree contradict each other; costs a walk over all draws."""
-        rows = 0 if self.laws is None else self.laws.shape[0]
-        for slot, draws in enumerate(self.draws):
-            if {draw.child for draw in draws} != set(self.tree.shape.children[slot]):
-                raise ValueError(f"the draws of slot {slot} name other nodes than its children")
-            for draw in draws:
-                if draw.law >= rows or (draw.law < 0) != (draw.kind is DrawKind.DETERMINISTIC):
-                    raise ValueError(f"{draw} of slot {slot} names no law of this proposal ({rows} laws)")
+        """Raise ValueError when draws and tree contradict each other."""
+        check_draws(self.tree.shape, self.draws, 0 if self.laws is None else self.laws.shape[0])
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -86,6 +80,27 @@ class Proposal:
     def chain(cls, tokens: Tensor, laws: Tensor, kind: DrawKind = DrawKind.INDEPENDENT) -> Proposal:
         """One path, token i drawn from row i of `laws` `[length, vocab]`."""
         return cls(TokenTree.chain(tokens), _chain_draws(len(tokens), kind), laws)
+
+
+@lru_cache(maxsize=4096)
+def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) -> frozenset[DrawKind]:
+    """The kinds of draws that occur; shapes recur at every step, so a check once passed costs a look-up.
+
+    Args:
+        shape: of the tree.
+        draws: of each slot.
+        laws: how many laws there are to draw from.
+
+    Raises:
+        ValueError: a slot's draws name other nodes than its children, or a law that is not there.
+    """
+    for slot, slot_draws in enumerate(draws):
+        if {draw.child for draw in slot_draws} != set(shape.children[slot]):
+            raise ValueError(f"the draws of slot {slot} name other nodes than its children")
+        for draw in slot_draws:
+            if draw.law >= laws or (draw.law < 0) != (draw.kind is DrawKind.DETERMINISTIC):
+                raise ValueError(f"{draw} of slot {slot} names no law of this proposal ({laws} laws)")
+    return frozenset(draw.kind for slot_draws in draws for draw in slot_draws)
 
 
 @lru_cache(maxsize=1024)

@@ -69,6 +69,8 @@ class TreeShape:
     @cached_property
     def ancestor_mask(self) -> Tensor:
         """Which node sees which: bool `[nodes, nodes]`, True where the column is the row's node or its ancestor."""
+        if self.is_chain:
+            return torch.ones(len(self), len(self), dtype=torch.bool).tril()
         mask = torch.eye(len(self.parents), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:

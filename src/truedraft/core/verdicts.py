@@ -20,7 +20,8 @@ class Verdict:
 
     Attributes:
         path: accepted nodes, from the root's child down.
-        tokens: the path's tokens and the final token: what is emitted.
+        tokens: the path's tokens and the final token: what is emitted. The final one is missing where the target has
+            no law.
         final: RECOVERED when draws were rejected at the end of the path, BONUS when there were none to judge.
     """
 
@@ -31,4 +32,4 @@ class Verdict:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Origin of each of `tokens`."""
-        return (*(Origin.ACCEPTED for _ in self.path), self.final)
+        return (*(Origin.ACCEPTED for _ in self.path), self.final)[: len(self.tokens)]

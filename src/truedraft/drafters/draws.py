@@ -14,7 +14,6 @@ from truedraft.core.laws import draw, finite_rows, law_from_logits
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
 from truedraft.core.sampling import SamplingParams
-from truedraft.errors import DrafterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class TopTokens(Drawing):
             # argmax, unlike topk, promises the lowest id among equals: what the target would choose.
             chosen = logits.argmax(dim=-1, keepdim=True)
         else:
-            chosen = logits.topk(width, dim=-1).indices
+            chosen = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
         probabilities = torch.ones_like(chosen, dtype=torch.float32)
         if any(node.wants_probability for node in nodes):
             probabilities = torch.softmax(logits.float(), dim=-1).gather(-1, chosen)
@@ -155,11 +154,12 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
 
 
 def _sound_laws(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Laws of a draft's logits; nothing can be drawn, or judged, from a broken one."""
+    """Laws of a draft's logits, without mass where the logits are broken: nothing is drawn there.
+
+    Raising would drop the tokens already drawn above, because of what was drawn: that bends the law.
+    """
     laws = law_from_logits(logits, params)
-    if not bool(finite_rows(laws).all()):
-        raise DrafterError("the draft model gave NaN or infinite logits; check its weights, or load it in float32")
-    return laws
+    return torch.where(finite_rows(laws)[:, None], laws, 0.0)
 
 
 def _children(

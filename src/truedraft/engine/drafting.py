@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from truedraft.control import Controller, Observation
 from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.counters import Counters
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
+from truedraft.core.proposals import DrawKind, Proposal, check_draws
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that a proposal is asked for."""
+
+    request: Request
+    budget: Budget
+    noise: KeyedNoise
+    judges: frozenset[DrawKind]
 
 
 class Drafting:
@@ -36,59 +48,88 @@ class Drafting:
         except Exception as error:
             self._give_up(request, error)
 
-    def propose(self, batch: Sequence[Request], noise: Sequence[KeyedNoise]) -> list[Proposal]:
-        """A proposal for each request; empty where nothing may be drafted or the drafter failed."""
+    def propose(
+        self, batch: Sequence[Request], noise: Sequence[KeyedNoise], judges: Sequence[frozenset[DrawKind]]
+    ) -> list[Proposal]:
+        """A proposal for each request; empty where nothing may be drafted or the drafter failed.
+
+        Args:
+            batch: the step's requests.
+            noise: of each.
+            judges: for each, the kinds of draws that its rule can judge.
+        """
         budgets = [self._budget(request, len(batch)) for request in batch]
-        chosen = [i for i, budget in enumerate(budgets) if not budget.is_zero]
-        proposals = [Proposal.empty() for _ in batch]
-        if not chosen:
-            return proposals
-        try:
-            made = self._ask([batch[i] for i in chosen], [budgets[i] for i in chosen], [noise[i] for i in chosen])
-            for i, proposal in zip(chosen, made, strict=True):
-                proposals[i] = proposal
-        except Exception:
-            # Whose fault it was shows when each request is asked for alone.
-            for i in chosen:
-                try:
-                    proposals[i] = self._ask([batch[i]], [budgets[i]], [noise[i]])[0]
-                except Exception as error:
-                    self._give_up(batch[i], error)
-        return proposals
+        asked = [_Asked(*each) for each in zip(batch, budgets, noise, judges, strict=True) if not each[1].is_zero]
+        made: dict[int, Proposal] = {}
+        if asked:
+            try:
+                made = self._ask(asked)
+            except Exception:
+                # Whose fault it was shows when each request is asked for alone.
+                for each in asked:
+                    try:
+                        made |= self._ask([each])
+                    except Exception as error:
+                        self._give_up(each.request, error)
+        return [made.get(request.id, Proposal.empty()) for request in batch]
 
     def _budget(self, request: Request, requests: int) -> Budget:
         if request.undrafted or request.uncached > 1 or request.emitted == 0:
             return NO_DRAFT
-        budget = self._controller.decide(Observation(self._drafter.limits, requests, request.counters))
+        try:
+            budget = self._controller.decide(Observation(self._drafter.limits, requests, request.counters))
+        except Exception as error:
+            self._give_up(request, error, "the controller")
+            return NO_DRAFT
         # A step emits one token more than it accepts, so the last block is cut to fit.
         return budget.cut(request.remaining - 1)
 
-    def _ask(self, batch: Sequence[Request], budgets: Sequence[Budget], noise: Sequence[KeyedNoise]) -> list[Proposal]:
-        proposals = self._drafter.propose([request.draft for request in batch], budgets, noise)
-        if len(proposals) != len(batch):
+    def _ask(self, asked: Sequence[_Asked]) -> dict[int, Proposal]:
+        """Checked proposals by request."""
+        proposals = self._drafter.propose(
+            [each.request.draft for each in asked], [each.budget for each in asked], [each.noise for each in asked]
+        )
+        if len(proposals) != len(asked):
             raise DrafterError(
-                f"drafter {self._drafter.name!r} made {len(proposals)} proposals for {len(batch)} requests"
+                f"drafter {self._drafter.name!r} made {len(proposals)} proposals for {len(asked)} requests"
             )
-        for proposal, budget in zip(proposals, budgets, strict=True):
-            self._check(proposal, budget)
-        return proposals
+        for proposal, each in zip(proposals, asked, strict=True):
+            self._check(proposal, each)
+        return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
 
-    def _check(self, proposal: Proposal, budget: Budget) -> None:
-        tree, name = proposal.tree, self._drafter.name
-        if tree.shape.depth > budget.depth or len(tree) > budget.nodes:
+    def _check(self, proposal: Proposal, asked: _Asked) -> None:
+        """Refuse what the rule would judge wrongly, or the budget forbids."""
+        tree, name, vocab = proposal.tree, self._drafter.name, self._vocab_size
+        if not len(tree):
+            return
+        if tree.shape.depth > asked.budget.depth or len(tree) > asked.budget.nodes:
             raise DrafterError(
-                f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {budget}"
+                f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
             )
-        if len(tree) and not 0 <= min(tree.token_list) <= max(tree.token_list) < self._vocab_size:
-            raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {self._vocab_size - 1}: {tree.token_list}")
+        if not 0 <= min(tree.token_list) <= max(tree.token_list) < vocab:
+            raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {tree.token_list}")
+        kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.laws is None else proposal.laws.shape[0])
+        if not kinds <= asked.judges:
+            names = ", ".join(sorted(kind.value for kind in kinds - asked.judges))
+            raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
+        if proposal.laws is not None and proposal.laws.shape[-1] != vocab:
+            raise DrafterError(f"drafter {name!r} drew from laws over {proposal.laws.shape[-1]} ids; there are {vocab}")
 
-    def observe(self, batch: Sequence[Request], outcomes: Sequence[StepOutcome]) -> None:
-        """Tell the drafter what became of a step."""
+    def observe(
+        self, batch: Sequence[Request], outcomes: Sequence[StepOutcome], draft_s: float, target_s: float
+    ) -> None:
+        """Tell drafter and controller what became of a step, and what it cost in seconds."""
         drafted = [i for i, request in enumerate(batch) if not request.undrafted]
         if not drafted:
             return
         try:
             self._drafter.observe([batch[i].draft for i in drafted], [outcomes[i] for i in drafted])
+            step = Counters()
+            for i in drafted:
+                nodes, depth = len(outcomes[i].proposal.tree), outcomes[i].proposal.tree.shape.depth
+                accepted = len(outcomes[i].path)
+                step.count_call(nodes, depth, accepted, len(outcomes[i].tokens), rejected=accepted < depth)
+            self._controller.observe(step, draft_s, target_s)
         except Exception as error:
             for i in drafted:
                 self._give_up(batch[i], error)
@@ -98,13 +139,14 @@ class Drafting:
         try:
             self._drafter.end(request.draft)
         except Exception as error:
-            self._warn(request, error)
+            request.warnings.append(f"drafter {self._drafter.name!r} failed at the end of the request ({_told(error)})")
 
-    def _give_up(self, request: Request, error: Exception) -> None:
+    def _give_up(self, request: Request, error: Exception, who: str | None = None) -> None:
         request.undrafted = True
-        self._warn(request, error)
-
-    def _warn(self, request: Request, error: Exception) -> None:
         request.warnings.append(
-            f"drafter {self._drafter.name!r} failed ({type(error).__name__}: {error}); the answer went on undrafted"
+            f"{who or f'drafter {self._drafter.name!r}'} failed ({_told(error)}); the answer went on undrafted"
         )
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, overload
+from typing import TypeAlias, cast, overload
 
 import torch
 
 from truedraft.control import Controller, FixedBudget
+from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.none import NoDrafter
-from truedraft.engine.answer import Answer, Piece
+from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.drafting import Drafting
+from truedraft.engine.prompts import encode_prompt
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.step import Step
-from truedraft.errors import PromptError, TruedraftError
+from truedraft.errors import ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
@@ -37,6 +38,7 @@ class Engine:
 
     Raises:
         CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
+        OptionError: max_batch is below 1.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Engine:
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self._drafting = Drafting(self.drafter, controller or FixedBudget(), target.vocab_size)
         self._step = Step(target, self.rule, self._drafting, self.drafter.needs_hidden)
+        if max_batch < 1:
+            raise OptionError(f"max_batch must be 1 or more, got {max_batch}")
         self._scheduler = Scheduler(max_batch)
-        self._numbers = itertools.count()
         self._lock = threading.RLock()
 
     @overload
@@ -95,14 +98,13 @@ class Engine:
                 raise request.error
             return answer
         each = _params_of_each(len(prompt), params)
-        requests: list[Request | TruedraftError] = []
-        for one, its_params in zip(prompt, each, strict=True):
-            try:
-                requests.append(self.submit(one, its_params))  # type: ignore[arg-type]
-            except TruedraftError as error:
-                requests.append(error)
-        answers = iter(self._finish([request for request in requests if isinstance(request, Request)]))
-        return [next(answers) if isinstance(request, Request) else _refused(request) for request in requests]
+        prompts = cast("Sequence[Prompt]", prompt)
+        requests = [self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)]
+        accepted = [request for request in requests if isinstance(request, Request)]
+        for request in accepted:
+            self._enqueue(request)
+        answers = iter(self._finish(accepted))
+        return [next(answers) if isinstance(request, Request) else request for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Answer one prompt piece by piece; leaving the loop early cancels the request.
@@ -112,10 +114,10 @@ class Engine:
         Raises:
             TruedraftError: the request failed.
         """
-        request = self.submit(prompt, params)
-        return self._pieces(request)
+        return self._pieces(self._prepare(prompt, params))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
+        self._enqueue(request)
         try:
             while True:
                 while request.pieces:
@@ -135,25 +137,37 @@ class Engine:
         Raises:
             PromptError: the prompt is empty, too long, or holds ids that do not exist.
         """
-        params = params if params is not None else SamplingParams()
-        ids = self._encode(prompt)
-        with self._lock:
-            request = Request(
-                next(self._numbers),
-                ids,
-                params,
-                self.target.tokenizer,
-                self.target.eos_token_ids,
-                self.target.context_length,
-            )
-            self._scheduler.add(request)
+        request = self._prepare(prompt, params)
+        self._enqueue(request)
         return request
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        """A checked request, not yet queued."""
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
+        target = self.target
+        ids = encode_prompt(target, prompt)
+        return Request(ids, params, target.tokenizer, target.eos_token_ids, target.context_length)
+
+    def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> Request | Answer:
+        """A checked request, or the answer of one that cannot be started."""
+        try:
+            return self._prepare(prompt, params)
+        except TruedraftError as error:
+            text = None if self.target.tokenizer is None else ""
+            seed = params.seed if isinstance(params, SamplingParams) and params.seed is not None else 0
+            return Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error))
+
+    def _enqueue(self, request: Request) -> None:
+        with self._lock:
+            self._scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request where it stands; its cache goes back. A finished one stays as it is."""
         with self._lock:
-            if request.finish_reason is None:
-                request.finish_reason = "cancelled"
+            if not request.closed:
+                request.finish_reason = request.finish_reason or "cancelled"
                 self._close(request)
 
     @torch.inference_mode()
@@ -164,11 +178,14 @@ class Engine:
                 request.cache = self.target.new_cache()
                 self._drafting.begin(request)
             batch = self._scheduler.next()
-            if batch:
-                self._run(batch)
-            for request in batch:
-                if request.finish_reason is not None:
-                    self._close(request)
+            try:
+                if batch:
+                    self._run(batch)
+            finally:
+                # Also after Ctrl-C in the middle of a step: what is over must not run again.
+                for request in batch:
+                    if request.finish_reason is not None:
+                        self._close(request)
             return not self._scheduler.idle
 
     def _run(self, batch: list[Request]) -> None:
@@ -177,13 +194,17 @@ class Engine:
             self._step.run(batch, [self._scheduler.chunk_of(request) for request in batch])
         except Exception as error:
             if len(batch) == 1:
-                batch[0].fail(error)
+                if batch[0].finish_reason is None:
+                    batch[0].fail(_as_ours(error))
                 return
             for request in batch:
                 if request.finish_reason is None:
                     self._run([request])
 
     def _close(self, request: Request) -> None:
+        if request.closed:
+            return
+        request.closed = True
         self._scheduler.remove(request)
         if request.cache is not None:
             self._drafting.end(request)
@@ -201,35 +222,10 @@ class Engine:
                 self.cancel(request)
         return [answer for request in requests if (answer := request.pieces[-1].answer) is not None]
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked."""
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise PromptError(
-                    f"{self.target.name!r} has no tokenizer, so a prompt is a list of token ids, not text"
-                )
-            if not prompt:
-                raise PromptError("the prompt is empty; give at least one character")
-            ids = self.target.tokenizer.encode(prompt)
-        else:
-            ids = [int(token) for token in prompt]
-        vocab, context = self.target.vocab_size, self.target.context_length
-        if not ids:
-            raise PromptError("the prompt has no tokens; give at least one")
-        wrong = next((token for token in ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise PromptError(f"token id {wrong} is outside 0 to {vocab - 1}, the ids of {self.target.name!r}")
-        if len(ids) >= context:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, and {self.target.name!r} has a context of {context} for prompt and "
-                "answer together; shorten it"
-            )
-        return ids
-
 
 def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt: a text, or ids. An empty list is an empty list of prompts' ids: one bad prompt."""
-    return isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    """Whether this is one prompt: a text, or ids (none of them is one bad prompt); a list of either is many."""
+    return isinstance(prompt, str) or len(prompt) == 0 or not isinstance(prompt[0], str | list | tuple)
 
 
 def _params_of_each(
@@ -242,9 +238,8 @@ def _params_of_each(
     return params
 
 
-def _refused(error: TruedraftError) -> Answer:
-    """The answer of a prompt in a list that could not be started."""
-    from truedraft.core.counters import Counters
-    from truedraft.engine.answer import Timing
-
-    return Answer(None, [], "error", Counters(), [], 0, 0, Timing(None, 0.0), str(error))
+def _as_ours(error: Exception) -> TruedraftError:
+    """The error as one of this package's own, which is what callers are promised."""
+    if isinstance(error, TruedraftError):
+        return error
+    return ModelError(f"the target failed ({type(error).__name__}: {error})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 
+_numbers = itertools.count()  # over all engines: two of them may share a drafter
+
 
 class Request:
     """A request from its prompt to its answer.
 
     Args:
-        id_: unique in the engine.
         prompt: token ids, at least one.
         params: sampling options.
         tokenizer: None when ids go out.
@@ -31,7 +33,6 @@ class Request:
 
     def __init__(
         self,
-        id_: int,
         prompt: Sequence[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
@@ -40,7 +41,7 @@ class Request:
     ) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.draft = DraftRequest(id_, params, list(prompt))
+        self.draft = DraftRequest(next(_numbers), params, list(prompt))
         self.prompt_tokens = len(prompt)
         self.cache: RequestCache | None = None
         self.counters = Counters()
@@ -50,6 +51,7 @@ class Request:
         self.warnings: list[str] = []
         self.origins: list[Origin] = []
         self.pieces: list[Piece] = []  # not yet taken by a stream
+        self.closed = False
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, params.stop)
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
@@ -61,7 +63,7 @@ class Request:
 
     @property
     def id(self) -> int:
-        """Unique in the engine."""
+        """Unique in this process."""
         return self.draft.id
 
     @property
@@ -113,7 +115,7 @@ class Request:
             if stopped:
                 self.finish_reason = "stop"
                 break
-            if len(tokens) == self.remaining:
+            if len(tokens) >= self.remaining:
                 self.finish_reason = "length"
                 break
         accepted = min(len(tokens), len(verdict.path))
@@ -141,10 +143,21 @@ class Request:
         assert self.finish_reason is not None
         self._finished = time.perf_counter()
         rest = self._text.finish()
+        if self._text.stopped and self.finish_reason == "length":
+            self.finish_reason = "stop"  # the stop text became complete in what was held back
         kept = min(self._text.kept_tokens, self.emitted)
+        self._take_back(kept)
         answer = self.answer(kept)
         self.pieces.append(Piece(rest, [], [], answer))
         return answer
+
+    def _take_back(self, kept: int) -> None:
+        """Tokens of a stop text are neither accepted nor emitted; all of them came with the last steps."""
+        behind = self.origins[kept:]
+        prefill = 1 if behind and kept == 0 else 0
+        self.counters.prefill_tokens -= prefill
+        self.counters.emitted_tokens -= len(behind) - prefill
+        self.counters.accepted_tokens -= behind.count(Origin.ACCEPTED)
 
     def answer(self, kept: int) -> Answer:
         """The answer with the first `kept` new tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,16 +61,20 @@ class Step:
             batch: requests, each with a cache.
             chunks: for each, how many tokens not yet in its cache are fed.
         """
+        started = time.perf_counter()
         noise = [request.noise() for request in batch]
-        proposals = self._drafting.propose(batch, noise)
+        proposals = self._drafting.propose(batch, noise, [self.rule_for(request).judges for request in batch])
+        drafted = time.perf_counter()
         parts = [
             _Part(request, proposal, each, self._segment(request, chunk, proposal))
             for request, chunk, proposal, each in zip(batch, chunks, proposals, noise, strict=True)
         ]
-        self._read(parts, self._target.forward([part.segment for part in parts]))
+        output = self._target.forward([part.segment for part in parts])
+        verified = time.perf_counter()
+        self._read(parts, output)
         self._verify([part for part in parts if part.laws is not None])
         outcomes = [self._commit(part) for part in parts]
-        self._drafting.observe(batch, outcomes)
+        self._drafting.observe(batch, outcomes, drafted - started, verified - drafted)
 
     def rule_for(self, request: Request) -> Rule:
         """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone."""
@@ -115,20 +120,12 @@ class Step:
             verdicts = rule.verify([part.proposal for part in group], laws, [part.noise for part in group])
             for part, verdict in zip(group, verdicts, strict=True):
                 part.verdict = verdict
-                if part.broken.intersection((0, *(node + 1 for node in verdict.path))):
-                    part.request.fail(
-                        InvalidLogitsError(
-                            f"the target {self._target.name!r} gave NaN or infinite logits after "
-                            f"{len(part.request.tokens)} tokens; check its weights, or load it in float32"
-                        )
-                    )
 
     def _commit(self, part: _Part) -> StepOutcome:
         """Keep what was accepted in the cache, emit, and say what became of the proposal."""
-        request, verdict = part.request, part.verdict
+        request = part.request
+        verdict, broke = _before_broken_slot(part)
         assert request.cache is not None
-        if request.error is not None:
-            return StepOutcome(Proposal.empty(), (), (), None)
         if verdict is None:
             request.cache.commit(range(len(part.segment.shape)))
             request.counters.prefill_calls += 1
@@ -139,13 +136,20 @@ class Step:
         path = verdict.path[:accepted]
         fed = len(part.segment.shape) - len(shape)
         request.cache.commit([*range(fed), *(fed + node for node in path)])
+        if broke and request.finish_reason is None:
+            request.fail(
+                InvalidLogitsError(
+                    f"the target {self._target.name!r} gave NaN or infinite logits after {len(request.tokens)} tokens; "
+                    "check its weights, or load it in float32"
+                )
+            )
         return StepOutcome(part.proposal, path, tuple(request.tokens[before:]), part.hidden)
 
 
 def _isolate_broken_rows(part: _Part) -> None:
     """Note slots without a law, and put one in its place so that the others can be judged.
 
-    A broken slot matters only if the verdict's path comes by it: plain decoding would never have seen the others.
+    A broken slot matters only if the verdict's path comes by it.
     """
     assert part.laws is not None
     sound = finite_rows(part.laws)
@@ -153,3 +157,15 @@ def _isolate_broken_rows(part: _Part) -> None:
     stand_in = torch.zeros_like(part.laws[0])
     stand_in[0] = 1.0
     part.laws = torch.where(sound[:, None], part.laws, stand_in)
+
+
+def _before_broken_slot(part: _Part) -> tuple[Verdict | None, bool]:
+    """The verdict up to the first slot without a law, and whether there was one: what plain decoding would emit."""
+    verdict = part.verdict
+    if verdict is None or not part.broken:
+        return verdict, False
+    slots = (0, *(node + 1 for node in verdict.path))
+    place = next((i for i, slot in enumerate(slots) if slot in part.broken), None)
+    if place is None:
+        return verdict, False
+    return Verdict(verdict.path[:place], verdict.tokens[:place], verdict.final), True

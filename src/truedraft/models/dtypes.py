@@ -9,12 +9,13 @@ from truedraft.errors import OptionError, UnknownOptionError
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | torch.device) -> torch.device:
     """The device of an option; "auto" is CUDA where there is one.
 
     Raises:
         OptionError: no such device, or none on this machine.
     """
+    name = str(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cpu", "cuda"):
@@ -28,12 +29,13 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of an option; "auto" is bfloat16 where the device computes in it, else float32.
 
     Raises:
         UnknownOptionError: no such dtype.
     """
+    name = str(name).removeprefix("torch.")
     if name == "auto":
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     if name not in _DTYPES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,8 @@ class HuggingFaceModel(LanguageModel):
     """Runs packed forwards through a model's own forward, by public doors only.
 
     Attention goes through the attention registry, positions and wanted rows through keyword arguments, and a
-    forward pre-hook on the LM head reads its input. Nothing of the model is copied or changed.
+    forward pre-hook on the LM head reads its input. Nothing of the model is copied. It is switched to
+    this attention and to evaluation without gradients, so run it through `forward` only.
 
     Args:
         model: in evaluation mode.
@@ -60,7 +60,6 @@ class HuggingFaceModel(LanguageModel):
         _refuse_scaled_queries(config, name)
         self._runner = _Runner(probe_patterns(model))
         self._runner.register(model)
-        weakref.finalize(self, self._runner.retire)
         self._captured: list[Tensor] = []
         head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
         self._lock = threading.Lock()
@@ -114,10 +113,6 @@ class _Runner:
         model.set_attn_implementation(self.name)
         if model.config._attn_implementation != self.name:
             raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
-
-    def retire(self) -> None:
-        """Forget the plan; the registry itself offers no way to unregister."""
-        self._plan = None
 
     def running(self, plan: ForwardPlan) -> _Running:
         """A context in which forwards of the model follow `plan`."""

@@ -179,7 +179,7 @@ def layout_of(
     if shape.is_chain and reaches:
         if new == 1:
             return ChainLayout(None)
-        return ChainLayout(Blocked(length, ~shape.ancestor_mask[written:].to(device)))
+        return ChainLayout(Blocked(length, _later_nodes(shape, written, device)))
     # Slots are not positions in a tree, so everything goes by position; along a path both are the same again.
     query = length - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
@@ -190,6 +190,12 @@ def layout_of(
     if shape.is_chain:
         return ChainLayout(Blocked(first, hidden))
     return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))
+
+
+@lru_cache(maxsize=512)
+def _later_nodes(chain: TreeShape, written: int, device: torch.device) -> Tensor:
+    """Which nodes of a chain each new one may not see: bool `[new, nodes]`."""
+    return ~chain.ancestor_mask[written:].to(device)
 
 
 def _scores(query: Tensor, keys: Tensor, how: Attending) -> Tensor:

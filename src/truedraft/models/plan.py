@@ -40,7 +40,7 @@ class ForwardPlan:
     Attributes:
         segments: the segments' plans.
         tokens: `[1, total]`, int64: all new tokens, then padding.
-        positions: `[1, total]`, int64: cached length + depth in the tree.
+        positions: `[1, total]`, int64: cached length + depth in the tree - 1.
         rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
         wanted: how many of `rows` were asked for.
     """

@@ -158,13 +158,13 @@ class _FirstLook:
         self.p_x = laws[slots, tokens].tolist()
         if proposal.laws is None:
             return
-        self.proposal_laws = proposal.laws
+        self.proposal_laws = proposal.laws.to(laws.device)  # the draft may live elsewhere
         sampled = [draw for draws in proposal.draws for draw in draws if draw.law >= 0]
         if not sampled:
             return
-        rows = torch.tensor([draw.law for draw in sampled], device=proposal.laws.device)
-        ids = torch.tensor([self.tokens[draw.child] for draw in sampled], device=proposal.laws.device)
-        self._q_x = dict(zip(sampled, proposal.laws[rows, ids].tolist(), strict=True))
+        rows = torch.tensor([draw.law for draw in sampled], device=laws.device)
+        ids = torch.tensor([self.tokens[draw.child] for draw in sampled], device=laws.device)
+        self._q_x = dict(zip(sampled, self.proposal_laws[rows, ids].tolist(), strict=True))
 
     def q_of(self, draw: Draw) -> float:
         """Probability that the draft's untouched law gave the drawn token."""
