@@ -31,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     except TruedraftError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,11 +14,11 @@ from truedraft.models.architecture import load_causal_lm
 from truedraft.training.blocks import read_stream
 from truedraft.training.cards import Card, pair_facts, training_facts
 from truedraft.training.evaluate import PairReport, evaluate_model, evaluate_pair
+from truedraft.training.machine import describe_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MACHINE = "2-core x86-64 CPU with AVX-512 BF16, no GPU"
 LOGS = Path(__file__).parent / "logs"
 _LICENSE_NOTE = f"""
 The weights are licensed under Apache-2.0. The training data is the source of the standard library of CPython
@@ -26,6 +26,7 @@ The weights are licensed under Apache-2.0. The training data is the source of th
 command makes the model again, but for the last bits of floating point, which depend on processor and threads.
 A model this small continues Python in the style of the standard library; it knows nothing else.
 """
+_OF_BOTH = ("held-out tokens", "validation loss (nats per token)")  # which every card has
 _SKIPPED = ("checkpoint.pt*", "log.jsonl", "run.json", "progress.json", "work")
 
 
@@ -68,17 +69,17 @@ def _pair(target: Path, draft: Path) -> tuple[tuple[str, Path], tuple[str, Path]
     return ("target", target), ("draft", draft)
 
 
-def _facts(folder: Path, facts: dict[str, int], parameters: int) -> dict[str, str]:
+def _facts(folder: Path, facts: dict[str, Any], parameters: int) -> dict[str, str]:
     progress = json.loads((folder / "progress.json").read_text())
-    rows = training_facts(
+    return training_facts(
         parameters=parameters,
         data=f"CPython {PYTHON_VERSION} standard library, {facts['train_files']:,} files, "
         f"{facts['train_tokens']:,} tokens",
         steps=progress["step"],
         tokens=progress["tokens"],
         elapsed_s=progress["elapsed_s"],
-    )
-    return rows | {"machine": MACHINE, "finished": progress["finished"]}
+        machine=progress.get("machine") or describe_machine(),
+    ) | {"finished": progress["finished"]}
 
 
 def _card(name: str, rows: dict[str, str], pair: PairReport) -> Card:
@@ -92,7 +93,7 @@ def _card(name: str, rows: dict[str, str], pair: PairReport) -> Card:
     return Card(
         title="truedraft embedded draft",
         summary="A tiny Llama distilled from the embedded target's distributions, to guess its next tokens.",
-        facts=rows | pair_facts(pair),
+        facts=rows | {name: value for name, value in pair_facts(pair).items() if name not in _OF_BOTH},
         notes="Steps, tokens and time are those of the last distillation, which goes on from an earlier draft.\n"
         + _LICENSE_NOTE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -15,10 +16,12 @@ from recipes.stdlib import publish
 from recipes.stdlib.prompts import write_prompts
 from recipes.stdlib.settings import CONTEXT, VOCAB_SIZE, Settings
 from recipes.stdlib.sources import load_sources
+from truedraft.errors import DataError
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.training.blocks import read_stream, write_stream
 from truedraft.training.distill import DraftConfig, distillation_loop, starting_draft
 from truedraft.training.loop import CHECKPOINT, Progress, StepRecord, TrainingLoop
+from truedraft.training.machine import describe_machine
 from truedraft.training.pretrain import PretrainConfig, pretraining_loop
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -40,10 +43,12 @@ class Recipe:
     every: int = 20  # steps between two lines of progress
 
     def data(self) -> None:
-        """Check the sources, train the tokenizer, write the token streams and the prompts."""
-        if (self.run / "data.json").exists():
-            return
+        """Check the sources (always), train the tokenizer, write the token streams and the prompts."""
         sources = sorted(load_sources(), key=lambda source: source.sha256)
+        corpus = hashlib.sha256("".join(f"{s.path} {s.sha256} {s.held_out}\n" for s in sources).encode()).hexdigest()
+        if (self.run / "data.json").exists():
+            self._refuse_other_data(corpus)
+            return
         train = [source.text for source in sources if not source.held_out]
         held_out = [source.text for source in sources if source.held_out]
         tokenizer = train_tokenizer(train, vocab_size=VOCAB_SIZE, context=CONTEXT)
@@ -54,10 +59,17 @@ class Recipe:
             "held_out_files": len(held_out),
             "held_out_tokens": write_stream(held_out, tokenizer, self.run / "heldout.bin"),
             "held_out_bytes": sum(len(text.encode()) for text in held_out),
+            "corpus_sha256": corpus,
         }
         write_prompts((s for s in sources if s.held_out), tokenizer, self.run / "heldout_prompts.jsonl")
         (self.run / "data.json").write_text(json.dumps(facts, indent=1))
         self.say(f"data: {facts}")
+
+    def _refuse_other_data(self, corpus: str) -> None:
+        """Refuse to go on with streams that were made of other files, or split otherwise, than now."""
+        facts = json.loads((self.run / "data.json").read_text())
+        if facts.get("corpus_sha256", corpus) != corpus:
+            raise DataError(f"the token streams in {self.run} were made from another manifest: name a new --run folder")
 
     def first_target(self) -> Path:
         """Train the target through the first part of its stable stretch, branch, and decay the branch."""
@@ -113,7 +125,7 @@ class Recipe:
     def _distill(self, config: DraftConfig, target: Path, name: str) -> Path:
         out = self.run / name
         if not _is_model(out):
-            teacher = load_causal_lm(target, dtype=torch.bfloat16).to(self.device).eval()
+            teacher = load_causal_lm(target, dtype=torch.bfloat16, device=self.device).eval()
             draft = starting_draft(config, teacher, load_tokenizer(target))
             loop = distillation_loop(config, teacher, draft, self.stream(), out)
             self._finish(loop, name, None)
@@ -133,9 +145,10 @@ class Recipe:
         return loop.run(until=until, on_step=report)
 
     def _export(self, loop: TrainingLoop, out: Path) -> None:
-        save_llama(loop.model, out)  # type: ignore[arg-type]
+        save_llama(loop.model, out)
         save_tokenizer(load_tokenizer(self.run / "tokenizer"), out)
-        facts = {**vars(loop.progress), "finished": time.strftime("%Y-%m-%d")}
+        machine = describe_machine(self.device)
+        facts = {**vars(loop.progress), "finished": time.strftime("%Y-%m-%d"), "machine": machine}
         (out / "progress.json").write_text(json.dumps(facts))
         self.say(f"{out.name}: finished after {loop.progress.step} steps, {loop.progress.tokens:,} tokens")
 

@@ -95,6 +95,9 @@ def test_generate(
         (["train", "draft", "--out", "new"], "nothing to train on"),
         (["train", "draft", "--out", "new", "--data", "good.txt", "--steps", "0"], "--steps must be 1 or more, got 0"),
         (["train", "draft", "--out", "new", "--data", "good.txt", "--length", "100"], "a multiple of --length"),
+        (["train", "draft", "--out", "new", "--data", "good.txt", "--learning-rate", "0"], "--learning-rate must be"),
+        (["train", "draft", "--out", "new", "--data", "good.txt", "--seed", "-1"], "--seed must be 0 or more, got -1"),
+        (["train", "draft", "--out", "new", "--data", "good.txt", "--heads", "3"], "a multiple of twice the heads"),
         (["train", "draft", "--out", "good.txt", "--data", "good.txt"], "is a file"),
         (["train", "draft", "--out", "new", "--data", "good.txt", "--resume"], "holds no training"),
         (["train", "draft", "--out", "new", "--data", "good.txt", "--model", "folder"], "without config.json"),
@@ -151,4 +154,4 @@ def test_an_interruption_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(generate, "_run", interrupted)
     assert main(["generate", "x"]) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr().err == "truedraft: interrupted\n"

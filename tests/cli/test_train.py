@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
+from truedraft.cli import train
 from truedraft.training import distill
 
 Run = Callable[..., Result]
@@ -56,4 +57,50 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr(distill, "train_draft", interrupted)
     result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
-    assert result.status == 130 and "--resume" in result.err
+    assert result.status == 130
+    assert result.err == (
+        "truedraft: interrupted before the first checkpoint (after 20 steps); the same command begins again\n"
+    )
+
+    checkpoint = tmp_path / "out" / "work" / "checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    words = ("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
+    result = run(*words, "--resume")
+    assert result.err == "truedraft: interrupted; the same command goes on from the last checkpoint\n"
+
+
+def test_where_an_interrupted_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "checkpoint.pt").touch()
+    config = train._config({}, {"steps": 50, "tokens_per_step": 64, "length": 16, "decay_length": 16}, 1e-3, 0, "cpu")
+    job = train._Job("m", [], [], tmp_path, resume=False)
+    told = "interrupted; the same command with --resume goes on from step {} of 50"
+    assert train._how_to_go_on(job, config, 39) == told.format(20)
+    assert train._how_to_go_on(job, config, 50) == told.format(50)
+
+
+def test_going_on_with_other_options_names_them(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    words = ("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "draft"), *SMALL)
+    first = run(*words)
+    assert (first.status, first.err) == (0, "")
+    result = run(*words, "--resume", "--width", "32", "--learning-rate", "0.1", "--length", "32")
+    assert result.status == 2 and result.err.count("\n") == 1
+    for phrase in ("--width was 16 and is now 32", "--learning-rate was 0.002 and is now 0.1", "--length was 16"):
+        assert phrase in result.err
+
+
+def test_a_short_step_takes_short_sequences(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    few = ("--steps", "2", "--tokens-per-step", "96", "--width", "16")
+    result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "draft"), *few)
+    assert (result.status, result.err) == (0, "")
+
+
+def test_a_context_that_is_too_short_is_said(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    long = ("--steps", "2", "--tokens-per-step", "1024", "--length", "64", "--width", "16")
+    result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "draft"), *long)
+    assert result.status == 0
+    assert result.err == (
+        "truedraft: note: the context is 512 tokens, so training uses sequences of 64, "
+        "and of 512 while the rate decays\n"
+    )

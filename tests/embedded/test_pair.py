@@ -62,3 +62,26 @@ def test_auto_is_this_pair_and_speculation_shortens_the_work() -> None:
     stats = engine.generate("def quicksort(items):", SamplingParams(max_tokens=64)).stats
     assert engine.drafter.name == "draft"
     assert stats.mean_acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("spec", ["none", "prompt-lookup", "draft", "draft,branching=3-2-1"])
+def test_a_stop_text_ends_the_answer_wherever_it_falls(spec: str) -> None:
+    target = load_model("embedded:target", device="cpu")
+    assert target.tokenizer is not None
+    whole = Engine(target).generate("import os\nimport sys\n", SamplingParams(max_tokens=80)).text
+    assert whole is not None
+    # Texts of one to several tokens, some beginning in the middle of one.
+    for place, length in ((9, 1), (17, 3), (30, 6), (41, 12)):
+        stop = whole[place : place + length]
+        if not stop.strip():
+            continue
+        engine = Engine(target, from_spec(spec, target))
+        params = SamplingParams(max_tokens=80, stop=(stop, "never to be seen"))
+        pieces = list(engine.stream("import os\nimport sys\n", params))
+        answer = pieces[-1].answer
+        assert answer is not None
+        assert answer.text == whole[: whole.find(stop)] == "".join(piece.text for piece in pieces)
+        assert answer.finish_reason == "stop"
+        assert len(answer.token_ids) == len(answer.origins)
+        assert answer.stats.emitted_tokens + answer.stats.prefill_tokens == len(answer.token_ids)
+        assert target.tokenizer.decode(answer.token_ids).startswith(answer.text)

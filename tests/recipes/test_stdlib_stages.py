@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from recipes.stdlib.sources import Source
 from truedraft.errors import DataError
 from truedraft.models.architecture import LlamaShape
 from truedraft.training.curriculum import Curriculum
+from truedraft.training.machine import describe_machine
 
 TINY = LlamaShape(vocab_size=400, width=32, layers=1, heads=2, kv_heads=1, intermediate=32, context=128, head_size=16)
 
@@ -60,7 +62,8 @@ def test_all_stages_then_nothing_left_to_do(tiny_recipe, tmp_path):
         names = {path.name for path in folder.iterdir()}
         assert {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
         assert not names & {"checkpoint.pt", "log.jsonl", "run.json", "work", "progress.json"}
-        assert "bits per byte" in (folder / "README.md").read_text()
+        card = (folder / "README.md").read_text()
+        assert "bits per byte" in card and f"| machine | {describe_machine()} |" in card
     assert len((tmp_path / "out" / "heldout_prompts.jsonl").read_text().splitlines()) == 32
     lines = [json.loads(line) for line in (tmp_path / "logs" / "target.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(8))
@@ -85,6 +88,15 @@ def test_the_early_target_is_a_branch_of_the_final_one(tiny_recipe):
     assert branch["step"] == 5
 
 
+def test_going_on_with_another_split_is_refused(tiny_recipe, monkeypatch):
+    tiny_recipe.data()
+    tiny_recipe.data()
+    others = [replace(source, held_out=not source.held_out) for source in stages.load_sources()]
+    monkeypatch.setattr(stages, "load_sources", lambda: others)
+    with pytest.raises(DataError, match="made from another manifest: name a new --run folder"):
+        tiny_recipe.data()
+
+
 def test_a_refusal_is_one_line_and_status_1(monkeypatch, capsys, tmp_path):
     def refuse(_):
         raise DataError("1 files differ")
@@ -92,3 +104,12 @@ def test_a_refusal_is_one_line_and_status_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(stages.Recipe, "data", refuse)
     assert build.main(["--run", str(tmp_path), "--threads", "1"]) == 1
     assert capsys.readouterr().err == "error: 1 files differ\n"
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages.Recipe, "data", interrupt)
+    assert build.main(["--run", str(tmp_path), "--threads", "1"]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on from the last checkpoint\n"

@@ -67,7 +67,7 @@ def test_loss_and_bits_per_byte(pair, short_stream):
 
 def test_max_tokens_and_empty_text(pair, short_stream):
     assert evaluate_pair(*pair, short_stream, length=8, max_tokens=10).tokens == 10
-    with pytest.raises(DataError, match="at least two tokens"):
+    with pytest.raises(DataError, match="fewer than two tokens"):
         evaluate_pair(*pair, short_stream[:1])
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 from safetensors import safe_open
 
-from truedraft.errors import DataError, VocabularyMismatchError
+from truedraft.errors import (
+    DataError,
+    ModelError,
+    ModelNotFoundError,
+    OptionError,
+    UnknownOptionError,
+    VocabularyMismatchError,
+)
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
 from truedraft.training.curriculum import Curriculum
 from truedraft.training.distill import DraftConfig, train_draft
@@ -118,7 +127,59 @@ def test_another_vocabulary_is_refused(target_folder, data, tmp_path):
         train_draft(target_folder, [data], tmp_path / "out", config(start_from=tmp_path / "other"))
 
 
-def test_sequences_are_cut_to_a_short_context():
-    fitted = Curriculum(stable_length=512, decay_length=2048).fitting(1000)
-    assert (fitted.stable_length, fitted.decay_length) == (512, 512)
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("./nowhere", ModelNotFoundError, "there is no folder"),
+        ("embedded:targt", UnknownOptionError, "did you mean 'target'"),
+        ("bare", ModelError, "has no tokenizer"),
+        ("endless", ModelError, "names no end-of-text token"),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_an_error_of_ours(
+    target_folder, data, tmp_path, monkeypatch, name, kind, message
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("bare", "endless"):
+        shutil.copytree(target_folder, tmp_path / folder, ignore=shutil.ignore_patterns("work"))
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    settings = tmp_path / "endless" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    with pytest.raises(kind, match=message):
+        train_draft(name, [data], tmp_path / "out", config())
+
+
+def test_nothing_is_written_to_the_screen(target_folder, data, tmp_path, capfd):
+    capfd.readouterr()
+    train_draft(target_folder, [data], tmp_path / "out", config(steps=2))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_going_on_with_another_draft_is_refused(target_folder, data, tmp_path):
+    train_draft(target_folder, [data], tmp_path / "out", config(steps=2))
+    with pytest.raises(OptionError, match="width was 32 and is now 64"):
+        train_draft(target_folder, [data], tmp_path / "out", config(steps=2, width=64))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"width": 30}, "multiple of twice the heads"), ({"kv_heads": 3}, "multiple of the kv heads")],
+)
+def test_sizes_that_make_no_model_are_refused(sizes, message):
+    with pytest.raises(OptionError, match=message):
+        config(**sizes)
+
+
+def test_sequences_longer_than_the_context_are_cut_and_that_is_said(target_folder, data, tmp_path):
+    notes = []
+    long = replace(config(steps=2), curriculum=Curriculum(256, 512, 512, 512))
+    train_draft(target_folder, [data], tmp_path / "out", long, on_note=notes.append)
+    assert notes == ["the context is 128 tokens, so training uses sequences of 128, and of 128 while the rate decays"]
+
+
+@pytest.mark.parametrize(("context", "step", "expected"), [(1000, 4096, 512), (300, 3000, 300), (299, 3000, 250)])
+def test_sequences_are_cut_to_a_short_context(context, step, expected):
+    fitted = Curriculum(step // 2, step, tokens_per_step=step).fitting(context)
+    assert (fitted.stable_length, fitted.decay_length) == (expected, expected)
     assert Curriculum().fitting(2048) == Curriculum()

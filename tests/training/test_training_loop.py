@@ -106,8 +106,9 @@ def test_run_record_names_versions_and_data(stream, tmp_path):
     new_loop(stream, tmp_path)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["versions"]["torch"]
-    assert len(record["data_sha256"]) == 64
-    assert record["config"]["shape"]["width"] == 32
+    assert len(record["identity"]["data_sha256"]) == 64
+    assert record["machine"] and record["threads"] == 1
+    assert record["identity"]["shape.width"] == 32
 
 
 def test_lengths_that_do_not_divide_the_step_are_refused():

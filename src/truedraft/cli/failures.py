@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from typing import ParamSpec
 
 from truedraft.errors import (
     CompositionError,
@@ -24,6 +27,8 @@ DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 _UNUSABLE = (OptionError, PromptError, ModelNotFoundError, UnsupportedModelError, CompositionError, DataError)
 _DEBUG = "TRUEDRAFT_DEBUG"
+
+P = ParamSpec("P")
 
 
 def exit_status(error: BaseException) -> int:
@@ -45,6 +50,19 @@ def report(error: BaseException) -> int:
     interrupted = isinstance(error, KeyboardInterrupt)
     say("interrupted" if interrupted else f"error: {describe(error)}")
     return exit_status(error)
+
+
+def telling(command: Callable[P, int]) -> Callable[P, int]:
+    """The command, which tells of an interruption by itself: typer, depending on its version, would end silently."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            return report(error)
+
+    return run
 
 
 def say(message: str) -> None:

@@ -81,16 +81,18 @@ def _print(terminal: Terminal, facts: dict[str, Any], models: list[dict[str, Any
 
     table = Table.grid(padding=(0, 2))
     versions = ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "transformers"))
-    cuda = ", ".join(facts["cuda_devices"]) or "none"
+    cuda = ", ".join(facts["cuda_devices"]) or "no device"
     bfloat16 = "with" if facts["bfloat16_instructions"] else "without"
     rows = {
-        "truedraft": f"{facts['truedraft']} ({versions}; {facts['platform']})",
+        "truedraft": facts["truedraft"],
+        "versions": versions,
+        "platform": facts["platform"],
         "cpu": f"{facts['cpu']}, {facts['cores']} cores, {facts['cpu_capability']}, {bfloat16} bfloat16 instructions",
         "cuda": cuda,
-        "auto": f"device {facts['device_auto']}, dtype {facts['dtype_auto']}, threads {facts['threads']}",
+        "by default": f"device {facts['device_auto']}, dtype {facts['dtype_auto']}, threads {facts['threads']}",
     }
     if paths is not None:
-        rows["fast paths"] = "; ".join(paths) or "none"
+        rows["fast paths"] = "; ".join(paths) or "none; models run through the packed forward as they are"
     for model in models:
         rows[model["name"]] = _describe(model)
     for name, value in rows.items():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from truedraft import __version__
+from truedraft.training.machine import cpu_name
 
 
 def machine_facts() -> dict[str, Any]:
@@ -24,7 +24,7 @@ def machine_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "platform": platform.platform(terse=True),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -33,13 +33,3 @@ def machine_facts() -> dict[str, Any]:
         "device_auto": str(device),
         "dtype_auto": str(pick_dtype("auto", device)).removeprefix("torch."),
     }
-
-
-def _cpu_name() -> str:
-    """The processor's name; Linux alone tells it in full."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from truedraft import __version__
-from truedraft.cli.failures import DONE, FAILED, report
+from truedraft.cli.failures import DONE, FAILED, report, telling
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
 from truedraft.cli.train import train_app
@@ -25,8 +25,8 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    app.command()(generate)
-    app.command()(info)
+    app.command()(telling(generate))
+    app.command()(telling(info))
     app.add_typer(train_app())
     return app
 

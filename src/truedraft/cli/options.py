@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -13,11 +12,16 @@ def option(name: str, help_: str, panel: str, metavar: str | None = None, **more
     return typer.Option(name, help=help_, rich_help_panel=panel, metavar=metavar, **more)
 
 
+def flag(name: str, help_: str, panel: str) -> Any:
+    """An option that takes no value, which some versions of typer would show as one of type <bool>."""
+    return option(name, help_, panel, metavar="")
+
+
 _PROMPT, _MODEL, _ANSWER, _REPORT, _MACHINE = "Prompt", "Model and drafter", "Answer", "Report", "Machine"
 
 PromptText: TypeAlias = Annotated[
     str | None,
-    typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.", rich_help_panel=_PROMPT),
+    typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input."),
 ]
 PromptsFile: TypeAlias = Annotated[
     str | None,
@@ -29,19 +33,24 @@ PromptsFile: TypeAlias = Annotated[
     ),
 ]
 Chat: TypeAlias = Annotated[
-    bool, option("--chat", "Give the prompt as a user's message, by the model's chat template.", _PROMPT)
+    bool, flag("--chat", "Give the prompt as a user's message, by the model's chat template.", _PROMPT)
 ]
 
 Model: TypeAlias = Annotated[
     str, option("--model", "embedded:target, a folder, or a name on the Hugging Face hub.", _MODEL, "M")
 ]
 Drafter: TypeAlias = Annotated[
-    str, option("--drafter", "auto, none, prompt-lookup or draft[:MODEL], then [,option=value]...", _MODEL, "D")
+    str, option("--drafter", "auto, none, prompt-lookup or draft[:MODEL], each with [,option=value]...", _MODEL, "D")
 ]
-RuleWord: TypeAlias = Annotated[str, option("--rule", "How drafted tokens are judged.", _MODEL, "R")]
+RuleWord: TypeAlias = Annotated[
+    str,
+    option("--rule", "The rule that judges drafted tokens; speculative keeps the target's law exactly.", _MODEL, "R"),
+]
 
-MaxTokens: TypeAlias = Annotated[int, option("--max-tokens", "Most new tokens.", _ANSWER, "N")]
-Temperature: TypeAlias = Annotated[float, option("--temperature", "0 is greedy.", _ANSWER, "T")]
+MaxTokens: TypeAlias = Annotated[int, option("--max-tokens", "The most new tokens to write.", _ANSWER, "N")]
+Temperature: TypeAlias = Annotated[
+    float, option("--temperature", "0 always takes the likeliest token (greedy).", _ANSWER, "T")
+]
 TopP: TypeAlias = Annotated[
     float, option("--top-p", "Keep the likeliest tokens until their mass reaches P.", _ANSWER, "P")
 ]
@@ -53,7 +62,7 @@ Seed: TypeAlias = Annotated[
     int | None, option("--seed", "The same seed, the same answer.", _ANSWER, "S", show_default="drawn")
 ]
 Coupled: TypeAlias = Annotated[
-    bool, option("--coupled", "Make the tokens of a seed independent of the drafter.", _ANSWER)
+    bool, flag("--coupled", "Make the tokens of a seed independent of the drafter.", _ANSWER)
 ]
 Stop: TypeAlias = Annotated[
     list[str] | None, option("--stop", "End before this text; may be repeated.", _ANSWER, "TEXT")
@@ -61,20 +70,18 @@ Stop: TypeAlias = Annotated[
 StopTokenId: TypeAlias = Annotated[
     list[int] | None, option("--stop-token-id", "End before this token; may be repeated.", _ANSWER, "N")
 ]
-IgnoreEos: TypeAlias = Annotated[bool, option("--ignore-eos", "Go on past the end of text.", _ANSWER)]
+IgnoreEos: TypeAlias = Annotated[bool, flag("--ignore-eos", "Go on past the end of text.", _ANSWER)]
 
 Compare: TypeAlias = Annotated[
-    bool, option("--compare", "Also decode plainly: the speed of both, and whether the tokens are identical.", _REPORT)
+    bool, flag("--compare", "Also decode plainly: the speed of both, and whether the tokens are identical.", _REPORT)
 ]
 ShowDrafts: TypeAlias = Annotated[
-    bool, option("--show-drafts", "Colour each token by where it came from; brackets without colours.", _REPORT)
+    bool, flag("--show-drafts", "Colour each token by where it came from; brackets without colours.", _REPORT)
 ]
-Json: TypeAlias = Annotated[bool, option("--json", "End standard output with one line, a JSON object.", _REPORT)]
+Json: TypeAlias = Annotated[bool, flag("--json", "End standard output with one line, a JSON object.", _REPORT)]
 
 Dtype: TypeAlias = Annotated[str, option("--dtype", "auto, float32, bfloat16 or float16.", _MACHINE, "DTYPE")]
 Device: TypeAlias = Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.", _MACHINE, "DEVICE")]
 Threads: TypeAlias = Annotated[
     int | None, option("--threads", "CPU threads.", _MACHINE, "N", show_default="torch's choice")
 ]
-
-OutFolder: TypeAlias = Annotated[Path, option("--out", "The folder to write.", _REPORT, "DIR")]

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from truedraft.models.loading import load_config, load_weights, refuse_other_kinds, resolve_source
+from truedraft.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,14 +66,25 @@ def save_llama(model: PreTrainedModel, folder: Path, *, max_shard_size: str = "1
     copy.config.dtype = torch.bfloat16
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         stale.unlink()
-    copy.save_pretrained(folder, max_shard_size=max_shard_size)
+    with quiet_transformers():
+        copy.save_pretrained(folder, max_shard_size=max_shard_size)
     for shard in folder.glob("*.safetensors"):
         shard.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Any Hugging Face causal language model, by folder or hub name; no remote code is run."""
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+    """Any Hugging Face causal language model, by embedded name, folder or hub name; no remote code is run.
+
+    Raises:
+        ModelNotFoundError: no such folder or name, or the hub cannot be reached.
+        UnsupportedModelError: not a causal language model.
+        ModelError: its files cannot be read.
+    """
+    name = str(folder)
+    source = resolve_source(name)
+    config = load_config(source, name, None)
+    refuse_other_kinds(config, name)
+    model = load_weights(source, config, name, dtype, None).to(torch.device(device))
     use_training_attention(model)
     return model
 

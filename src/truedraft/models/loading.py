@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,22 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from truedraft.models.dtypes import pick_device, pick_dtype
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.quiet import quiet_transformers
 from truedraft.models.selftest import check_against_stock
 from truedraft.text.tokenizer import Tokenizer
 
 
 def load_model(
-    name: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    revision: str | None = None,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and make it run packed.
 
@@ -42,20 +44,25 @@ def load_model(
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    source = _resolve(str(name))
-    config = _load_config(source, str(name), revision)
-    _refuse_other_kinds(config, str(name))
-    model = _load_weights(source, config, str(name), kind, revision)
+    source = resolve_source(str(name))
+    config = load_config(source, str(name), revision)
+    refuse_other_kinds(config, str(name))
+    model = load_weights(source, config, str(name), kind, revision)
     tokenizer = Tokenizer.load(source, revision=revision)
-    with _quiet():
+    with quiet_transformers():
         check = check_against_stock(model.to(place), str(name))
         loaded = HuggingFaceModel(model, tokenizer, str(name))
         check(loaded)
     return loaded
 
 
-def _resolve(name: str) -> str:
-    """The folder of an embedded name; a path that is meant as one must exist."""
+def resolve_source(name: str) -> str:
+    """The folder of an embedded name; a path that is meant as one must exist; a hub name stays as it is.
+
+    Raises:
+        ModelNotFoundError: no such folder, or one without a model.
+        UnknownOptionError: no embedded model of that name.
+    """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
     path = Path(name).expanduser()
@@ -70,10 +77,10 @@ def _resolve(name: str) -> str:
     return name
 
 
-def _load_config(source: str, name: str, revision: str | None) -> Any:
+def load_config(source: str, name: str, revision: str | None) -> Any:
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if Path(source).is_dir():
             raise ModelError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
         raise ModelNotFoundError(
@@ -82,10 +89,10 @@ def _load_config(source: str, name: str, revision: str | None) -> Any:
         ) from error
 
 
-def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
     """The model with all of its weights; what a file lacks would be filled with random numbers."""
     try:
-        with _quiet():
+        with quiet_transformers():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -105,7 +112,7 @@ def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revis
     return model
 
 
-def _refuse_other_kinds(config: Any, name: str) -> None:
+def refuse_other_kinds(config: Any, name: str) -> None:
     """Refuse encoders and encoder-decoders before any weight is read."""
     architectures = config.architectures or []
     if config.is_encoder_decoder:
@@ -125,17 +132,3 @@ def _refuse_other_kinds(config: Any, name: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' own bars and warnings off the user's screen while loading."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

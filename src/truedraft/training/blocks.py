@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from truedraft.errors import DataError
+from truedraft.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,12 +31,13 @@ class Encoder(Protocol):
 def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
     """Write `<eos> text <eos> text ... <eos>` as uint32 ids; returns the number of tokens."""
     pieces = [np.array([tokenizer.eos_token_id], dtype=np.uint32)]
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint32))
+    with quiet_transformers():  # which warns of texts longer than the context; they are cut into blocks
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint32))
     stream = np.concatenate(pieces)
     if len(pieces) == 1:
-        raise DataError("the training data holds no text")
+        raise DataError("the training data holds no text: give at least one file that is not empty")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     stream.tofile(partial)

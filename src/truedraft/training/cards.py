@@ -34,14 +34,17 @@ class Card:
         (folder / "README.md").write_text(self.text(), encoding="utf-8")
 
 
-def training_facts(*, parameters: int, data: str, steps: int, tokens: int, elapsed_s: float) -> dict[str, str]:
-    """The rows that every card has; time in minutes of the training steps alone."""
+def training_facts(
+    *, parameters: int, data: str, steps: int, tokens: int, elapsed_s: float, machine: str
+) -> dict[str, str]:
+    """The rows that every card has; the time is that of the training steps alone."""
     return {
         "parameters": f"{parameters:,}",
         "data": data,
         "steps": f"{steps:,}",
         "tokens seen in training": f"{tokens:,}",
-        "training time": f"{elapsed_s / 60:.0f} minutes",
+        "training time": f"{elapsed_s / 60:.0f} minutes" if elapsed_s >= 90 else f"{elapsed_s:.1f} seconds",
+        "machine": machine,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -37,20 +38,22 @@ class Curriculum:
                 )
 
     def fitting(self, context: int) -> Curriculum:
-        """The same with sequences no longer than a model's context (cut to a power of two)."""
-        longest = 1 << (context.bit_length() - 1)
+        """The same with sequences no longer than a model's context; they still divide a step and a pass."""
+        unit = math.gcd(self.tokens_per_step, min(self.tokens_per_pass, self.tokens_per_step))
+        longest = next(length for length in range(min(context, unit), 0, -1) if unit % length == 0)
         return replace(
             self,
-            stable_length=min(self.stable_length, longest),
-            decay_length=min(self.decay_length, longest),
+            stable_length=self.stable_length if self.stable_length <= context else longest,
+            decay_length=self.decay_length if self.decay_length <= context else longest,
         )
 
     def phases(self, stream: NDArray[np.uint32], schedule: WarmupStableDecay, *, seed: int) -> list[Phase]:
         """The stable stretch and the decay; each draws its blocks from a seed of its own."""
-        return [
-            self._phase(stream, schedule.stable_steps, self.stable_length, seed=2 * seed),
-            self._phase(stream, schedule.decay_steps, self.decay_length, seed=2 * seed + 1),
+        parts = [
+            (schedule.stable_steps, self.stable_length, 2 * seed),
+            (schedule.decay_steps, self.decay_length, 2 * seed + 1),
         ]
+        return [self._phase(stream, steps, length, seed=seed) for steps, length, seed in parts if steps]
 
     def _phase(self, stream: NDArray[np.uint32], steps: int, length: int, *, seed: int) -> Phase:
         return Phase(

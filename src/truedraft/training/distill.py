@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+import warnings
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from truedraft.errors import DataError, VocabularyMismatchError
+from truedraft.errors import DataError, OptionError, VocabularyMismatchError
 from truedraft.models.architecture import (
     LlamaShape,
     load_causal_lm,
@@ -16,12 +18,15 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
+from truedraft.models.loading import resolve_source
 from truedraft.training.blocks import read_stream, stream_hash, write_stream
 from truedraft.training.cards import Card, pair_facts, training_facts
 from truedraft.training.curriculum import Curriculum
 from truedraft.training.evaluate import PairReport, evaluate_pair
+from truedraft.training.identity import identity_of, weights_fingerprint
 from truedraft.training.loop import StepRecord, TrainingLoop
 from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation
+from truedraft.training.machine import describe_machine
 from truedraft.training.objectives import LawObjective
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 from truedraft.training.records import write_run_record
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 _WORK = "work"  # the streams and the checkpoint, inside the output folder
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
+_LONGEST_CONTEXT = 2048  # of a draft whose target names no limit
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,15 @@ class DraftConfig:
     device: str = "cpu"
     checkpoint_every: int = 20
 
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise OptionError(f"the heads ({self.heads}) must be a multiple of the kv heads ({self.kv_heads})")
+        if self.width % (2 * self.heads):
+            raise OptionError(
+                f"the width ({self.width}) must be a multiple of twice the heads ({2 * self.heads}), "
+                "so that every head has an even size"
+            )
+
 
 @dataclass(frozen=True)
 class DraftResult:
@@ -83,25 +98,41 @@ def train_draft(
     *,
     held_out: Sequence[Path] = (),
     on_step: Callable[[StepRecord], None] | None = None,
+    on_note: Callable[[str], None] = warnings.warn,
 ) -> DraftResult:
-    """Distil a draft for the target (folder or hub name) into the folder `out`, an ordinary model folder.
+    """Distil a draft for the target into the folder `out`, an ordinary model folder.
 
-    Without `held_out` files the last twentieth of the data is kept back to measure alpha. Called again after an
-    interruption, it goes on from the last checkpoint in `out/work`.
+    Called again after an interruption, it goes on from the last checkpoint in `out/work`.
+
+    Args:
+        target: an embedded name, a folder, or a name on the Hugging Face hub.
+        data: text files, and .jsonl files with a "text" field.
+        out: the folder to write.
+        config: sizes, loss, schedule.
+        held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
+        on_step: called after every step.
+        on_note: called with a sentence where something is done otherwise than asked for.
+
+    Raises:
+        ModelError: the target cannot be loaded or has no tokenizer.
+        DataError: the data cannot be read, or is too short.
+        OptionError: `out` holds a training with another configuration.
+        TrainingError: the loss is not finite.
     """
     config = config or DraftConfig()
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(resolve_source(str(target)))
     train, test = _streams(data, held_out, tokenizer, out / _WORK)
-    teacher = load_causal_lm(target, dtype=torch.bfloat16).to(config.device).eval()
+    teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
     draft = starting_draft(config, teacher, tokenizer)
+    config = _fitting(config, teacher, draft, on_note)
     loop = distillation_loop(config, teacher, draft, train, out / _WORK)
     progress = loop.run(on_step=on_step)
     save_llama(draft, out)
     save_tokenizer(tokenizer, out)
-    saved = load_causal_lm(out, dtype=torch.bfloat16).to(config.device).eval()
+    saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
     report = evaluate_pair(teacher, saved, test, length=config.curriculum.decay_length, max_tokens=_EVALUATED_TOKENS)
     result = DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s)
-    _card(target, data, draft, result).write(out)
+    _card(target, data, draft, result, config.device).write(out)
     return result
 
 
@@ -113,29 +144,54 @@ def distillation_loop(
     folder: Path,
 ) -> TrainingLoop:
     """The loop that trains the draft towards the target's laws along the stream."""
-    write_run_record(folder, config=config, data_sha256=stream_hash(stream))
+    more = {"data_sha256": stream_hash(stream), "target": weights_fingerprint(target)}
+    if config.start_from is not None:
+        more["start_from"] = weights_fingerprint(draft)
+    identity = identity_of(config, **more)
     target.requires_grad_(False)
     use_training_attention(draft)
-    curriculum = config.curriculum.fitting(draft.config.max_position_embeddings)
-    return TrainingLoop(
+    loop = TrainingLoop(
         model=draft,
         optimizer=MixedOptimizer(draft, config.optimizer),
         objective=LawObjective(draft, config.loss, target),
-        phases=curriculum.phases(stream, config.schedule, seed=config.seed),
+        phases=config.curriculum.phases(stream, config.schedule, seed=config.seed),
         schedule=config.schedule,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
+        identity=identity,
     )
+    write_run_record(folder, identity=identity, device=config.device)
+    return loop
 
 
-def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult) -> Card:
+def _fitting(
+    config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
+) -> DraftConfig:
+    """The configuration with sequences that fit the context of both models; says so where they were longer."""
+    context = min(_context(target), _context(draft))
+    fitted = config.curriculum.fitting(context)
+    if fitted != config.curriculum:
+        on_note(
+            f"the context is {context:,} tokens, so training uses sequences of {fitted.stable_length:,}, "
+            f"and of {fitted.decay_length:,} while the rate decays"
+        )
+    return replace(config, curriculum=fitted)
+
+
+def _context(model: PreTrainedModel) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST_CONTEXT
+
+
+def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult, device: str) -> Card:
     facts = training_facts(
         parameters=draft.num_parameters(),
         data=", ".join(path.name for path in data),
         steps=result.steps,
         tokens=result.tokens,
         elapsed_s=result.elapsed_s,
+        machine=describe_machine(device),
     )
+    facts["finished"] = time.strftime("%Y-%m-%d")
     name = Path(target).name
     return Card(
         title=f"A draft for {name}",
@@ -147,7 +203,7 @@ def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, resu
 
 def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A new draft of the configured sizes, or the one to start from, if it fits the target."""
-    vocab_size = target.config.vocab_size
+    vocab_size = target.config.get_text_config().vocab_size
     if config.start_from is None:
         shape = LlamaShape(
             vocab_size=vocab_size,
@@ -156,7 +212,7 @@ def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreT
             heads=config.heads,
             kv_heads=config.kv_heads,
             intermediate=config.intermediate,
-            context=target.config.max_position_embeddings,
+            context=_context(target),
             head_size=config.width // config.heads,
             eos_token_id=tokenizer.eos_token_id,
         )
@@ -169,7 +225,8 @@ def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreT
         )
     if draft.config.vocab_size != vocab_size:
         raise VocabularyMismatchError(
-            f"the draft in {config.start_from} has {draft.config.vocab_size} logits, the target {vocab_size}"
+            f"the draft in {config.start_from} has {draft.config.vocab_size} logits, the target {vocab_size}: "
+            "start from a draft that was made for this target"
         )
     return draft.to(config.device)
 

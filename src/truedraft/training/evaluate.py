@@ -93,7 +93,7 @@ def _blocks(
     """Consecutive blocks of up to length + 1 tokens that share one token with the next: int64 [1, .]."""
     end = len(stream) if max_tokens is None else min(len(stream), max_tokens + 1)
     if end < 2:
-        raise DataError("evaluation needs at least two tokens of text")
+        raise DataError("the held-out text has fewer than two tokens, so nothing can be measured on it: give more text")
     for start in range(0, end - 1, length):
         yield torch.from_numpy(stream[start : min(start + length + 1, end)].astype("int64")).to(device)[None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from truedraft.errors import TrainingError
+from truedraft.training.identity import refuse_another_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from truedraft.training.blocks import BlockSampler
+    from truedraft.training.identity import Identity
     from truedraft.training.optimizer import MixedOptimizer
 
 CHECKPOINT = "checkpoint.pt"
@@ -101,6 +104,7 @@ class TrainingLoop:
         folder: Path,
         checkpoint_every: int = 50,
         autocast: bool = True,
+        identity: Identity | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -110,7 +114,9 @@ class TrainingLoop:
         self.folder = folder
         self.checkpoint_every = checkpoint_every
         self.autocast = autocast
+        self.identity = identity
         self.progress = Progress()
+        self._refuse_another_run()
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -173,22 +179,39 @@ class TrainingLoop:
             "optimizer": self.optimizer.state_dict(),
             "progress": vars(self.progress),
             "random": torch.get_rng_state(),
+            "identity": None if self.identity is None else dict(self.identity),
         }
         partial = self.folder / (CHECKPOINT + ".partial")
         torch.save(state, partial)
         partial.replace(self.folder / CHECKPOINT)  # atomic: a kill leaves the old checkpoint or the new one
+
+    def _refuse_another_run(self) -> None:
+        """Refuse a folder whose checkpoint another configuration made, before anything is written into it."""
+        path = self.folder / CHECKPOINT
+        if self.identity is not None and path.exists():
+            state = _read_checkpoint(path)
+            step, before = state["progress"]["step"], state.get("identity")
+            refuse_another_run(before or self.identity, self.identity, step=step, folder=self.folder)
 
     def _resume(self) -> None:
         path = self.folder / CHECKPOINT
         if not path.exists():
             (self.folder / LOG).unlink(missing_ok=True)
             return
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state = _read_checkpoint(path)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
         torch.set_rng_state(state["random"])
         _cut_log(self.folder / LOG, self.progress.step)
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(f"cannot read the checkpoint {str(path)!r}: remove it to begin again") from error
+    return state
 
 
 def _cut_log(path: Path, step: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from truedraft.models.architecture import LlamaShape, new_llama, use_training_attention
 from truedraft.training.blocks import stream_hash
 from truedraft.training.curriculum import Curriculum
+from truedraft.training.identity import identity_of
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import CrossEntropy
 from truedraft.training.objectives import LawObjective
@@ -41,11 +42,11 @@ def pretraining_loop(config: PretrainConfig, stream: NDArray[np.uint32], folder:
     The folder may be given the checkpoint of another run's stable stretch, as long as that is not longer than
     this one's: the run then branches from there.
     """
-    write_run_record(folder, config=config, data_sha256=stream_hash(stream))
+    identity = identity_of(config, data_sha256=stream_hash(stream))
     model = new_llama(config.shape, seed=config.seed)
     model.to(config.device)
     use_training_attention(model)
-    return TrainingLoop(
+    loop = TrainingLoop(
         model=model,
         optimizer=MixedOptimizer(model, config.optimizer),
         objective=LawObjective(model, CrossEntropy()),
@@ -53,4 +54,7 @@ def pretraining_loop(config: PretrainConfig, stream: NDArray[np.uint32], folder:
         schedule=config.schedule,
         folder=folder,
         checkpoint_every=config.checkpoint_every,
+        identity=identity,
     )
+    write_run_record(folder, identity=identity, device=config.device)
+    return loop

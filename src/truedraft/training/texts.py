@@ -24,9 +24,13 @@ def _documents(path: Path) -> Iterator[str]:
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"cannot read the data file {path}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read the data file {path}: {error.strerror or error}; name a file of text that exists"
+        ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"the data file {path} is not UTF-8 text (byte {error.start})") from error
+        raise DataError(
+            f"the data file {path} is not UTF-8 text (byte {error.start}): convert it, or leave it out"
+        ) from error
     if path.suffix == ".jsonl":
         for number, line in enumerate(content.splitlines(), start=1):
             if line.strip():
@@ -39,8 +43,10 @@ def _text_field(line: str, path: Path, number: int) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not a JSON object ({error.msg})") from error
+        raise DataError(
+            f"{path}, line {number}: not a JSON object ({error.msg}); a .jsonl file has one a line"
+        ) from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{path}, line {number}: the object has no "text" field that is a string')
+        raise DataError(f'{path}, line {number}: the object has no "text" field that is a string; add one')
     return text

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from truedraft.errors import ModelError
+from truedraft.models.loading import resolve_source
+from truedraft.text.tokenizer import Tokenizer as ModelTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
@@ -60,8 +64,22 @@ def train_tokenizer(
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name; no remote code is run."""
-    return AutoTokenizer.from_pretrained(str(folder))
+    """The tokenizer of an embedded name, a folder (with or without a model) or a hub name; no remote code is run.
+
+    Raises:
+        ModelNotFoundError: no such folder or name.
+        ModelError: the model comes without a tokenizer, or with one that cannot be used for training.
+    """
+    name = str(folder)
+    found = ModelTokenizer.load(name if Path(name).is_dir() else resolve_source(name))
+    if found is None:
+        raise ModelError(f"the model {str(folder)!r} has no tokenizer, and training on text needs one")
+    if found.backend.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {str(folder)!r} names no end-of-text token, which separates the texts in training: "
+            'add "eos_token" to its tokenizer_config.json'
+        )
+    return cast("PreTrainedTokenizerBase", found.backend)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

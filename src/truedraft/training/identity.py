@@ -1,0 +1,63 @@
+"""What makes a run that run: the values that decide its weights. Checkpoints hold them; resuming compares them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from truedraft.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+Identity: TypeAlias = "Mapping[str, str | int | float | bool | None]"
+
+_FREE = frozenset({"device", "checkpoint_every", "start_from"})  # the weights to start from count, not where they lie
+_LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
+_SAMPLED_VALUES = 64
+
+
+def identity_of(config: object, **more: str) -> dict[str, str | int | float | bool | None]:
+    """The fields of a configuration under dotted names, and what else decides the weights (hashes of data, models)."""
+    return {name: value for name, value in _flat(config, "") if name not in _FREE} | more
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """A short hash of a sample of every parameter: other weights give another one, another place on disk does not."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().flatten()[:_SAMPLED_VALUES].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
+    """Refuse to go on with a checkpoint that was made by another configuration.
+
+    The lengths of the schedule may differ as long as neither decay has begun: until then the runs are the same.
+
+    Raises:
+        OptionError: names the fields that differ, with both values.
+    """
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if all(step <= int(each.get(_LENGTHS[0]) or 0) for each in (before, now)):
+        differing = [name for name in differing if name not in _LENGTHS]
+    if differing:
+        changes = "; ".join(f"{name} was {before.get(name)} and is now {now.get(name)}" for name in differing)
+        raise OptionError(
+            f"the training in {str(folder)!r} was begun with another configuration ({changes}): "
+            "go on with the values it was begun with, or name a new folder"
+        )
+
+
+def _flat(value: object, name: str) -> list[tuple[str, Any]]:
+    """A dataclass as its leaves; what is no plain value, such as a loss, as its repr."""
+    if is_dataclass(value) and not isinstance(value, type) and fields(value):
+        prefix = f"{name}." if name else ""
+        return [pair for each in fields(value) for pair in _flat(getattr(value, each.name), prefix + each.name)]
+    plain = value is None or isinstance(value, (str, int, float))
+    return [(name, value if plain else repr(value))]

@@ -1,0 +1,78 @@
+"""A checkpoint is gone on with only by the configuration, the data and the models that made it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from truedraft.errors import OptionError, TrainingError
+from truedraft.models.architecture import LlamaShape, new_llama
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.distill import DraftConfig
+from truedraft.training.identity import identity_of, weights_fingerprint
+from truedraft.training.loop import CHECKPOINT
+from truedraft.training.losses import ForwardKL
+from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.pretrain import PretrainConfig, pretraining_loop
+from truedraft.training.schedule import WarmupStableDecay
+
+SHAPE = LlamaShape(vocab_size=300, width=32, layers=1, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
+CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, tokens_per_pass=64)
+
+
+def config(stable=6, decay=3, **changes):
+    return PretrainConfig(SHAPE, WarmupStableDecay(2, stable, decay), **({"curriculum": CURRICULUM} | changes))
+
+
+@pytest.fixture
+def begun(stream, tmp_path):
+    """A folder with a checkpoint at step 4."""
+    pretraining_loop(config(), stream, tmp_path).run(until=4)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"seed": 1}, "seed was 0 and is now 1"),
+        ({"optimizer": OptimizerConfig(1e-3)}, "optimizer.matrix_rate was 0.002 and is now 0.001"),
+        ({"curriculum": Curriculum(16, 64, 128, 64)}, "curriculum.decay_length was 32 and is now 64"),
+        ({"stable": 3}, "schedule.stable_steps was 6 and is now 3"),
+    ],
+)
+def test_another_configuration_is_refused_by_name(begun, stream, changes, name):
+    record = (begun / "run.json").read_text()
+    with pytest.raises(OptionError, match=name):
+        pretraining_loop(config(**changes), stream, begun)
+    assert (begun / "run.json").read_text() == record  # a refused attempt leaves no trace
+
+
+def test_other_data_are_refused(begun, stream):
+    with pytest.raises(OptionError, match="data_sha256"):
+        pretraining_loop(config(), stream[:-1], begun)
+
+
+def test_what_does_not_decide_the_weights_may_differ(begun, stream):
+    assert pretraining_loop(config(checkpoint_every=1), stream, begun).run(until=5).step == 5
+
+
+def test_before_the_decay_its_beginning_may_move(begun, stream):
+    assert pretraining_loop(config(stable=8, decay=2), stream, begun).run().step == 10
+
+
+def test_a_broken_checkpoint_is_named(begun, stream):
+    (begun / CHECKPOINT).write_bytes(b"torn")
+    with pytest.raises(TrainingError, match=r"cannot read the checkpoint .*remove it to begin again"):
+        pretraining_loop(config(), stream, begun)
+
+
+def test_the_loss_is_a_part_of_the_identity():
+    mixed, plain = identity_of(DraftConfig()), identity_of(DraftConfig(loss=ForwardKL()))
+    assert plain["loss"] == "ForwardKL()" and mixed["loss.weights"] == "((0.5, ForwardKL()), (0.5, TotalVariation()))"
+    assert json.loads(json.dumps(mixed)) == mixed and "device" not in mixed
+
+
+def test_a_fingerprint_tells_weights_apart():
+    one, same, other = (weights_fingerprint(new_llama(SHAPE, seed=seed)) for seed in (1, 1, 2))
+    assert one == same != other
