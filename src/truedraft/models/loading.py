@@ -78,6 +78,12 @@ def resolve_source(name: str) -> str:
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
+    """The configuration of a resolved source.
+
+    Raises:
+        ModelNotFoundError: there is no such name.
+        ModelError: its config.json cannot be read.
+    """
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
