@@ -38,11 +38,11 @@ test-oldest: pyproject.toml
 
 # The measurements behind README and docs; run them on an otherwise idle machine.
 results: $(STAMP)
-	$(BIN)/truedraft generate "def quicksort(items):" --compare --json | tail -n 1 > $(RESULTS)/demo.json
-	$(BIN)/$(COMPARE) | tail -n 1 > $(RESULTS)/heldout_greedy_draft.json
-	$(BIN)/$(COMPARE) --drafter prompt-lookup | tail -n 1 > $(RESULTS)/heldout_greedy_lookup.json
-	$(BIN)/$(COMPARE) --temperature 1 --seed 1 | tail -n 1 > $(RESULTS)/heldout_sampled_draft.json
-	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter prompt-lookup | tail -n 1 > $(RESULTS)/heldout_sampled_lookup.json
+	$(BIN)/truedraft generate "def quicksort(items):" --compare --json > $(RESULTS)/demo.txt
+	$(BIN)/$(COMPARE) | tail -n 1 > $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 --seed 1 | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -40,7 +40,7 @@ def print_comparison(
         low, high = min(comparison.speedups), max(comparison.speedups)
         terminal.out.print(
             f"speed-up: geometric mean {comparison.speedup:.2f}, from {low:.2f} to {high:.2f}; "
-            f"{comparison.share_faster:.0%} of the prompts faster"
+            f"{sum(speedup > 1 for speedup in comparison.speedups)} of {len(comparison.pairs)} prompts faster"
         )
     else:
         terminal.out.print(f"speed-up: {comparison.speedup:.2f}")
@@ -50,7 +50,7 @@ def print_comparison(
         terminal.out.print(f"  prompt {pair.name} {pair.difference.describe()}", soft_wrap=True)
     if comparison.repeated_8grams is not None:
         where = "answers" if many else "answer"
-        terminal.out.print(f"repeated 8-grams in the plain {where}: {comparison.repeated_8grams:.1%}")
+        terminal.out.print(f"repeated 8-grams in the plain {where}: {comparison.repeated_8grams:.2f}")
 
 
 def _circumstances(engine: Engine, drafter: str, params: SamplingParams, prompts: int, runs: int) -> str:
