@@ -23,7 +23,7 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
-        "platform": platform.platform(terse=True),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
