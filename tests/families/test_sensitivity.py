@@ -21,7 +21,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
 from truedraft.models import plan
 from truedraft.models.base import Segment
-from truedraft.models.layouts import ChainLayout, SegmentLayout, layout_of
+from truedraft.models.layouts import Blocked, ChainLayout, SegmentLayout, layout_of
 from truedraft.models.plan import ForwardPlan
 
 PROMPT, ANSWER = 0, 64
@@ -85,7 +85,9 @@ def flip_in_prompts(monkeypatch: pytest.MonkeyPatch, flip: Callable[[Tensor], No
         if length == 0:
             assert isinstance(made, ChainLayout)
             assert made.blocked is not None
-            flip(made.blocked.mask)
+            mask = made.blocked.mask.clone()  # it is shared by all chains of this length
+            flip(mask)
+            return ChainLayout(Blocked(made.blocked.first, mask))
         return made
 
     monkeypatch.setattr(plan, "layout_of", flipped)
