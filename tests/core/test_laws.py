@@ -228,6 +228,47 @@ def test_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
+def test_top_k_counts_ties_of_the_logits_not_of_their_quotients() -> None:
+    """(0 - 1) / 3 and (1e-300 - 1) / 3 are one number; their tokens are still first and second."""
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1e-300]], dtype=torch.float64)
+    for temperature in (0.5, 1.0, 3.0):
+        law = L.law_from_logits(logits, SamplingParams(temperature=temperature, top_k=3))
+        assert (law > 0).tolist() == [[False, True, True, True]]
+
+
+def test_laws_carry_no_gradient() -> None:
+    logits = torch.randn(2, 8, requires_grad=True)
+    for params in (*GRID[:20], *BROKEN):
+        assert not L.law_from_logits(logits, params).requires_grad
+
+
+# ------------------------------------------------------------------------------- the likeliest token
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 2, 33, 1000, 32_000])
+def test_the_likeliest_token_is_the_lowest_id_among_equals(dtype: torch.dtype, vocab: int) -> None:
+    scores = torch.full((4, vocab), -1.5, dtype=dtype)
+    firsts = [0, vocab // 3, vocab // 2, vocab - 1]
+    for row, first in enumerate(firsts):
+        scores[row, [first, (first + vocab) // 2, vocab - 1]] = 2.5
+    assert L.most_likely(scores).tolist() == firsts
+    assert L.most_likely(scores[1]).tolist() == firsts[1]
+    assert L.most_likely(scores[:0]).shape == (0,)
+    assert L.most_likely(scores).dtype == torch.int64
+
+
+def test_the_likeliest_token_is_that_of_torch() -> None:
+    """Also with many ties, with -inf, with NaN (the first one) and across rows that are not contiguous."""
+    scores = (torch.randn(6, 501, generator=torch.Generator().manual_seed(8)) * 3).bfloat16()
+    scores[1] = -math.inf
+    scores[2, [40, 9, 300]] = math.nan
+    scores[3, ::2] = -math.inf
+    scores[4, [77, 400]] = math.inf
+    for view in (scores, scores[::2], scores[:, 5:60], scores.float(), scores.T):
+        assert L.most_likely(view).tolist() == view.argmax(dim=-1).tolist()
+
+
 # ------------------------------------------------------------------------------- packed batches
 
 some_params = st.sampled_from(
@@ -321,6 +362,22 @@ def test_without(pair: tuple[list[float], list[float]], token: int) -> None:
         assert float(rest[i] * law[others[0]]) == pytest.approx(float(rest[others[0]] * law[i]), abs=EXACT)
 
 
+@quick
+@given(vectors, st.integers(0, 5))
+def test_residual_of_a_candidate_is_that_of_a_one_hot_law(pair: tuple[list[float], list[float]], token: int) -> None:
+    p, _ = as_laws(pair)
+    token %= len(p)
+    before = p.clone()
+    candidate = torch.zeros_like(p)
+    candidate[token] = 1.0
+    assert torch.equal(L.residual_of_candidate(p, token), L.residual(p, candidate))
+    assert torch.equal(p, before)
+
+
+def test_residual_of_the_only_token_is_the_law_itself() -> None:
+    assert L.residual_of_candidate(torch.tensor([0.0, 1.0, 0.0]), 1).tolist() == [0.0, 1.0, 0.0]
+
+
 def test_without_everything_is_all_zeros() -> None:
     assert L.without(torch.tensor([0.0, 1.0, 0.0]), 1).tolist() == [0.0, 0.0, 0.0]
     assert L.without(torch.tensor([1.0, 1e-45]), 0).tolist() == [0.0, 1.0]
@@ -378,6 +435,16 @@ def test_rows_are_drawn_each_by_its_own_number() -> None:
     laws = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
     assert L.draw(laws, torch.tensor([0.6, 0.99, 0.2], dtype=torch.float64)).tolist() == [1, 0, 0]
     assert L.draw(laws, torch.tensor([0.4, 0.0, 0.3], dtype=torch.float64)).dtype == torch.int64
+
+
+def test_a_row_without_a_law_draws_the_number_of_tokens() -> None:
+    """Which no token has: so a caller need not look at the law first."""
+    for vocab in (1, 5, 1000):
+        laws = torch.stack([torch.full((vocab,), 1.0 / vocab), torch.zeros(vocab), torch.full((vocab,), math.nan)])
+        for u in (0.0, 0.3, BELOW_ONE):
+            found = L.draw(laws, torch.full((3,), u, dtype=torch.float64)).tolist()
+            assert found[0] < vocab
+            assert found[1:] == [vocab, vocab]
 
 
 def test_a_large_vocabulary_in_float32_keeps_its_tail() -> None:

@@ -85,9 +85,9 @@ def mix(state: int, part: int) -> int:
 
 def gumbel_of(key: int, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise of tokens under a 64-bit key, float64, the shape of `tokens` (int64)."""
-    bits = _finalise((tokens ^ _signed(key)) + _signed(_GOLDEN))
-    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+    bits = _finalise((tokens ^ _signed(key)).add_(_signed(_GOLDEN)))
+    uniform = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _finalise_int(z: int) -> int:
@@ -97,15 +97,16 @@ def _finalise_int(z: int) -> int:
 
 
 def _finalise(z: Tensor) -> Tensor:
+    """Scramble `z`; a vocabulary's worth of temporaries would cost more than the arithmetic, so there is one."""
     # int64 products wrap around, as products modulo 2^64 do; only the shifts must be told to bring in zeros.
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
-    return z ^ _shift_right(z, 31)
+    z = (z ^ _shift_right(z, 30)).mul_(_signed(_MIX_1))
+    z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(_MIX_2))
+    return z.bitwise_xor_(_shift_right(z, 31))
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
     """Logical right shift of int64; torch's own is arithmetic and would copy the sign bit."""
-    return (z >> count) & ((1 << (64 - count)) - 1)
+    return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _signed(value: int) -> int:

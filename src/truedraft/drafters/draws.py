@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.core.laws import draw, finite_rows, law_from_logits
+from truedraft.core.laws import draw, finite_rows, law_from_logits, most_likely
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
 from truedraft.core.sampling import SamplingParams
@@ -75,14 +76,13 @@ class TopTokens(Drawing):
         """The `width` likeliest tokens of each row; see `Drawing.draw`."""
         width = max(node.width for node in nodes)
         if width == 1:
-            # argmax, unlike topk, promises the lowest id among equals: what the target would choose.
-            chosen = logits.argmax(dim=-1, keepdim=True)
+            # Unlike topk this promises the lowest id among equals: what the target would choose.
+            chosen = most_likely(logits)[:, None]
         else:
             chosen = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-        probabilities = torch.ones_like(chosen, dtype=torch.float32)
-        if any(node.wants_probability for node in nodes):
-            probabilities = torch.softmax(logits.float(), dim=-1).gather(-1, chosen)
-        return _children(nodes, chosen.tolist(), probabilities.tolist()), None
+        tokens = [row[: node.width] for node, row in zip(nodes, chosen.tolist(), strict=True)]
+        laws = torch.softmax(logits.float(), dim=-1) if _want_probabilities(nodes) else None
+        return _children(tokens, laws), None
 
 
 class SampledTokens(Drawing):
@@ -95,23 +95,21 @@ class SampledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """`width` tokens of each row, never more than its law has support; see `Drawing.draw`."""
-        laws = _sound_laws(logits, params)
-        left = laws
+        laws = left = law_from_logits(logits, params)
+        vocab = laws.shape[-1]
         tokens: list[list[int]] = [[] for _ in nodes]
-        probabilities: list[list[float]] = [[] for _ in nodes]
-        for number in range(max(node.width for node in nodes)):
+        last = max(node.width for node in nodes) - 1
+        for number in range(last + 1):
             uniforms = [node.noise.uniform(Purpose.DRAFT, node.depth, node.index + number) for node in nodes]
-            drawn = draw(left, torch.tensor(uniforms, dtype=torch.float64, device=laws.device)).clamp_max(
-                laws.shape[-1] - 1
-            )
-            masses = left.gather(-1, drawn[:, None]).squeeze(-1)
-            for row, (token, mass) in enumerate(zip(drawn.tolist(), masses.tolist(), strict=True)):
-                # A row whose support is used up has no mass left anywhere: it draws no more.
-                if number < nodes[row].width and mass > 0.0:
-                    tokens[row].append(token)
-                    probabilities[row].append(mass)
-            left = left.scatter(-1, drawn[:, None], 0.0)
-        return [DrawnChildren(*each) for each in zip(tokens, probabilities, strict=True)], laws
+            drawn = draw(left, torch.tensor(uniforms, dtype=torch.float64).to(laws.device, non_blocking=True))
+            for own, node, token in zip(tokens, nodes, drawn.tolist(), strict=True):
+                # A row whose support is used up, or whose logits are broken, has nothing left to draw.
+                if number < node.width and token < vocab:
+                    own.append(token)
+            if number < last:
+                left = left.scatter(-1, drawn.clamp_max(vocab - 1)[:, None], 0.0)
+        laws = _without_broken_rows(laws, nodes, tokens)
+        return _children(tokens, laws if _want_probabilities(nodes) else None), laws
 
 
 class CoupledTokens(Drawing):
@@ -123,19 +121,22 @@ class CoupledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """The `width` largest log q + G of each row; see `Drawing.draw`."""
-        laws = _sound_laws(logits, params)
-        noise = [node.noise.gumbel(node.depth, laws.shape[-1], laws.device) for node in nodes]
-        scores = laws.double().log() + torch.stack([row for row in noise if row is not None])
+        laws = law_from_logits(logits, params)
+        scores = torch.log(laws.double())
+        for row, node in zip(scores, nodes, strict=True):
+            noise = node.noise.gumbel(node.depth, laws.shape[-1], laws.device)
+            assert noise is not None, "a greedy request draws its likeliest tokens"
+            row.add_(noise)
         width = max(node.width for node in nodes)
         top = scores.topk(min(width, scores.shape[-1]), dim=-1)
-        probabilities = laws.gather(-1, top.indices)
-        # Where the law has less support than `width`, the rest scores -inf and can never be the target's choice.
-        kept = [[score > -torch.inf for score in row] for row in top.values.tolist()]
-        children = _children(nodes, top.indices.tolist(), probabilities.tolist())
-        for child, keep in zip(children, kept, strict=True):
-            count = sum(keep[: len(child.tokens)])
-            del child.tokens[count:], child.probabilities[count:]
-        return children, laws
+        # Where the law has less support than `width` the rest scores -inf and can never be the target's choice;
+        # where the logits are broken every score is NaN. Neither is above -inf.
+        tokens = [
+            [token for token, score in zip(ids[: node.width], values, strict=False) if score > -torch.inf]
+            for node, ids, values in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+        laws = _without_broken_rows(laws, nodes, tokens)
+        return _children(tokens, laws if _want_probabilities(nodes) else None), laws
 
 
 _TOP = TopTokens()
@@ -153,19 +154,24 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def _sound_laws(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Laws of a draft's logits, without mass where the logits are broken: nothing is drawn there.
+def _without_broken_rows(laws: Tensor, nodes: Sequence[OpenNode], tokens: Sequence[Sequence[int]]) -> Tensor:
+    """Laws without mass where the logits were broken; nothing was drawn there, so only such rows need a look.
 
     Raising would drop the tokens already drawn above, because of what was drawn: that bends the law.
     """
-    laws = law_from_logits(logits, params)
+    if all(own or not node.width for node, own in zip(nodes, tokens, strict=True)):
+        return laws
     return torch.where(finite_rows(laws)[:, None], laws, 0.0)
 
 
-def _children(
-    nodes: Sequence[OpenNode], tokens: list[list[int]], probabilities: list[list[float]]
-) -> list[DrawnChildren]:
-    return [
-        DrawnChildren(ids[: node.width], masses[: node.width])
-        for node, ids, masses in zip(nodes, tokens, probabilities, strict=True)
-    ]
+def _want_probabilities(nodes: Sequence[OpenNode]) -> bool:
+    return any(node.wants_probability for node in nodes)
+
+
+def _children(tokens: Sequence[list[int]], laws: Tensor | None) -> list[DrawnChildren]:
+    """The tokens of each node with their probabilities in its law, a row of `laws` `[nodes, vocab]`; None: 1 each."""
+    if laws is None:
+        return [DrawnChildren(own, [1.0] * len(own)) for own in tokens]
+    rows = [row for row, own in enumerate(tokens) for _ in own]
+    found = iter(laws[rows, [token for own in tokens for token in own]].tolist())
+    return [DrawnChildren(own, list(itertools.islice(found, len(own)))) for own in tokens]

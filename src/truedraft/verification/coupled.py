@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from truedraft.core.laws import most_likely
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin, Verdict
@@ -21,22 +23,23 @@ def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
     (1 - TV)/(1 + TV) of the time (arXiv 2408.07978). Without noise (greedy) it is the argmax.
 
     Args:
-        laws: `[rows, vocab]`.
+        laws: `[rows, vocab]`. Without noise also logits, in any floating dtype: only their order matters.
         gumbel: `[rows, vocab]` or `[vocab]`, float64; None is G = 0.
 
     Returns:
         Token ids `[rows]`.
     """
     if gumbel is None:
-        return laws.argmax(dim=-1)
-    return (laws.double().log() + gumbel).argmax(dim=-1)
+        return most_likely(laws)
+    return most_likely(torch.log(laws.double()).add_(gumbel))
 
 
 class CoupledSampling(Rule):
     """Follow the child that carries argmax(log p + G(seed, sample, position, token)), if there is one.
 
     Daliri et al. 2408.07978. What is emitted never depends on the proposal, so proposals of every kind are judged
-    exactly, and the tokens of a seed are the same with any drafter or none. Greedy is the case G = 0.
+    exactly, and the tokens of a seed are the same with any drafter or none. Greedy is the case G = 0: then only the
+    argmax of a row matters, so raw logits do for its law, and no law need be computed.
     """
 
     name: ClassVar[str] = "coupled"
@@ -44,23 +47,20 @@ class CoupledSampling(Rule):
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge a batch of proposals; see `Rule.verify`."""
-        return [self._follow(*each) for each in zip(proposals, laws, noise, strict=True)]
+        """Judge a batch of proposals; see `Rule.verify`.
 
-    def _follow(self, proposal: Proposal, laws: Tensor, noise: Noise) -> Verdict:
-        choices: list[int] = coupled_choice(laws, _noise_of_slots(proposal, laws, noise)).tolist()
-        ids = proposal.tree.token_list
-        path: list[int] = []
-        slot = 0
-        while True:
-            token = choices[slot]
-            children = proposal.tree.shape.children[slot]
-            child = next((node for node in children if ids[node] == token), None)
-            if child is None:
-                final = Origin.RECOVERED if children else Origin.BONUS
-                return Verdict(tuple(path), (*(ids[node] for node in path), token), final)
-            path.append(child)
-            slot = child + 1
+        Where a request is greedy (its noise has no Gumbel numbers), `laws` may hold for it any rows
+        `[slots, vocab]` with the argmax of the laws, such as logits in the model's dtype. A row with NaN gives
+        some token: the caller discards it.
+        """
+        rows = [_choices(*each) for each in zip(proposals, laws, noise, strict=True)]
+        if not rows:
+            return []
+        choices = iter(torch.cat(rows).tolist())  # the only answer that is waited for
+        return [
+            _follow(proposal, list(itertools.islice(choices, len(row))))
+            for proposal, row in zip(proposals, rows, strict=True)
+        ]
 
     def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
         """How a node ends: with a token of law `p`, accepted where a child carries it; see `Rule.outcomes`.
@@ -72,9 +72,27 @@ class CoupledSampling(Rule):
         return [NodeOutcome(float(mass), token, token in drawn) for token, mass in enumerate(p)]
 
 
-def _noise_of_slots(proposal: Proposal, laws: Tensor, noise: Noise) -> Tensor | None:
-    """Noise `[slots, vocab]`: a slot at depth d decides the d-th token of the step, d from 0."""
+def _choices(proposal: Proposal, laws: Tensor, noise: Noise) -> Tensor:
+    """The token `[slots]` of every slot: one at depth d decides the d-th token of the step, d from 0."""
     depths = (0, *proposal.tree.shape.depths)
-    rows = [noise.gumbel(depth, laws.shape[-1], laws.device) for depth in depths]
-    known = [row for row in rows if row is not None]
-    return torch.stack(known) if known else None
+    gumbel = [noise.gumbel(depth, laws.shape[-1], laws.device) for depth in depths]
+    if gumbel[0] is None:
+        return coupled_choice(laws, None)
+    # Row by row: the float64 scores of one row stay in the processor's cache.
+    return torch.cat([coupled_choice(law, own) for law, own in zip(laws.split(1), gumbel, strict=True)])
+
+
+def _follow(proposal: Proposal, choices: Sequence[int]) -> Verdict:
+    """Walk down from the root along the children that carry the slots' tokens."""
+    ids = proposal.tree.token_list
+    path: list[int] = []
+    slot = 0
+    while True:
+        token = choices[slot]
+        children = proposal.tree.shape.children[slot]
+        child = next((node for node in children if ids[node] == token), None)
+        if child is None:
+            final = Origin.RECOVERED if children else Origin.BONUS
+            return Verdict(tuple(path), (*(ids[node] for node in path), token), final)
+        path.append(child)
+        slot = child + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -56,8 +57,7 @@ class SpeculativeSampling(Rule):
 
     def rejected_candidate(self, p: Tensor, token: int) -> Tensor:
         """The same for a deterministic candidate: `rejected` with q one-hot at `token`."""
-        rest = L.without(p, token)
-        return rest if bool(rest.sum() > 0) else p
+        return L.residual_of_candidate(p, token)
 
     def removed(self, q: Tensor, token: int) -> Tensor:
         """The draft's law `[vocab]` after `token` was taken out of it, without replacement."""
@@ -65,7 +65,8 @@ class SpeculativeSampling(Rule):
 
     def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
         """Judge a batch of proposals; see `Rule.verify`."""
-        walks = [self._walk(*each) for each in zip(proposals, laws, noise, strict=True)]
+        looks = _first_looks(list(zip(proposals, laws, noise, strict=True)))
+        walks = [self._walk(*each) for each in zip(proposals, looks, noise, strict=True)]
         finals = _draw_finals(walks, noise)
         verdicts = []
         for proposal, walk, token in zip(proposals, walks, finals, strict=True):
@@ -73,9 +74,8 @@ class SpeculativeSampling(Rule):
             verdicts.append(Verdict(tuple(walk.path), (*(ids[node] for node in walk.path), token), walk.final))
         return verdicts
 
-    def _walk(self, proposal: Proposal, laws: Tensor, noise: Noise) -> _Walk:
+    def _walk(self, proposal: Proposal, judged: _FirstLook, noise: Noise) -> _Walk:
         """Walk from the root down, accepting one child at each node, until no draw of a node stays."""
-        judged = _FirstLook(proposal, laws)
         path: list[int] = []
         slot = 0
         while True:
@@ -111,7 +111,7 @@ class SpeculativeSampling(Rule):
     ) -> Tensor:
         if draw.kind is DrawKind.DETERMINISTIC:
             return self.rejected_candidate(p, token)
-        q = reduced[draw.law] if _is_reduced(draw, reduced) else judged.proposal_laws[draw.law]
+        q = reduced[draw.law] if _is_reduced(draw, reduced) else judged.q_row(draw)
         if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
             reduced[draw.law] = self.removed(q, token)
         return self.rejected(p, q)
@@ -140,35 +140,66 @@ def _is_reduced(draw: Draw | DrawnToken, reduced: dict[int, Tensor]) -> bool:
     return draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.law in reduced
 
 
+@dataclass(slots=True)
 class _FirstLook:
-    """p and q of every drafted token, fetched from the device in one go.
+    """p and q of every drafted token of one request, on the host.
 
     Most nodes are judged by their first draw, against the untouched laws; only a rejection needs whole rows.
     """
 
-    def __init__(self, proposal: Proposal, laws: Tensor) -> None:
-        self.laws = laws
-        self.tokens = proposal.tree.token_list
-        self.p_x: list[float] = []
-        self._q_x: dict[Draw, float] = {}
-        if not self.tokens:
-            return
-        tokens = proposal.tree.tokens.to(laws.device)
-        slots = torch.tensor(proposal.tree.shape.parents, device=laws.device) + 1
-        self.p_x = laws[slots, tokens].tolist()
-        if proposal.laws is None:
-            return
-        self.proposal_laws = proposal.laws.to(laws.device)  # the draft may live elsewhere
-        sampled = [draw for draws in proposal.draws for draw in draws if draw.law >= 0]
-        if not sampled:
-            return
-        rows = torch.tensor([draw.law for draw in sampled], device=laws.device)
-        ids = torch.tensor([self.tokens[draw.child] for draw in sampled], device=laws.device)
-        self._q_x = dict(zip(sampled, self.proposal_laws[rows, ids].tolist(), strict=True))
+    proposal: Proposal
+    laws: Tensor  # [slots, vocab]
+    tokens: list[int]
+    p_x: list[float]  # by node
+    q_x: dict[tuple[int, int], float]  # by node and row of its law
 
     def q_of(self, draw: Draw) -> float:
         """Probability that the draft's untouched law gave the drawn token."""
-        return 1.0 if draw.law < 0 else self._q_x[draw]
+        return 1.0 if draw.law < 0 else self.q_x[draw.child, draw.law]
+
+    def q_row(self, draw: Draw) -> Tensor:
+        """The draft's untouched law `[vocab]`; the draft may live on another device."""
+        assert self.proposal.laws is not None
+        return self.proposal.laws[draw.law].to(self.laws.device)
+
+
+def _first_looks(requests: Sequence[tuple[Proposal, Tensor, Noise]]) -> list[_FirstLook]:
+    """Fetch p and q of all drafted tokens of a batch in one transfer."""
+    wanted: list[tuple[Tensor, list[int]]] = []  # tables `[rows, vocab]`, and places in them
+    drawn_from: list[list[tuple[int, int]]] = []
+    for proposal, laws, _ in requests:
+        tokens, vocab = proposal.tree.token_list, laws.shape[-1]
+        slots = [parent + 1 for parent in proposal.tree.shape.parents]
+        wanted.append((laws, [slot * vocab + token for slot, token in zip(slots, tokens, strict=True)]))
+        drawn = [(draw.child, draw.law) for draws in proposal.draws for draw in draws if draw.law >= 0]
+        if drawn and proposal.laws is not None:
+            vocab = proposal.laws.shape[-1]
+            wanted.append((proposal.laws, [law * vocab + tokens[child] for child, law in drawn]))
+        drawn_from.append(drawn)
+    found = iter(_fetch(wanted))
+    looks = []
+    for (proposal, laws, _), drawn in zip(requests, drawn_from, strict=True):
+        p_x = list(itertools.islice(found, len(proposal.tree)))
+        q_x = dict(zip(drawn, itertools.islice(found, len(drawn)), strict=True))
+        looks.append(_FirstLook(proposal, laws, proposal.tree.token_list, p_x, q_x))
+    return looks
+
+
+def _fetch(wanted: Sequence[tuple[Tensor, list[int]]]) -> list[float]:
+    """Entries of several tables at flat places, one table behind the other."""
+    wanted = [(table, places) for table, places in wanted if places]
+    if not wanted:
+        return []
+    device = wanted[0][0].device
+    counts = [len(places) for _, places in wanted]
+    # Not blocking: so few numbers are copied before the call returns, and the device is waited for only at the end.
+    flat = torch.tensor([place for _, places in wanted for place in places]).to(device, non_blocking=True)
+    entries = [
+        table.take(part.to(table.device)).to(device)
+        for (table, _), part in zip(wanted, flat.split(counts), strict=True)
+    ]
+    found: list[float] = torch.cat(entries).tolist()
+    return found
 
 
 def _draw_finals(walks: Sequence[_Walk], noise: Sequence[Noise]) -> list[int]:
@@ -178,5 +209,6 @@ def _draw_finals(walks: Sequence[_Walk], noise: Sequence[Noise]) -> list[int]:
     purposes = {Origin.RECOVERED: Purpose.RECOVERED, Origin.BONUS: Purpose.BONUS}
     uniforms = [each.uniform(purposes[walk.final], walk.depth) for walk, each in zip(walks, noise, strict=True)]
     laws = torch.stack([walk.law for walk in walks])
-    tokens: list[int] = L.draw(laws, torch.tensor(uniforms, dtype=torch.float64, device=laws.device)).tolist()
+    numbers = torch.tensor(uniforms, dtype=torch.float64).to(laws.device, non_blocking=True)
+    tokens: list[int] = L.draw(laws, numbers).tolist()
     return tokens

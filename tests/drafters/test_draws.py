@@ -1,0 +1,136 @@
+"""How drafts are drawn, against slow references: which token, from which law, with which probability."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft.core import laws as L
+from truedraft.core.noise import KeyedNoise, Purpose
+from truedraft.core.proposals import DrawKind
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
+from truedraft.verification.coupled import coupled_choice
+
+VOCAB = 40
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
+COUPLED = SamplingParams(temperature=0.8, top_p=0.9, coupled=True)
+GREEDY = SamplingParams()
+
+
+def logits(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def nodes(*widths: int, wants: bool = False) -> list[OpenNode]:
+    return [OpenNode(KeyedNoise(70 + i, 5, 1), 2, 3 * i, width, wants) for i, width in enumerate(widths)]
+
+
+def slow_draws(law: Tensor, node: OpenNode) -> tuple[list[int], list[float]]:
+    """One after the other, each from the law without the tokens before it."""
+    left, tokens = law.clone(), []
+    for number in range(node.width):
+        if not left.sum() > 0:
+            break
+        u = node.noise.uniform(Purpose.DRAFT, node.depth, node.index + number)
+        token = int(L.draw(left[None], torch.tensor([u], dtype=torch.float64)))
+        tokens.append(token)
+        left[token] = 0.0
+    return tokens, [float(law[token]) for token in tokens]
+
+
+def test_kinds_of_drawing() -> None:
+    assert drawing_for(GREEDY, 3).kind is DrawKind.DETERMINISTIC
+    assert drawing_for(COUPLED, 3).kind is DrawKind.COUPLED
+    assert drawing_for(SAMPLED, 1).kind is DrawKind.INDEPENDENT
+    assert drawing_for(SAMPLED, 2).kind is DrawKind.WITHOUT_REPLACEMENT
+
+
+@pytest.mark.parametrize("widths", [(1,), (1, 1, 1), (3, 1, 2), (0, 2), (0,), (0, 0)], ids=str)
+@pytest.mark.parametrize("wants", [False, True])
+def test_sampled_tokens_are_those_of_the_slow_draws(widths: tuple[int, ...], wants: bool) -> None:
+    for seed in range(20):
+        scores = logits(len(widths), seed)
+        open_nodes = nodes(*widths, wants=wants)
+        children, laws = drawing_for(SAMPLED, max(widths)).draw(scores, SAMPLED, open_nodes)
+        assert laws is not None
+        assert torch.equal(laws, L.law_from_logits(scores, SAMPLED))
+        for child, law, node in zip(children, laws, open_nodes, strict=True):
+            tokens, masses = slow_draws(law, node)
+            assert child == DrawnChildren(tokens, masses if wants else [1.0] * len(tokens))
+
+
+def test_never_more_draws_than_the_law_has_tokens() -> None:
+    scores = torch.full((2, VOCAB), -math.inf)
+    scores[0, [4, 9]] = 1.0
+    scores[1, 7] = 0.0
+    for params in (SAMPLED, COUPLED):
+        children, _ = drawing_for(params, 4).draw(scores, params, nodes(4, 4))
+        assert [sorted(child.tokens) for child in children] == [[4, 9], [7]]
+        assert [len(child.probabilities) for child in children] == [2, 1]
+
+
+@pytest.mark.parametrize("params", [SAMPLED, COUPLED], ids=["sampled", "coupled"])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nothing_is_drawn_from_broken_logits_and_other_rows_are_as_ever(
+    params: SamplingParams, width: int, bad: float
+) -> None:
+    scores = logits(3)
+    open_nodes = nodes(width, width, width, wants=True)
+    clean, clean_laws = drawing_for(params, width).draw(scores, params, open_nodes)
+    scores[1, 11] = bad
+    children, laws = drawing_for(params, width).draw(scores, params, open_nodes)
+    assert laws is not None and clean_laws is not None
+    assert children[1] == DrawnChildren([], [])
+    assert laws[1].tolist() == [0.0] * VOCAB
+    assert [children[0], children[2]] == [clean[0], clean[2]]
+    assert torch.equal(laws[[0, 2]], clean_laws[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_drafts_are_the_lowest_of_the_likeliest(dtype: torch.dtype) -> None:
+    scores = logits(3).to(dtype)
+    scores[1, [30, 12, 39]] = 20.0
+    children, laws = drawing_for(GREEDY, 1).draw(scores, GREEDY, nodes(1, 1, 0))
+    assert laws is None
+    assert [child.tokens for child in children] == [[int(scores[0].argmax())], [12], []]
+    assert [child.probabilities for child in children] == [[1.0], [1.0], []]
+
+
+def test_greedy_drafts_with_probabilities_and_several_children() -> None:
+    scores = logits(2)
+    children, laws = drawing_for(GREEDY, 3).draw(scores, GREEDY, nodes(3, 2, wants=True))
+    assert laws is None
+    order = scores.argsort(dim=-1, descending=True)
+    masses = torch.softmax(scores, dim=-1)
+    for child, row, mass, width in zip(children, order.tolist(), masses, (3, 2), strict=True):
+        assert child.tokens == row[:width]
+        assert child.probabilities == pytest.approx([float(mass[token]) for token in row[:width]])
+    more, _ = drawing_for(GREEDY, VOCAB + 5).draw(scores, GREEDY, nodes(VOCAB + 5, 1))
+    assert sorted(more[0].tokens) == list(range(VOCAB))
+
+
+def test_coupled_drafts_are_the_choices_of_the_shared_noise() -> None:
+    for seed in range(20):
+        scores = logits(2, seed)
+        open_nodes = nodes(1, 3, wants=True)
+        children, laws = drawing_for(COUPLED, 3).draw(scores, COUPLED, open_nodes)
+        assert laws is not None
+        for child, law, node in zip(children, laws, open_nodes, strict=True):
+            noise = node.noise.gumbel(node.depth, VOCAB, law.device)
+            assert child.tokens[0] == int(coupled_choice(law[None], noise))
+            best = (law.double().log() + noise).argsort(descending=True)[: node.width].tolist()
+            assert child.tokens == [token for token in best if law[token] > 0]
+            assert child.probabilities == [float(law[token]) for token in child.tokens]
+
+
+def test_logits_are_left_as_they_were() -> None:
+    scores = logits(2)
+    before = scores.clone()
+    for params in (GREEDY, SAMPLED, COUPLED, SamplingParams(temperature=1.0)):
+        drawing_for(params, 2).draw(scores, params, nodes(2, 1, wants=True))
+    assert torch.equal(scores, before)

@@ -1,0 +1,165 @@
+"""What a batch of requests costs in waits for the device, and logits in place of greedy laws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft.core import laws as L
+from truedraft.core.noise import KeyedNoise, Purpose
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import TokenTree
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.verification import CoupledSampling, SpeculativeSampling
+
+VOCAB = 300
+
+
+def logits(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+class Waits:
+    """Counts the answers that are fetched from tensors; `verify` may fetch few, whatever the batch."""
+
+    NAMES = ("tolist", "item", "__bool__", "__float__", "__int__", "__index__")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in self.NAMES:
+            patch.setattr(Tensor, name, self._counting(getattr(Tensor, name)))
+
+    def _counting(self, original: object) -> object:
+        def counted(tensor: Tensor) -> object:
+            self.count += 1
+            return original(tensor)  # type: ignore[operator]
+
+        return counted
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    yield Waits(monkeypatch)
+
+
+def chains(count: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
+    """Requests with drafted chains of 0, 1, 2, ... tokens, drawn from laws near the target's."""
+    params = SamplingParams(temperature=1.0, top_p=0.95)
+    proposals, laws, noise = [], [], []
+    for request in range(count):
+        scores = logits(request + 1, seed=request)
+        q = L.law_from_logits(scores[:request] + 0.7 * logits(request, seed=100 + request), params)
+        each = KeyedNoise(seed=request, position=9, step=2)
+        uniforms = [each.uniform(Purpose.DRAFT, depth, depth) for depth in range(request)]
+        tokens = L.draw(q, torch.tensor(uniforms, dtype=torch.float64))
+        kind = DrawKind.INDEPENDENT
+        proposals.append(Proposal.chain(tokens, q, kind) if request % 3 else fixed(tokens))
+        laws.append(L.law_from_logits(scores, params))
+        noise.append(each)
+    for proposal in proposals:
+        assert proposal.tree.token_list is not None  # on the host before anything is counted
+    return proposals, laws, noise
+
+
+def fixed(tokens: Tensor) -> Proposal:
+    return Proposal.deterministic(TokenTree.chain(tokens))
+
+
+def test_speculative_sampling_waits_twice_for_any_batch_of_chains(waits: Waits) -> None:
+    """Once for what the laws say of the drafted tokens, once for the final tokens."""
+    proposals, laws, noise = chains(9)
+    waits.count = 0
+    verdicts = SpeculativeSampling().verify(proposals, laws, noise)
+    assert waits.count == 2
+    finals = {verdict.final for verdict, proposal in zip(verdicts, proposals, strict=True) if len(proposal.tree)}
+    assert finals == {Origin.RECOVERED, Origin.BONUS}
+    alone = [SpeculativeSampling().verify([p], [law], [n])[0] for p, law, n in zip(proposals, laws, noise, strict=True)]
+    assert verdicts == alone
+
+
+def test_coupled_sampling_waits_once_for_any_batch(waits: Waits) -> None:
+    proposals, laws, _ = chains(6)
+    noise = [KeyedNoise(i, 9, 2, greedy=i % 2 == 0) for i in range(6)]
+    waits.count = 0
+    verdicts = CoupledSampling().verify(proposals, laws, noise)
+    assert waits.count == 1
+    alone = [CoupledSampling().verify([p], [law], [n])[0] for p, law, n in zip(proposals, laws, noise, strict=True)]
+    assert verdicts == alone
+
+
+def test_draft_laws_of_another_width_of_float_are_judged_by_their_own_numbers() -> None:
+    """p in float64 beside q in float32, and the other way round, in one batch."""
+    p = torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float32)
+    rule = SpeculativeSampling()
+    seen: list[tuple[float, float]] = []
+
+    class Notes(SpeculativeSampling):
+        def accept_probability(self, p_x: float, q_x: float) -> float:
+            seen.append((p_x, q_x))
+            return rule.accept_probability(p_x, q_x)
+
+    wide = Proposal.chain(torch.tensor([0]), q)
+    narrow = Proposal.chain(torch.tensor([1]), p[:1])
+    Notes().verify([wide, narrow], [p, p.float()], [KeyedNoise(1, 0, 0), KeyedNoise(2, 0, 0)])
+    assert seen == [(0.25, float(q[0, 0])), (0.75, 0.75)]
+
+
+# ------------------------------------------------------------------------------- logits in place of greedy laws
+
+
+def greedy_noise(count: int) -> list[KeyedNoise]:
+    return [KeyedNoise(i, 0, 0, greedy=True) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_requests_are_judged_by_their_logits_as_by_their_laws(dtype: torch.dtype) -> None:
+    """bfloat16 rounds logits together: the argmax of equals is the lowest id, for laws and logits alike."""
+    rows = [logits(4, seed).to(dtype) for seed in range(8)]
+    for row in rows:
+        row[:, [250, 30, 299]] = row.amax(dim=-1, keepdim=True)
+    best = [row.argmax(dim=-1).tolist() for row in rows]
+    proposals = [
+        Proposal.empty(),
+        fixed(torch.tensor(best[1][:3])),
+        fixed(torch.tensor([best[2][0], 30, 5])),
+        fixed(torch.tensor([299, 30, 30])),  # an equal of the argmax, but not the lowest
+        Proposal.deterministic(TokenTree.from_paths([[7, 8], [best[4][0]]])),
+        *(fixed(torch.tensor(each[:3])) for each in best[5:]),
+    ]
+    slots = [row[: len(proposal.tree) + 1] for row, proposal in zip(rows, proposals, strict=True)]
+    laws = [L.law_from_logits(row, SamplingParams(temperature=0.0)) for row in slots]
+    rule = CoupledSampling()
+    verdicts = rule.verify(proposals, slots, greedy_noise(8))
+    assert verdicts == rule.verify(proposals, laws, greedy_noise(8))
+    assert verdicts == SpeculativeSampling().verify(proposals, laws, [KeyedNoise(i, 0, 0) for i in range(8)])
+    assert verdicts[1] == Verdict((0, 1, 2), tuple(best[1]), Origin.BONUS)
+    assert verdicts[3] == Verdict((), (30,), Origin.RECOVERED) or best[3][0] != 30
+    assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 3}
+
+
+def test_logits_of_greedy_requests_beside_laws_of_sampled_ones() -> None:
+    rule = CoupledSampling()
+    scores = logits(2, 3).bfloat16()
+    law = L.law_from_logits(logits(2, 4), SamplingParams(temperature=1.0))
+    token = int(scores[0].argmax())
+    batch = [fixed(torch.tensor([token])), fixed(torch.tensor([token]))]
+    noise = [KeyedNoise(1, 0, 0, greedy=True), KeyedNoise(2, 0, 0)]
+    together = rule.verify(batch, [scores, law], noise)
+    assert together[0] == Verdict((0,), (token, int(scores[1].argmax())), Origin.BONUS)
+    assert together[1] == rule.verify(batch[1:], [law], noise[1:])[0]
+
+
+def test_broken_logits_of_a_greedy_request_touch_no_other() -> None:
+    rule = CoupledSampling()
+    scores = logits(2, 5)
+    broken = scores.clone()
+    broken[0, 17] = torch.nan
+    kept = fixed(scores[:1].argmax(dim=-1))
+    verdicts = rule.verify([kept, kept], [broken, scores], greedy_noise(2))
+    assert verdicts[1] == rule.verify([kept], [scores], greedy_noise(1))[0]
+    assert 0 <= verdicts[0].tokens[0] < VOCAB
