@@ -1,6 +1,8 @@
 """`python -m truedraft` is the command `truedraft`."""
 
+import sys
+
 from truedraft.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool, RequestCache
+from truedraft.cache import CachePool, RequestCache, key_span
 from truedraft.errors import CacheError
 
 HEADS, KEY_WIDTH, VALUE_WIDTH, CALLS = 2, 3, 5, 2
@@ -21,13 +21,17 @@ def entry(token: int, call: int) -> float:
 
 
 def forward(cache: RequestCache, tokens: Sequence[int], written: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """As a model would: reserve, then write the new tokens in every attention call."""
+    """As a model would: reserve, then write the new tokens in every attention call; what lies behind them is finite."""
     cache.reserve(written + len(tokens), written)
     views = []
+    end = cache.length + written + len(tokens)
     for call in range(CALLS):
         column = torch.tensor([entry(token, call) for token in tokens])[None, :, None]
         keys = column.expand(HEADS, -1, KEY_WIDTH)
-        views.append(cache.write(call, keys, -column.expand(HEADS, -1, VALUE_WIDTH)))
+        all_keys, all_values = cache.write(call, keys, -column.expand(HEADS, -1, VALUE_WIDTH))
+        assert all_keys.shape == (HEADS, KEY_WIDTH, key_span(end))
+        assert all_values.shape == (HEADS, key_span(end), VALUE_WIDTH)
+        views.append((all_keys[:, :, :end].transpose(1, 2), all_values[:, :end]))
     return views
 
 
@@ -158,9 +162,9 @@ def test_growth_stops_at_the_limit_unless_a_tree_needs_more() -> None:
     assert cache.capacity == 256
     forward(cache, range(200, 290))
     cache.commit(range(90))
-    assert cache.capacity == 300, "doubling would make 512"
-    forward(cache, range(30))
-    assert cache.capacity == 320 + 64, "a little more than needed, or every step would copy"
+    assert cache.capacity == key_span(300) == 320, "doubling would make 512"
+    forward(cache, range(31))
+    assert cache.capacity == key_span(321) == 384
     cache.commit([0, 29])
     assert_pairs(cache.entries(), [*range(290), 0, 29])
 
@@ -168,8 +172,54 @@ def test_growth_stops_at_the_limit_unless_a_tree_needs_more() -> None:
 def test_a_large_prompt_is_reserved_at_once() -> None:
     cache = RequestCache(LIMIT)
     forward(cache, range(700))
-    assert cache.capacity == 700
-    assert cache.n_bytes == CALLS * HEADS * 700 * (KEY_WIDTH + VALUE_WIDTH) * 4
+    assert cache.capacity == key_span(700) == 1088
+    assert cache.n_bytes == CALLS * HEADS * 1088 * (KEY_WIDTH + VALUE_WIDTH) * 4
+
+
+def spoil(cache: RequestCache, tokens: int) -> None:
+    """A forward that leaves numbers behind which are not finite."""
+    cache.reserve(tokens)
+    for call in range(CALLS):
+        cache.write(
+            call, torch.full((HEADS, tokens, KEY_WIDTH), torch.nan), torch.full((HEADS, tokens, VALUE_WIDTH), torch.nan)
+        )
+
+
+def values_behind(cache: RequestCache, tokens: Sequence[int], written: int = 0) -> list[Tensor]:
+    """What a forward over these tokens sees behind them."""
+    cache.reserve(written + len(tokens), written)
+    end = cache.length + written + len(tokens)
+    one = torch.ones(HEADS, len(tokens), 1)
+    writes = [
+        cache.write(call, one.expand(-1, -1, KEY_WIDTH), one.expand(-1, -1, VALUE_WIDTH)) for call in range(CALLS)
+    ]
+    return [values[:, end:] for _, values in writes]
+
+
+@pytest.mark.parametrize("forget", [lambda cache: cache.commit([]), lambda cache: cache.rollback(3)])
+def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache], None]) -> None:
+    """A weight of 0 times NaN would be NaN."""
+    cache = filled([1, 2, 3])
+    spoil(cache, 70)
+    forget(cache)
+    for step in range(3):
+        assert not any(values.any() for values in values_behind(cache, [4, 5, 6])), step
+        cache.commit([0])
+    assert not any(values.any() for values in values_behind(cache, range(60))), "a longer span sees further"
+    assert not any(values.any() for values in values_behind(cache, [9], written=2)), "one more level of a tree"
+
+
+def test_a_pooled_cache_shows_nothing_of_its_last_request() -> None:
+    pool = CachePool(LIMIT)
+    cache = pool.acquire()
+    spoil(cache, 200)
+    cache.commit(range(200))
+    pool.release(cache)
+    again = pool.acquire()
+    assert again is cache
+    for tokens in (range(5), range(60), range(130)):
+        assert not any(values.any() for values in values_behind(again, tokens))
+        again.commit(range(len(tokens)))
 
 
 def test_rollback_sets_a_length() -> None:

@@ -180,7 +180,9 @@ def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
 def test_a_row_that_does_depend_on_others_is_noticed(worlds: Sequence[World], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is sensitive: the smallest change of one weight of attention shows."""
     softmax = torch.softmax
-    monkeypatch.setattr(torch, "softmax", lambda scores, **options: softmax(scores * (1 + 1e-3), **options))
+    monkeypatch.setattr(
+        torch, "softmax", lambda scores, **options: softmax(scores.float() * (1 + 1e-3), **options).to(scores.dtype)
+    )
     with pytest.raises(AssertionError, match="rows differ"):
         assert_same_bits([(world.at_once(world.cache), world.logits) for world in worlds])
     for world in worlds:

@@ -2,5 +2,6 @@
 
 from truedraft.cache.pool import CachePool
 from truedraft.cache.request import RequestCache
+from truedraft.cache.spans import WIDEST_GAP, key_span
 
-__all__ = ["CachePool", "RequestCache"]
+__all__ = ["WIDEST_GAP", "CachePool", "RequestCache", "key_span"]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from truedraft.cache.spans import key_span
 from truedraft.errors import CacheError
 
 _FIRST_CAPACITY = 256
-_BEYOND = 64
 
 
 class RequestCache:
@@ -18,7 +18,9 @@ class RequestCache:
 
     Slots `0 .. length - 1` hold committed tokens. A forward writes its tokens behind them; they count only once
     `commit` keeps some. Rollback is an assignment to a length. Buffers grow by doubling, up to `limit` unless a
-    tree needs more, and never shrink, so a reused cache does not allocate.
+    tree needs more, and never shrink, so a reused cache does not allocate. Keys lie transposed, as the product with
+    queries reads them. Slots behind the written ones are read with the weight 0, so their values must be finite:
+    whatever forgotten tokens left there is set to 0.
 
     Args:
         limit: tokens beyond which buffers grow only as far as they must (the model's context).
@@ -29,8 +31,9 @@ class RequestCache:
         self._limit = limit
         self._start = 0  # slot of the first token that the running forward writes
         self._written = 0  # uncommitted tokens that are there once it has run
+        self._stale = 0  # from here on all values are 0
         self._capacity = 0
-        self._keys: list[Tensor] = []  # one for each attention call: [kv_heads, capacity, key width]
+        self._keys: list[Tensor] = []  # one for each attention call: [kv_heads, key width, capacity]
         self._values: list[Tensor] = []  # [kv_heads, capacity, value width]
 
     @property
@@ -62,17 +65,16 @@ class RequestCache:
             raise CacheError(f"cannot build on {written} uncommitted tokens: {self._written} were written")
         self._start = self.length + written
         self._written = count
-        needed = self.length + count
+        needed = key_span(self.length + count)
         if needed <= self._capacity:
             return
         doubled = max(2 * self._capacity, _FIRST_CAPACITY)
-        # Beyond the limit only trees reach; a little more than needed, so that not every step copies.
-        self._capacity = max(needed + _BEYOND if needed > self._limit else needed, min(doubled, self._limit))
-        self._keys = [self._grown(buffer) for buffer in self._keys]
-        self._values = [self._grown(buffer) for buffer in self._values]
+        self._capacity = max(needed, min(doubled, key_span(self._limit)))
+        self._keys = [self._grown(keys.transpose(1, 2)).transpose(1, 2).contiguous() for keys in self._keys]
+        self._values = [self._grown(values) for values in self._values]
 
     def _grown(self, buffer: Tensor) -> Tensor:
-        larger = buffer.new_empty(buffer.shape[0], self._capacity, buffer.shape[2])
+        larger = buffer.new_zeros(buffer.shape[0], self._capacity, buffer.shape[2])
         larger[:, : self._start] = buffer[:, : self._start]
         return larger
 
@@ -85,17 +87,20 @@ class RequestCache:
             values: `[kv_heads, new, value width]`.
 
         Returns:
-            Views of all keys and values up to and with the new ones, `[kv_heads, slots, width]`.
+            Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: the committed
+            ones, the new ones, and slots without meaning up to the span (`key_span`).
         """
         if call == len(self._keys):
-            self._keys.append(keys.new_empty(keys.shape[0], self._capacity, keys.shape[2]))
-            self._values.append(values.new_empty(values.shape[0], self._capacity, values.shape[2]))
+            self._keys.append(keys.new_zeros(keys.shape[0], keys.shape[2], self._capacity))
+            self._values.append(values.new_zeros(values.shape[0], self._capacity, values.shape[2]))
         end = self._start + keys.shape[1]
-        all_keys = self._keys[call][:, :end]
-        all_values = self._values[call][:, :end]
-        all_keys[:, self._start :] = keys
-        all_values[:, self._start :] = values
-        return all_keys, all_values
+        span = key_span(end)
+        all_keys, all_values = self._keys[call], self._values[call]
+        if self._stale > end:
+            all_values[:, end : min(self._stale, span)] = 0
+        all_keys[:, :, self._start : end] = keys.transpose(1, 2)
+        all_values[:, self._start : end] = values
+        return all_keys[:, :, :span], all_values[:, :span]
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
@@ -112,9 +117,15 @@ class RequestCache:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self._written}")
         if kept and path[-1] != kept - 1:
             source = torch.tensor([self.length + i for i in path], device=self._keys[0].device)
-            for buffer in (*self._keys, *self._values):
-                # index_select copies before it is written, so source and target may overlap.
-                buffer[:, self.length : self.length + kept] = buffer.index_select(1, source)
+            target = slice(self.length, self.length + kept)
+            # index_select copies before it is written, so source and target may overlap.
+            for keys, values in zip(self._keys, self._values, strict=True):
+                keys[:, :, target] = keys.index_select(2, source)
+                values[:, target] = values.index_select(1, source)
+        # Every call of the forward has cleaned the slots of its span.
+        end = self.length + self._written
+        if self._stale <= key_span(end):
+            self._stale = end
         self.length += kept
         self._written = 0
 
@@ -126,10 +137,11 @@ class RequestCache:
         """
         if not 0 <= length <= self.length:
             raise CacheError(f"cannot roll back to {length} tokens: the cache holds {self.length}")
+        self._stale = max(self._stale, self.length + self._written)
         self.length = length
         self._written = 0
 
     def entries(self) -> list[tuple[Tensor, Tensor]]:
         """Committed keys and values of each attention call, `[kv_heads, length, width]`; for tests and checks."""
         pairs = zip(self._keys, self._values, strict=True)
-        return [(keys[:, : self.length], values[:, : self.length]) for keys, values in pairs]
+        return [(keys[:, :, : self.length].transpose(1, 2), values[:, : self.length]) for keys, values in pairs]

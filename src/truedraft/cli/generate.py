@@ -31,6 +31,7 @@ def generate(
     prompt: opt.PromptText = None,
     prompts: opt.PromptsFile = None,
     model: opt.Model = "embedded:target",
+    pad_to: opt.PadTo = None,
     drafter: opt.Drafter = "auto",
     rule: opt.RuleWord = "speculative",
     max_tokens: opt.MaxTokens = 128,
@@ -49,6 +50,7 @@ def generate(
     dtype: opt.Dtype = "auto",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    no_fast_paths: opt.NoFastPaths = False,
     json: opt.Json = False,
 ) -> int:
     """Answer a prompt by speculation; --compare shows what it gains over plain decoding."""
@@ -67,7 +69,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     questions = read_prompts(prompt, prompts)
-    setup = Setup(model, drafter, rule, dtype, device, threads)
+    setup = Setup(model, drafter, rule, dtype, device, threads, pad_to, not no_fast_paths)
     return _run(setup, questions, params, _Wishes(compare, show_drafts, chat, json))
 
 
@@ -101,6 +103,9 @@ def _answer(
     _remarks(answered.answers, wishes, terminal)
     if answered.answers:
         terminal.note(stats_line(answered.answers, answered.elapsed_s, params))
+        note = engine.target.note
+        if note is not None:
+            terminal.note(note)
     if wishes.json:
         record = answers_record(answered.names, answered.answers, answered.elapsed_s)
         terminal.json({"command": "generate"} | record | circumstances_record(engine, setup, params))

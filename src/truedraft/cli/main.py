@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from truedraft import __version__
+from truedraft.cli.bench import bench
+from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, report, telling
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
@@ -26,6 +28,8 @@ def build_app() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     app.command()(telling(generate))
+    app.command()(telling(bench))
+    app.command()(telling(export))
     app.command()(telling(info))
     app.add_typer(train_app())
     return app

@@ -39,6 +39,10 @@ Chat: TypeAlias = Annotated[
 Model: TypeAlias = Annotated[
     str, option("--model", "embedded:target, a folder, or a name on the Hugging Face hub.", _MODEL, "M")
 ]
+PadTo: TypeAlias = Annotated[
+    str | None,
+    option("--pad-to", "110M, 500M or 7B: the model's answers at the cost of a model of that size.", _MODEL, "SIZE"),
+]
 Drafter: TypeAlias = Annotated[
     str, option("--drafter", "auto, none, prompt-lookup or draft[:MODEL], each with [,option=value]...", _MODEL, "D")
 ]
@@ -84,4 +88,7 @@ Dtype: TypeAlias = Annotated[str, option("--dtype", "auto, float32, bfloat16 or 
 Device: TypeAlias = Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.", _MACHINE, "DEVICE")]
 Threads: TypeAlias = Annotated[
     int | None, option("--threads", "CPU threads.", _MACHINE, "N", show_default="torch's choice")
+]
+NoFastPaths: TypeAlias = Annotated[
+    bool, flag("--no-fast-paths", "Run models as they were loaded: nothing packed, nothing fused.", _MACHINE)
 ]

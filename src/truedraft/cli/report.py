@@ -63,7 +63,9 @@ def _circumstances(engine: Engine, drafter: str, params: SamplingParams, prompts
     how = "greedy" if params.greedy else f"temperature {params.temperature:g}, seed {params.seed}"
     what = f"{prompts} prompts, one run each way" if prompts > 1 else f"medians of {runs} runs each way"
     dtype = str(target.dtype).removeprefix("torch.")
-    return f"{target.name}, drafter {drafter}, {dtype}, {where}, {how}, {what}"
+    note = target.note
+    name = target.name if note is None else f"{target.name} ({note})"
+    return f"{name}, drafter {drafter}, {dtype}, {where}, {how}, {what}"
 
 
 def _table(comparison: Comparison) -> Table:
@@ -183,6 +185,8 @@ def circumstances_record(engine: Engine, setup: Setup, params: SamplingParams) -
     target = engine.target
     return {
         "model": target.name,
+        "pad_to": setup.pad_to,
+        "note": target.note,
         "drafter": setup.drafter,
         "drafter_kind": engine.drafter.name,
         "rule": engine.rule.name,

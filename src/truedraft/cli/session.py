@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class Setup:
     dtype: str
     device: str
     threads: int | None
+    pad_to: str | None = None
+    fast_paths: bool = True
 
 
 def sampling(**options: Any) -> SamplingParams:
@@ -62,7 +64,7 @@ def load_engine(setup: Setup, console: Console) -> Engine:
     """
     from truedraft.verification.specs import rule_from_spec
 
-    with _waiting(console, f"loading {setup.model}"):
+    with waiting(console, f"loading {setup.model}"):
         rule = rule_from_spec(setup.rule)
         set_threads(setup.threads)
         from truedraft.drafters.specs import from_spec
@@ -70,7 +72,9 @@ def load_engine(setup: Setup, console: Console) -> Engine:
         from truedraft.models.loading import load_model
 
         with quiet_hub():
-            target = load_model(setup.model, dtype=setup.dtype, device=setup.device)
+            target = load_model(
+                setup.model, dtype=setup.dtype, device=setup.device, pad_to=setup.pad_to, fast_paths=setup.fast_paths
+            )
             return Engine(target, from_spec(setup.drafter, target), rule)
 
 
@@ -106,13 +110,13 @@ def as_chat(target: LanguageModel, prompts: Sequence[NamedPrompt]) -> list[Named
 
 
 @contextlib.contextmanager
-def _waiting(console: Console, message: str) -> Iterator[None]:
-    """Show on a terminal what is being waited for."""
+def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being waited for; gives a function that changes the message."""
     if not console.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with console.status(message):
-        yield
+    with console.status(message) as status:
+        yield status.update
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
+from truedraft.models.padding import unpadded_name
 
 Options = Mapping[str, str]
 _EMBEDDED_TARGET = "embedded:target"
@@ -42,7 +43,8 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
     """
     parsed = _parse(spec)
     if parsed.kind == "auto":
-        parsed = _Spec("draft" if target.name == _EMBEDDED_TARGET else "prompt-lookup", parsed.path, parsed.options)
+        kind = "draft" if unpadded_name(target.name) == _EMBEDDED_TARGET else "prompt-lookup"
+        parsed = _Spec(kind, parsed.path, parsed.options)
     if parsed.kind not in _MAKERS:
         raise UnknownOptionError.nearest("drafter", parsed.kind, ("auto", *_MAKERS))
     drafter = _MAKERS[parsed.kind](parsed, target)
@@ -80,7 +82,8 @@ def _draft(spec: _Spec, target: LanguageModel) -> Drafter:
     widths = None if branching is None else [_whole("branching", width) for width in branching.split("-")]
     lengths = {name: _whole(name, value) for name, value in options.items()}
     dtype = str(target.dtype).removeprefix("torch.")
-    model = load_model(spec.path or "embedded:draft", dtype=dtype, device=str(target.device))
+    fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
+    model = load_model(spec.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
     return DraftModel(model, branching=widths, min_probability=_number("min_probability", least), **lengths)
 
 

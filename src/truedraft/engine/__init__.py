@@ -3,5 +3,6 @@
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.engine import Engine
 from truedraft.engine.request import Request
+from truedraft.engine.step import StepTimes
 
-__all__ = ["Answer", "Engine", "Piece", "Request"]
+__all__ = ["Answer", "Engine", "Piece", "Request", "StepTimes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, cast, overload
 
 import torch
@@ -18,7 +18,7 @@ from truedraft.engine.drafting import Drafting
 from truedraft.engine.prompts import encode_prompt
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
-from truedraft.engine.step import Step
+from truedraft.engine.step import Step, StepTimes
 from truedraft.errors import ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
@@ -35,6 +35,9 @@ class Engine:
         rule: how guesses are judged; None is lossless speculative sampling.
         controller: how much is drafted; None is always the drafter's own limits.
         max_batch: most requests in one step.
+
+    Attributes:
+        on_step: called after each step with what it did and how long its parts took; None by default.
 
     Raises:
         CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
@@ -61,6 +64,7 @@ class Engine:
             raise OptionError(f"max_batch must be 1 or more, got {max_batch}")
         self._scheduler = Scheduler(max_batch)
         self._lock = threading.RLock()
+        self.on_step: Callable[[StepTimes], None] | None = None
 
     @overload
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Answer: ...
@@ -191,7 +195,7 @@ class Engine:
     def _run(self, batch: list[Request]) -> None:
         """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
         try:
-            self._step.run(batch, [self._scheduler.chunk_of(request) for request in batch])
+            times = self._step.run(batch, [self._scheduler.chunk_of(request) for request in batch])
         except Exception as error:
             if len(batch) == 1:
                 if batch[0].finish_reason is None:
@@ -200,6 +204,9 @@ class Engine:
             for request in batch:
                 if request.finish_reason is None:
                     self._run([request])
+            return
+        if self.on_step is not None:
+            self.on_step(times)
 
     def _close(self, request: Request) -> None:
         if request.closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,33 @@ from truedraft.verification import CoupledSampling, Rule
 _COUPLED = CoupledSampling()
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What one step did, and how long its parts took in seconds.
+
+    Attributes:
+        requests: how many took part.
+        rows: tokens that the target's forward was fed.
+        contexts: cached tokens of each request before the step.
+        nodes: drafted nodes.
+        prefill: whether a part of a prompt was among them.
+        draft_s: asking the drafter, catch-up included.
+        target_s: the target's forward.
+        verify_s: laws and verdicts.
+        total_s: the whole step.
+    """
+
+    requests: int
+    rows: int
+    contexts: tuple[int, ...]
+    nodes: int
+    prefill: bool
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float
+
+
 @dataclass(slots=True)
 class _Part:
     """One request's share of a step."""
@@ -32,7 +60,7 @@ class _Part:
     proposal: Proposal
     noise: KeyedNoise
     segment: Segment
-    laws: Tensor | None = None  # [slots, vocab]; None while the prompt is not through
+    laws: Tensor | None = None  # [slots, vocab], or logits for a request that takes the argmax; None during the prompt
     hidden: Tensor | None = None
     broken: frozenset[int] = frozenset()  # slots whose logits were NaN or infinite
     verdict: Verdict | None = None
@@ -54,12 +82,15 @@ class Step:
         self._drafting = drafting
         self._keeps_hidden = keeps_hidden
 
-    def run(self, batch: Sequence[Request], chunks: Sequence[int]) -> None:
+    def run(self, batch: Sequence[Request], chunks: Sequence[int]) -> StepTimes:
         """One step; each request gains tokens, a part of its prompt, or an error.
 
         Args:
             batch: requests, each with a cache.
             chunks: for each, how many tokens not yet in its cache are fed.
+
+        Returns:
+            How long its parts took.
         """
         started = time.perf_counter()
         noise = [request.noise() for request in batch]
@@ -69,12 +100,26 @@ class Step:
             _Part(request, proposal, each, self._segment(request, chunk, proposal))
             for request, chunk, proposal, each in zip(batch, chunks, proposals, noise, strict=True)
         ]
+        contexts = tuple(part.segment.cache.length for part in parts)
+        prefill = any(request.emitted == 0 for request in batch)
         output = self._target.forward([part.segment for part in parts])
-        verified = time.perf_counter()
+        forwarded = time.perf_counter()
         self._read(parts, output)
         self._verify([part for part in parts if part.laws is not None])
+        verified = time.perf_counter()
         outcomes = [self._commit(part) for part in parts]
-        self._drafting.observe(batch, outcomes, drafted - started, verified - drafted)
+        self._drafting.observe(batch, outcomes, drafted - started, forwarded - drafted)
+        return StepTimes(
+            requests=len(parts),
+            rows=sum(len(part.segment.shape) for part in parts),
+            contexts=contexts,
+            nodes=sum(len(part.proposal.tree) for part in parts),
+            prefill=prefill,
+            draft_s=drafted - started,
+            target_s=forwarded - drafted,
+            verify_s=verified - forwarded,
+            total_s=time.perf_counter() - started,
+        )
 
     def rule_for(self, request: Request) -> Rule:
         """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone."""
@@ -100,15 +145,25 @@ class Step:
         if not judged:
             return
         counts = [len(part.segment.rows) for part in judged]
-        params = [part.request.params for part in judged]
-        laws = laws_from_logits(output.logits, list(zip(params, counts, strict=True)))
-        hidden = output.hidden.split(counts) if self._keeps_hidden else [None] * len(judged)
-        sound = bool(output.logits.sum(dtype=torch.float32).isfinite())
-        for part, law, vectors in zip(judged, laws, hidden, strict=True):
-            part.laws, part.hidden = law, vectors
-            # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
-            if not sound:
-                _isolate_broken_rows(part)
+        first = 0
+        for argmax, run in itertools.groupby(zip(judged, counts, strict=True), lambda one: self._takes_argmax(one[0])):
+            group, sizes = zip(*run, strict=True)
+            logits = output.logits[first : first + sum(sizes)]
+            first += sum(sizes)
+            rows = [(part.request.params, size) for part, size in zip(group, sizes, strict=True)]
+            for part, law in zip(group, logits.split(sizes) if argmax else laws_from_logits(logits, rows), strict=True):
+                part.laws = law
+        if self._keeps_hidden:
+            for part, vectors in zip(judged, output.hidden.split(counts), strict=True):
+                part.hidden = vectors
+        # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
+        if not bool(output.logits.sum(dtype=torch.float32).isfinite()):
+            for part in judged:
+                _isolate_broken_rows(part, self._takes_argmax(part))
+
+    def _takes_argmax(self, part: _Part) -> bool:
+        """Whether the rule only looks at the largest entry of a row: then logits do, and no law need be made."""
+        return part.request.params.greedy and self.rule_for(part.request) is _COUPLED
 
     def _verify(self, parts: Sequence[_Part]) -> None:
         """Judge all proposals, those of one rule together."""
@@ -146,12 +201,15 @@ class Step:
         return StepOutcome(part.proposal, path, tuple(request.tokens[before:]), part.hidden)
 
 
-def _isolate_broken_rows(part: _Part) -> None:
+def _isolate_broken_rows(part: _Part, argmax: bool) -> None:
     """Note slots without a law, and put one in its place so that the others can be judged.
 
     A broken slot matters only if the verdict's path comes by it.
     """
     assert part.laws is not None
+    if argmax:
+        part.broken = frozenset((~part.laws.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
+        return
     sound = finite_rows(part.laws)
     part.broken = frozenset((~sound).nonzero().flatten().tolist())
     stand_in = torch.zeros_like(part.laws[0])

@@ -31,7 +31,7 @@ def attend_packed(
         how: how the layer makes weights of products.
 
     Returns:
-        `[total, heads, value width]`; rows of padding are 0.
+        `[total, heads, value width]`; rows of padding hold numbers without meaning.
     """
     outputs: list[Tensor] = []
     for part in plan.segments:
@@ -40,5 +40,5 @@ def attend_packed(
         outputs.append(part.layout(pattern).attend(query[:, rows], keys, values, how))
     padding = query.shape[1] - sum(part.count for part in plan.segments)
     if padding:
-        outputs.append(outputs[0].new_zeros(padding, *outputs[0].shape[1:]))
+        outputs.append(outputs[0][:1].expand(padding, -1, -1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

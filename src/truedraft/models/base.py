@@ -59,6 +59,9 @@ class LanguageModel(ABC):
         device: where its tensors live.
         dtype: of its weights.
         fast_paths: what is switched on beyond the plain forward, in words, for reports.
+        parameters: weights; 0 where there are none.
+        weight_bytes: bytes of weights that one forward reads.
+        note: what every report on the model must say, such as that it was padded.
     """
 
     name: str
@@ -69,6 +72,9 @@ class LanguageModel(ABC):
     device: torch.device
     dtype: torch.dtype
     fast_paths: tuple[str, ...] = ()
+    parameters: int = 0
+    weight_bytes: int = 0
+    note: str | None = None
 
     @abstractmethod
     def new_cache(self) -> RequestCache:

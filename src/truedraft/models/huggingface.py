@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool, RequestCache
-from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.attention import attend_packed
+from truedraft.errors import UnsupportedModelError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.models.layouts import Attending
-from truedraft.models.patterns import AttentionPattern
+from truedraft.models.bodies import Body
+from truedraft.models.fused import FusedBody
+from truedraft.models.packed_linear import can_pack, pack_linears
+from truedraft.models.padding import padding_note_of
 from truedraft.models.plan import ForwardPlan
 from truedraft.models.probe import probe_patterns
+from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
 
-_numbers = itertools.count()
 _ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
 
 
 class HuggingFaceModel(LanguageModel):
-    """Runs packed forwards through a model's own forward, by public doors only.
+    """Runs packed forwards through the modules of a model, or through a faster loop over its weights.
 
-    Attention goes through the attention registry, positions and wanted rows through keyword arguments, and a
-    forward pre-hook on the LM head reads its input. Nothing of the model is copied. It is switched to
-    this attention and to evaluation without gradients, so run it through `forward` only.
+    The model is switched to our attention and to evaluation without gradients, so run it through `forward` only.
 
     Args:
         model: in evaluation mode.
         tokenizer: of the model, or None.
         name: what the user called it.
+        fast_paths: pack and fuse what can be; the model's own weights are freed then.
+
+    Attributes:
+        parameters: how many weights the model has.
+        weight_bytes: bytes of weights that a forward reads: all but the rows of the embedding that are not looked up.
 
     Raises:
         UnsupportedModelError: the family cannot run packed; says why.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None, name: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, *, fast_paths: bool = False
+    ) -> None:
         self._model = model.eval().requires_grad_(False)
         self.name = name
+        self.note = padding_note_of(model)
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -58,21 +63,16 @@ class HuggingFaceModel(LanguageModel):
         self.pool = CachePool(self.context_length)
         _refuse_shared_positions(config, name)
         _refuse_scaled_queries(config, name)
-        self._runner = _Runner(probe_patterns(model))
-        self._runner.register(model)
-        self._captured: list[Tensor] = []
-        head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
+        self.parameters = sum(weight.numel() for weight in model.parameters())
+        self.weight_bytes = _bytes_read(model)
+        self._body = _body_of(model, fast_paths)
+        self.fast_paths = self._body.fast_paths
         self._lock = threading.Lock()
 
     @property
     def module(self) -> PreTrainedModel:
         """The model itself. Run it through `forward` only: its attention needs a plan."""
         return self._model
-
-    @property
-    def least_rows(self) -> int:
-        """Tokens that a forward is padded to, for row invariance; float32 rows differ by rounding anyway."""
-        return 1 if self.dtype in (torch.float32, torch.float64) else 4
 
     def new_cache(self) -> RequestCache:
         """An empty cache for one request."""
@@ -85,78 +85,33 @@ class HuggingFaceModel(LanguageModel):
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward; see `LanguageModel.forward`."""
-        plan = ForwardPlan.of(segments, self.device, self.least_rows)
-        with self._lock, self._runner.running(plan):
-            self._captured.clear()
-            output = self._model(
-                input_ids=plan.tokens,
-                position_ids=plan.positions,
-                use_cache=False,
-                logits_to_keep=plan.rows,
-            )
-            hidden = self._captured.pop()
-        return ForwardOutput(output.logits[0, : plan.wanted, : self.vocab_size], hidden[0, : plan.wanted])
+        plan = ForwardPlan.of(segments, self.device, self._body.least_rows)
+        with self._lock:
+            logits, hidden = self._body.run(plan)
+        return ForwardOutput(logits[: plan.wanted, : self.vocab_size], hidden[: plan.wanted])
 
 
-class _Runner:
-    """The attention function of one loaded model: a bound method, so that it knows the plan of the forward."""
-
-    def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
-        self.name = f"truedraft-{next(_numbers)}"
-        self._patterns = tuple(patterns)
-        self._plan: ForwardPlan | None = None
-        self._call = 0
-
-    def register(self, model: PreTrainedModel) -> None:
-        """Make this runner the model's attention."""
-        AttentionInterface.register(self.name, self.attend)
-        model.set_attn_implementation(self.name)
-        if model.config._attn_implementation != self.name:
-            raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
-
-    def running(self, plan: ForwardPlan) -> _Running:
-        """A context in which forwards of the model follow `plan`."""
-        return _Running(self, plan)
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,  # never built: the registry's mask functions do not know our name
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """What the model's layers call instead of their own attention; batch 1, all segments packed."""
-        plan = self._plan
-        if plan is None:
-            raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
-        if self._call == len(self._patterns):
-            raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
-        pattern = self._patterns[self._call]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        how = Attending(scale, softcap, s_aux)
-        mixed = attend_packed(query[0], key[0], value[0], plan, self._call, pattern, how)
-        self._call += 1
-        return mixed[None], None
+def _body_of(model: PreTrainedModel, fast_paths: bool) -> Body:
+    """The fastest way to run the model, if that is wanted."""
+    patterns = probe_patterns(model)
+    if not fast_paths or not can_pack(model.device, model.dtype):
+        return StockBody(model, patterns)
+    if FusedBody.fits(model, patterns):
+        return FusedBody(model, patterns)
+    packed = pack_linears(model)  # before the body looks at the LM head
+    body = StockBody(model, patterns)
+    if packed:
+        body.fast_paths = ("packed weights",)
+    return body
 
 
-class _Running:
-    """Holds a runner's plan for the duration of one forward."""
-
-    def __init__(self, runner: _Runner, plan: ForwardPlan) -> None:
-        self._runner = runner
-        self._plan = plan
-
-    def __enter__(self) -> None:
-        self._runner._plan = self._plan
-        self._runner._call = 0
-
-    def __exit__(self, *_: object) -> None:
-        self._runner._plan = None
+def _bytes_read(model: PreTrainedModel) -> int:
+    """Bytes of the weights, without an embedding that is not also the LM head: of that a forward reads a few rows."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    read = {id(weight): weight.nbytes for weight in model.parameters()}
+    if embedding.weight is not head.weight:
+        read.pop(id(embedding.weight), None)
+    return sum(read.values())
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -5,10 +5,13 @@ product, which fused kernels do not promise. Sums over keys are another matter: 
 the terms, down to the last bits. In a chain a row's keys always come in the order of their positions, with nothing
 between them. In a tree siblings stand between, so each row's keys and values are first brought into the order of its
 own path: a node then gets the very bits that it would get in a chain (DESIGN section 2, row invariance).
+
+Products run over spans of slots (`cache.spans`), which are longer than what is filled; the rest is masked.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from truedraft.cache import WIDEST_GAP, key_span
 from truedraft.core.trees import TreeShape
 from truedraft.models.patterns import AttentionPattern
 
@@ -41,7 +45,7 @@ class Blocked:
 
     Attributes:
         first: the first key that any query may not see; all before it are seen by all.
-        mask: bool `[new, keys from first on]`, True where the key is hidden.
+        mask: bool `[new, keys from first on]`, True where the key is hidden; it ends where the keys end.
     """
 
     first: int
@@ -57,8 +61,8 @@ class SegmentLayout(ABC):
 
         Args:
             query: `[heads, new, key width]`.
-            keys: `[kv_heads, slots, key width]`: cached, then uncommitted ones.
-            values: `[kv_heads, slots, value width]`.
+            keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then slots without meaning.
+            values: `[kv_heads, span, value width]`.
             how: the layer's way.
 
         Returns:
@@ -70,13 +74,13 @@ class SegmentLayout(ABC):
 class ChainLayout(SegmentLayout):
     """New tokens one behind another."""
 
-    blocked: Blocked | None
+    blocked: Blocked
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
         """See `SegmentLayout.attend`."""
         heads, new, _ = query.shape
-        weights = _weights(_scores(query, keys, how), self.blocked, how).to(values.dtype)
-        mixed = torch.bmm(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
+        weights = _weights(_scores(query, keys, how), self.blocked, how, values.dtype)
+        mixed = _product(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
         return mixed.view(heads, new, -1).transpose(0, 1)
 
 
@@ -98,24 +102,33 @@ class TreeLayout(SegmentLayout):
         """See `SegmentLayout.attend`."""
         heads, new, _ = query.shape
         kv_heads, paths = keys.shape[0], self.paths
-        scores = _scores(query, keys, how)  # [kv_heads, group, new, slots]
+        scores = _scores(query, keys, how)  # [kv_heads, group, new, span of the nodes]
         depth = paths.own.shape[1]
         below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
-        scores = torch.cat([scores[..., : self.length], below], dim=-1)
-        weights = _weights(scores, self.blocked, how).to(values.dtype)
+        behind = scores.new_zeros(1).expand(*scores.shape[:3], self._padding)  # masked
+        scores = torch.cat([scores[..., : self.length], below, behind], dim=-1)
+        weights = _weights(scores, self.blocked, how, values.dtype)
         group, span = weights.shape[1], weights.shape[3]
         # Rows are dealt out to the paths on which they lie, and each path brings its own values.
         dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
         dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
-        mixed = torch.bmm(dealt, self._values_of_paths(values))
+        mixed = _product(dealt, self._values_of_paths(values))
         mixed = mixed.view(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
         return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
 
+    @property
+    def _padding(self) -> int:
+        """Slots behind the end of the longest path, up to its span."""
+        slots = self.length + self.paths.own.shape[1]
+        return key_span(slots) - slots
+
     def _values_of_paths(self, values: Tensor) -> Tensor:
-        """`[kv_heads * paths, length + depth, value width]`: the context, then each path's own."""
-        context = values[:, None, : self.length].expand(-1, self.paths.count, -1, -1)
+        """`[kv_heads * paths, span, value width]`: the context, then each path's own, then zeros."""
+        kv_heads, count, width = values.shape[0], self.paths.count, values.shape[2]
+        context = values[:, None, : self.length].expand(-1, count, -1, -1)
         below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
-        return torch.cat([context, below], dim=2).flatten(0, 1)
+        behind = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
+        return torch.cat([context, below, behind], dim=2).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +187,15 @@ def layout_of(
     shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
 ) -> SegmentLayout:
     """The layout of a segment: `length` cached tokens, then the tree `shape`, whose nodes from `written` on are new."""
-    new = len(shape) - written
+    slots = length + (len(shape) if shape.is_chain else shape.depth)
+    span = key_span(slots)
     reaches = pattern.reaches(length + shape.depth)
     if shape.is_chain and reaches:
-        if new == 1:
-            return ChainLayout(None)
-        return ChainLayout(Blocked(length, _later_nodes(shape, written, device)))
+        return ChainLayout(Blocked(length, _later_nodes(shape, written, device)[:, : span - length]))
     # Slots are not positions in a tree, so everything goes by position; along a path both are the same again.
     query = length - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
-    key = torch.arange(first, length + shape.depth, device=device)
+    key = torch.arange(first, span, device=device)
     hidden = key[None, :] > query[:, None]
     if not reaches:
         hidden |= ~pattern.allowed(query, key)
@@ -194,30 +206,42 @@ def layout_of(
 
 @lru_cache(maxsize=512)
 def _later_nodes(chain: TreeShape, written: int, device: torch.device) -> Tensor:
-    """Which nodes of a chain each new one may not see: bool `[new, nodes]`."""
-    return ~chain.ancestor_mask[written:].to(device)
+    """Which slots from its first node on each new node of a chain may not see: bool `[new, slots of any span]`."""
+    row = torch.arange(written, len(chain), device=device)
+    return torch.arange(len(chain) + WIDEST_GAP, device=device)[None, :] > row[:, None]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched product `[batch, rows, .]`. A single row goes through another kernel, so it is doubled."""
+    if left.shape[1] == 1:
+        return torch.bmm(left.expand(-1, 2, -1), right)[:, :1]
+    return torch.bmm(left, right)
 
 
 def _scores(query: Tensor, keys: Tensor, how: Attending) -> Tensor:
-    """Scores `[kv_heads, group, new, keys]` in float32 or better; heads that share keys are rows of one product."""
+    """Scores `[kv_heads, group, new, keys]`, rounded as products are; heads that share keys are rows of one product."""
     heads, new, width = query.shape
     kv_heads = keys.shape[0]
-    scores = torch.bmm(query.reshape(kv_heads, -1, width), keys.transpose(1, 2))
-    scores = (scores if scores.dtype == torch.float64 else scores.float()) * how.scaling
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = _product(query.reshape(kv_heads, -1, width), keys)
     return scores.view(kv_heads, heads // kv_heads, new, -1)
 
 
-def _weights(scores: Tensor, blocked: Blocked | None, how: Attending) -> Tensor:
-    """Attention weights of the shape of `scores`, which are overwritten."""
-    if blocked is not None:
-        scores[..., blocked.first :].masked_fill_(blocked.mask, -torch.inf)
+def _weights(scores: Tensor, blocked: Blocked, how: Attending, dtype: torch.dtype) -> Tensor:
+    """Attention weights of the shape of `scores`, which are overwritten; computed in float32 or better."""
+    plain = how.softcap is None and how.sinks is None
+    if plain and math.frexp(how.scaling)[0] == 0.5:
+        # A power of two scales without rounding, and softmax computes in float32 whatever it is given.
+        scores.mul_(how.scaling)
+    else:
+        scores = (scores if scores.dtype == torch.float64 else scores.float()).mul_(how.scaling)
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores[..., blocked.first :].masked_fill_(blocked.mask, -torch.inf)
     if how.sinks is None:
-        return torch.softmax(scores, dim=-1)
+        return torch.softmax(scores, dim=-1).to(dtype)
     kv_heads, group, new, _ = scores.shape
     sink = how.sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, new, -1)
-    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1].to(dtype)
 
 
 def _padded(items: list[int] | tuple[int, ...], length: int) -> list[int]:

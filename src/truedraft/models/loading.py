@@ -14,6 +14,7 @@ from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from truedraft.models.dtypes import pick_device, pick_dtype
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.quiet import quiet_transformers
 from truedraft.models.selftest import check_against_stock
 from truedraft.text.tokenizer import Tokenizer
@@ -25,6 +26,8 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     revision: str | None = None,
+    fast_paths: bool = True,
+    pad_to: str | None = None,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and make it run packed.
 
@@ -33,25 +36,32 @@ def load_model(
         dtype: "auto" (what is fast on this device), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         revision: of a hub name.
+        fast_paths: pack weights and fuse layers where that is faster here; results differ by rounding only.
+        pad_to: "110M", "500M" or "7B": the same function at the cost of a model of that size, see `pad_model`.
 
     Returns:
         The model, its tokenizer with it where the folder holds one.
 
     Raises:
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
-        UnsupportedModelError: not a causal language model, or a family that cannot run packed.
-        OptionError: an unusable dtype or device.
+        UnsupportedModelError: not a causal language model, or a family that cannot run packed, or be padded.
+        OptionError: an unusable dtype, device or padding size.
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
+    if pad_to is not None:
+        padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
     config = load_config(source, str(name), revision)
     refuse_other_kinds(config, str(name))
-    model = load_weights(source, config, str(name), kind, revision)
+    model = load_weights(source, config, str(name), kind, revision).to(place)
     tokenizer = Tokenizer.load(source, revision=revision)
+    shown = str(name) if pad_to is None else padded_name(str(name), pad_to)
     with quiet_transformers():
-        check = check_against_stock(model.to(place), str(name))
-        loaded = HuggingFaceModel(model, tokenizer, str(name))
+        if pad_to is not None:
+            model = pad_model(model, pad_to)
+        check = check_against_stock(model, shown)
+        loaded = HuggingFaceModel(model, tokenizer, shown, fast_paths=fast_paths)
         check(loaded)
     return loaded
 

@@ -43,6 +43,7 @@ class ForwardPlan:
         positions: `[1, total]`, int64: cached length + depth in the tree - 1.
         rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
         wanted: how many of `rows` were asked for.
+        furthest: the largest position.
     """
 
     segments: list[SegmentPlan]
@@ -50,6 +51,7 @@ class ForwardPlan:
     positions: Tensor
     rows: Tensor
     wanted: int
+    furthest: int
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
@@ -87,4 +89,5 @@ class ForwardPlan:
             torch.tensor([positions], device=device),
             torch.tensor(rows, dtype=torch.int64, device=device),
             wanted,
+            max(positions),
         )

@@ -1,0 +1,99 @@
+"""Linear layers whose weight oneDNN has laid out for its kernels once, instead of at every call.
+
+In bfloat16 this is worth 1.5 to 2 times at few rows; in float32 the stock product of 2 to 32 rows collapses and this
+one does not (docs/performance.md). A packed weight cannot be copied or saved: the layer keeps it as a plain
+attribute, and the original can be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+# oneDNN chooses the layout for a number of rows. With 8 every number of rows gives the same bits in each row; with 1
+# it does not.
+_ROWS = 8
+_PACKED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights of this kind can be packed on this device."""
+    return device.type == "cpu" and dtype in _PACKED_DTYPES and torch.backends.mkldnn.is_available()
+
+
+class PackedLinear(nn.Module):
+    """`x W^T + b` with a packed weight.
+
+    Args:
+        weight: `[out, in]`, bfloat16 or float32, on the CPU.
+        bias: `[out]`, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
+        self._bias = None if bias is None else bias.detach().clone()
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return self._product(x, self._weight, self._bias, "none", [], "")
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual + x W^T + b`, summed in float32 and rounded once; `residual` is `[..., out]`."""
+        return self._product_and_sum(x, residual, self._weight, self._bias, "add")
+
+
+def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
+    """One packed layer that gives the outputs of several layers of one input, one behind another.
+
+    The weights of the originals are freed.
+    """
+    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+    biases = [layer.bias for layer in layers]
+    bias = None
+    if any(each is not None for each in biases):
+        rows = [layer.out_features for layer in layers]
+        bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, rows, strict=True)])
+    fused = PackedLinear(weight, bias)
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        layer.bias = None  # type: ignore[assignment]
+    return fused
+
+
+def pack_linears(model: PreTrainedModel) -> int:
+    """Replace the linear layers of any model, in memory, by packed ones; returns how many.
+
+    Only layers of the very class `nn.Linear` are taken, for anything else may compute something else. A layer whose
+    weight is used elsewhere too keeps it: an LM head that is tied to the embedding gets a packed copy.
+    """
+    head = model.get_output_embeddings()
+    uses = _uses(model)
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear:
+                continue
+            if uses[id(child.weight)] == 1:
+                setattr(parent, name, fuse([child]))
+            elif child is head:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            else:
+                continue
+            count += 1
+    return count
+
+
+def _uses(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter, by its id."""
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            uses[id(weight)] = uses.get(id(weight), 0) + 1
+    return uses

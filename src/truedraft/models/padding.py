@@ -1,0 +1,297 @@
+"""The same function at the cost of a larger model.
+
+A padded model gives the logits of the model it was made from and costs what a model of its size costs. Every linear
+layer reads the residual stream or writes to it. Those that write (embedding, attention output, MLP output) are zero
+but for the model's own entries, so the stream holds what it held, and zeros behind it. Those that read (queries, keys,
+values, gate, up) have random weights beside the model's own: what they compute costs as much as in a real model, and
+meets zeros on its way back.
+
+RMSNorm divides by the root of the mean of w squares; over W = r w entries of which the rest are 0, the mean is r times
+smaller. With its epsilon divided by r and its weights by sqrt(r), the result is the same, and where r is a power of 4
+so are its bits: nothing but powers of two is multiplied.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError
+from truedraft.models.padding_places import choose_heads, entries_of, head_places, inner_places
+
+_RECORD = "truedraft_padding"
+_NAME = " padded to "
+
+# What the rows and the columns of a linear layer's weight stand for.
+_AXES = {
+    "embed_tokens": ("vocabulary", "stream"),
+    "q_proj": ("query", "stream"),
+    "k_proj": ("key", "stream"),
+    "v_proj": ("key", "stream"),
+    "o_proj": ("stream", "query"),
+    "gate_proj": ("inner", "stream"),
+    "up_proj": ("inner", "stream"),
+    "down_proj": ("stream", "inner"),
+    "lm_head": ("vocabulary", "stream"),
+}
+_WRITES_TO_THE_STREAM = ("embed_tokens", "o_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSize:
+    """A size to pad to.
+
+    Attributes:
+        name: what users type: about how many parameters it has.
+        layers: of the padded model.
+        width: of its residual stream, and of its attention.
+        inner: width inside its MLPs.
+    """
+
+    name: str
+    layers: int
+    width: int
+    inner: int
+
+
+# Parameters with the embedded target's 8,192 tokens and one key/value head for three query heads: 110,119,680,
+# 500,221,440 and 7,097,112,576. A 7B is usually 4,096 wide with 32 layers; 6,144 is 16 times the embedded target's
+# width, which keeps its bits.
+PADDED_SIZES = {
+    size.name: size
+    for size in (
+        PaddedSize("110M", layers=12, width=768, inner=3072),
+        PaddedSize("500M", layers=16, width=1536, inner=5248),
+        PaddedSize("7B", layers=28, width=6144, inner=8192),
+    )
+}
+
+
+def padded_size(name: str) -> PaddedSize:
+    """The size of a name.
+
+    Raises:
+        UnknownOptionError: there is none of that name.
+    """
+    if name not in PADDED_SIZES:
+        raise UnknownOptionError.nearest("padding size", name, PADDED_SIZES)
+    return PADDED_SIZES[name]
+
+
+def pad_model(
+    model: PreTrainedModel,
+    size: str | PaddedSize,
+    *,
+    seed: int = 0,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> LlamaForCausalLM:
+    """The same function at the cost of a larger model; the model itself stays as it is.
+
+    Its logits are the model's bit for bit where the width becomes 4, 16, ... times as large and sums are made in the
+    same order, within rounding otherwise. On a CPU with AVX-512 BF16, in bfloat16 and float32, it is for the embedded
+    target at 500M and at the width of 7B; kernels for other shapes may split sums elsewhere. The first entries of the
+    hidden state are the model's, the others are zero. It is built layer by layer in the model's dtype, on its device.
+
+    Args:
+        model: of the Llama architecture.
+        size: "110M", "500M", "7B", or sizes of one's own.
+        seed: of the added weights.
+        on_layer: called after each layer with how many are done, and how many there are.
+
+    Returns:
+        A stock transformers model in evaluation mode, without gradients, its embeddings tied where the model's are.
+
+    Raises:
+        UnknownOptionError: no such size.
+        OptionError: a size smaller than the model, or one that its heads do not fit.
+        UnsupportedModelError: not a Llama, or a quantized one.
+    """
+    config = padded_config(model, size)
+    assert isinstance(model, LlamaForCausalLM)  # padded_config refuses others
+    with torch.device("meta"):  # no memory is taken; the weights are made one by one below
+        padded = LlamaForCausalLM(config)
+    padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # heads keep their size
+    padding = _Padding(model, config, seed)
+    padding.fill("model.embed_tokens", padded.model.embed_tokens)
+    for number, layer in enumerate(padded.model.layers):
+        for name, module in layer.named_modules(prefix=f"model.layers.{number}"):
+            padding.fill(name, module)
+        if on_layer is not None:
+            on_layer(number + 1, config.num_hidden_layers)
+    padding.fill("model.norm", padded.model.norm)
+    if config.tie_word_embeddings:
+        padded.lm_head.weight = padded.model.embed_tokens.weight
+    else:
+        padding.fill("lm_head", padded.lm_head)
+    padded.generation_config = copy.deepcopy(model.generation_config)
+    return padded.eval().requires_grad_(False)
+
+
+def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig:
+    """The configuration of the padded model, which also records what it was padded from.
+
+    Raises:
+        As `pad_model` does.
+    """
+    size = padded_size(size) if isinstance(size, str) else size
+    if not isinstance(model, LlamaForCausalLM):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} cannot be padded, only models of the Llama architecture (LlamaForCausalLM) can"
+        )
+    own = model.config
+    if getattr(own, "quantization_config", None) is not None:
+        raise UnsupportedModelError("a quantized model cannot be padded; load its unquantized weights")
+    group = own.num_attention_heads // own.num_key_value_heads
+    heads = choose_heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim, size.width)
+    # Where they do not fit, the message counts a model with such groups of heads.
+    config = _config(own, size, heads or choose_heads(group, 1, own.head_dim, size.width) or (1, 1))
+    parameters, padded_parameters = sum(weight.numel() for weight in model.parameters()), count_parameters(config)
+    before = (parameters, own.num_hidden_layers, own.hidden_size, own.intermediate_size)
+    after = (padded_parameters, size.layers, size.width, size.inner)
+    if any(old > new for old, new in zip(before, after, strict=True)):
+        raise OptionError(
+            f"cannot pad to the smaller size {size.name}: the model has {_shape(*before)}, {size.name} has "
+            f"{_shape(*after)}; choose a larger size, or do not pad"
+        )
+    if heads is None:
+        raise OptionError(
+            f"cannot pad to {size.name}: {own.num_attention_heads} heads of {own.head_dim} entries do not fit its "
+            f"width of {size.width:,}; choose another size"
+        )
+    first = getattr(own, _RECORD, None) or {"parameters": parameters}
+    setattr(config, _RECORD, {"size": size.name, "parameters": first["parameters"]})
+    return config
+
+
+def count_parameters(config: LlamaConfig) -> int:
+    """Parameters of a model of this configuration, a tied LM head counted once; no memory is taken."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in LlamaForCausalLM(config).parameters())
+
+
+def padding_note(parameters: int, size: str) -> str:
+    """What figures of a padded model mean, for every line of a report.
+
+    Args:
+        parameters: of the model before.
+        size: that it was padded to.
+
+    >>> padding_note(15_735_168, "500M")
+    'cost of a 500 M model, text of a 16 M model (a real 500 M would be harder to guess)'
+    """
+    large = f"{size[:-1]} {size[-1]}"
+    millions = parameters / 1e6
+    small = f"{millions:.0f} M" if millions >= 10 else f"{millions:.2g} M"
+    return f"cost of a {large} model, text of a {small} model (a real {large} would be harder to guess)"
+
+
+def padding_note_of(model: PreTrainedModel) -> str | None:
+    """The `padding_note` of a model, by its configuration; None for one that is not padded.
+
+    The configuration keeps it when the model is saved and loaded again.
+    """
+    record = getattr(model.config, _RECORD, None)
+    return None if record is None else padding_note(record["parameters"], record["size"])
+
+
+def padded_name(name: str, size: str) -> str:
+    """What a padded model is called."""
+    return f"{name}{_NAME}{size}"
+
+
+def unpadded_name(name: str) -> str:
+    """The name of the model that a padded one was made from; the name itself of one that is not padded.
+
+    >>> unpadded_name("embedded:target padded to 500M")
+    'embedded:target'
+    """
+    return name.partition(_NAME)[0]
+
+
+def _config(own: LlamaConfig, size: PaddedSize, heads: tuple[int, int]) -> LlamaConfig:
+    values: dict[str, Any] = own.to_dict()
+    values |= {
+        "num_hidden_layers": size.layers,
+        "hidden_size": size.width,
+        "intermediate_size": size.inner,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": own.head_dim,
+        "rms_norm_eps": own.rms_norm_eps * own.hidden_size / size.width,
+    }
+    return LlamaConfig.from_dict(values)
+
+
+def _shape(parameters: int, layers: int, width: int, inner: int) -> str:
+    return f"{parameters:,} parameters ({layers} layers, width {width:,}, inner width {inner:,})"
+
+
+class _Padding:
+    """Makes the weights of a padded model, one module at a time."""
+
+    def __init__(self, model: LlamaForCausalLM, config: LlamaConfig, seed: int) -> None:
+        own = model.config
+        heads = head_places(
+            own.num_attention_heads, own.num_key_value_heads, config.num_attention_heads, config.num_key_value_heads
+        )
+        places = {
+            "vocabulary": torch.arange(own.vocab_size),
+            "stream": torch.arange(own.hidden_size),
+            "query": entries_of(heads, own.head_dim),
+            "key": torch.arange(own.num_key_value_heads * own.head_dim),
+            "inner": inner_places(own.intermediate_size, config.intermediate_size, model.dtype),
+        }
+        self._places = {axis: place.to(model.device) for axis, place in places.items()}
+        self._modules: Mapping[str, nn.Module] = dict(model.named_modules())
+        self._norm_scale = math.sqrt(own.hidden_size / config.hidden_size)
+        # What layers read has entries of about 1 (RMSNorm), so what they make of it has too: ordinary numbers,
+        # neither so small nor so large that a product of them would be cheaper.
+        self._spread = own.hidden_size**-0.5
+        self._new: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+        self._generator = torch.Generator(device=model.device).manual_seed(seed)
+
+    def fill(self, name: str, module: nn.Module) -> None:
+        """Give a module of the padded model its weights; the model has one of that name, or it is an added one."""
+        own = self._modules.get(name)
+        kind = name.rpartition(".")[2]
+        for part, shape in [(part, weight.shape) for part, weight in module.named_parameters(recurse=False)]:
+            source = None if own is None else own.get_parameter(part)
+            if kind not in _AXES:
+                value = self._norm(shape, source)
+            elif part == "bias":
+                value = self._bias(shape, source, _AXES[kind][0])
+            else:
+                value = self._matrix(shape, source, kind)
+            setattr(module, part, nn.Parameter(value, requires_grad=False))
+
+    def _matrix(self, shape: torch.Size, source: Tensor | None, kind: str) -> Tensor:
+        """`[out, in]`: zero or random, but for the model's own entries."""
+        if kind in _WRITES_TO_THE_STREAM:
+            value = torch.zeros(shape, **self._new)
+        else:
+            value = torch.empty(shape, **self._new).normal_(std=self._spread, generator=self._generator)
+        if source is not None:
+            rows, columns = (self._places[axis] for axis in _AXES[kind])
+            value[rows[:, None], columns] = source.detach()
+        return value
+
+    def _bias(self, shape: torch.Size, source: Tensor | None, axis: str) -> Tensor:
+        """`[out]`: zero, but for the model's own entries."""
+        value = torch.zeros(shape, **self._new)
+        if source is not None:
+            value[self._places[axis]] = source.detach()
+        return value
+
+    def _norm(self, shape: torch.Size, source: Tensor | None) -> Tensor:
+        """`[width]`: the model's weights, or 1 in an added layer, over the root of the ratio of the widths."""
+        value = torch.full(shape, self._norm_scale, **self._new)
+        if source is not None:
+            value[: len(source)] = (source.detach().double() * self._norm_scale).to(source.dtype)
+        return value

@@ -1,0 +1,106 @@
+"""`truedraft export`, and `--pad-to` where answers are given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result
+
+Run = Callable[..., Result]
+TOKENS = ("--max-tokens", "16", "--dtype", "float32", "--ignore-eos")
+
+
+def text_of(result: Result) -> str:
+    assert result.status == 0, result.err
+    (answer,) = result.record["prompts"]
+    return answer["text"]
+
+
+def test_an_exported_folder_answers_like_the_model(run: Run, target: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "padded"
+    result = run("export", "--model", target, "--pad-to", "110M", "--out", str(out), "--dtype", "float32", "--json")
+    assert result.status == 0, result.err
+    record = result.record
+    assert (record["command"], record["model"], record["pad_to"]) == ("export", target, "110M")
+    assert (record["dtype"], record["out"]) == ("float32", str(out)) and record["elapsed_s"] > 0
+    assert record["parameters"] > 100e6 and 4 * record["parameters"] < record["bytes"] < 4.01 * record["parameters"]
+    assert record["note"].startswith("cost of a 110 M model, text of a 0.") and record["note"] in result.out
+    assert json.loads((out / "config.json").read_text())["hidden_size"] == 768
+    assert (out / "tokenizer.json").is_file() and record["note"] in (out / "README.md").read_text()
+    own = run("generate", "hello", "--model", target, "--drafter", "none", "--json", *TOKENS)
+    exported = run("generate", "hello", "--model", str(out), "--drafter", f"draft:{target}", "--json", *TOKENS)
+    assert text_of(exported) == text_of(own)
+    assert exported.record["note"] == record["note"] and record["note"] in exported.err
+    assert own.record["note"] is None and own.record["pad_to"] is None
+
+
+def test_a_model_is_exported_as_it_is_without_a_size(run: Run, target: str, tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    out.mkdir()  # an empty folder may exist
+    result = run("export", "--model", target, "--out", str(out), "--dtype", "float32", "--json")
+    assert result.status == 0 and result.record["note"] is None and not (out / "README.md").exists()
+    words = ("--drafter", "none", "--json", *TOKENS)
+    own, exported = (run("generate", "hello", "--model", model, *words) for model in (target, str(out)))
+    assert text_of(exported) == text_of(own)
+
+
+def test_comparing_on_a_padded_target_says_what_the_figures_mean(run: Run, target: str) -> None:
+    words = ("--model", target, "--pad-to", "110M", "--drafter", f"draft:{target}", "--compare", "--json")
+    result = run("generate", "hello", *words, "--max-tokens", "6", "--dtype", "bfloat16", "--ignore-eos")
+    assert result.status == 0, result.err
+    record = result.record
+    assert record["pad_to"] == "110M" and record["model"] == f"{target} padded to 110M"
+    assert record["identical"] is True and record["speculative"]["accepted_tokens"] > 0
+    assert f"{record['model']} ({record['note']})" in result.out
+    assert "cost of a 110 M model" in record["note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "{new}", "--pad-to", "111M"], "unknown padding size '111M'; did you mean '110M'? valid: 110M, 500M"),
+        (["--out", "{new}", "--pad-to", "110M", "--model", "{nowhere}"], "there is no folder"),
+        (["--out", "{new}", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--out", "{full}", "--pad-to", "110M"], "is not empty; name a new one"),
+        (["--out", "{full}/file"], "is a file; name a new folder"),
+        (["--out", "{full}/file/below"], "cannot write to the folder"),
+        (["--pad-to", "110M"], "missing option '--out'"),
+        (["--out", "{new}", "--threads", "0"], "--threads must be 1 or more, got 0"),
+    ],
+)
+def test_unusable_arguments_leave_nothing_behind(
+    run: Run, target: str, tmp_path: Path, words: list[str], message: str
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").write_text("mine")
+    places = {"new": str(tmp_path / "new"), "full": str(full), "nowhere": str(tmp_path / "nowhere")}
+    words = [word.format(**places) for word in words]
+    result = run("export", *(() if "--model" in words else ("--model", target)), *words)
+    assert result.status == 2 and result.out == ""
+    assert message in result.err and result.err.count("\n") == 1
+    assert (full / "file").read_text() == "mine" and sorted(tmp_path.iterdir()) == [full]
+
+
+def test_a_size_below_the_model_names_both(run: Run, tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path / "large"
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=13,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    result = run("generate", "[1]", "--model", str(folder), "--pad-to", "110M")
+    assert result.status == 2
+    assert "cannot pad to the smaller size 110M: the model has" in result.err
+    assert "(13 layers, width 64" in result.err and "110M has" in result.err and "(12 layers" in result.err
