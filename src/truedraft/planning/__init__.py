@@ -1,0 +1,25 @@
+"""What speculation costs on this machine: read bandwidth, forwards of a target, proposals of a drafter."""
+
+from truedraft.planning.bandwidth import ReadBandwidth, read_bandwidth
+from truedraft.planning.costs import Measured, drafter_cost, target_cost
+from truedraft.planning.machine import Machine, this_machine
+from truedraft.planning.measure_drafter import measure_drafter
+from truedraft.planning.measure_target import measure_target
+from truedraft.planning.rounds import Effort, Progress
+from truedraft.planning.store import CostStore, cache_folder
+
+__all__ = [
+    "CostStore",
+    "Effort",
+    "Machine",
+    "Measured",
+    "Progress",
+    "ReadBandwidth",
+    "cache_folder",
+    "drafter_cost",
+    "measure_drafter",
+    "measure_target",
+    "read_bandwidth",
+    "target_cost",
+    "this_machine",
+]

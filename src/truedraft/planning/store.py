@@ -1,0 +1,132 @@
+"""Measured costs, kept in the user's cache folder as one JSON file each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from truedraft.errors import OptionError
+
+Value = TypeVar("Value")
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CostKey:
+    """What a kept cost belongs to.
+
+    Attributes:
+        what: in words, for messages, as "forwards of embedded:target".
+        place: names the file: another value here is another file.
+        state: must be as it was when the cost was measured; else it is stale.
+    """
+
+    what: str
+    place: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    @property
+    def file_name(self) -> str:
+        """The same for equal places."""
+        text = json.dumps([self.what, self.place], sort_keys=True, default=str)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def cache_folder() -> Path:
+    """TRUEDRAFT_CACHE if it is set, else truedraft's part of the user's cache folder on this system."""
+    given = os.environ.get("TRUEDRAFT_CACHE")
+    if given:
+        return Path(given).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    if shared:
+        return Path(shared).expanduser() / "truedraft"
+    local = os.environ.get("LOCALAPPDATA")
+    if sys.platform == "win32" and local:
+        return Path(local) / "truedraft" / "Cache"
+    parts = ("Library", "Caches") if sys.platform == "darwin" else (".cache",)
+    return Path("~").expanduser().joinpath(*parts, "truedraft")
+
+
+class CostStore:
+    """Keeps and finds costs. What is wrong with a file is answered as a warning, one sentence, never raised.
+
+    Args:
+        folder: None is "costs" in the user's cache folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = cache_folder() / "costs" if folder is None else folder
+
+    def path(self, key: CostKey) -> Path:
+        """The file of a key, whether or not it exists."""
+        return self.folder / key.file_name
+
+    def load(self, key: CostKey, parse: Callable[[object], Value]) -> tuple[Value | None, str | None]:
+        """What was kept, or None; and a warning if a file is there but is of no use.
+
+        Args:
+            key: what the cost belongs to.
+            parse: makes it from what was kept; raises OptionError when that is no cost.
+        """
+        path = self.path(key)
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None, None
+        except (OSError, ValueError) as error:
+            return None, f"the kept costs of {key.what} in {path} cannot be read ({error}); they are measured again"
+        if not isinstance(kept, dict) or kept.get("format") != _FORMAT or not isinstance(kept.get("state"), dict):
+            return None, f"the kept costs of {key.what} in {path} are of no known format; they are measured again"
+        changed = _changed(kept["state"], json.loads(json.dumps(key.state, default=str)))
+        if changed:
+            return None, f"the kept costs of {key.what} are stale ({changed}); they are measured again"
+        try:
+            return parse(kept.get("cost")), None
+        except OptionError as error:
+            return None, f"the kept costs of {key.what} in {path} are damaged ({error}); they are measured again"
+
+    def save(self, key: CostKey, cost: Mapping[str, Any]) -> str | None:
+        """Keep a cost: whole or not at all. Returns a warning where that was not possible."""
+        record = {"format": _FORMAT, "what": key.what, "place": key.place, "state": key.state, "cost": cost}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self.folder, suffix=".tmp", delete=False
+            ) as file:
+                try:
+                    json.dump(record, file, indent=1, default=str)
+                    file.close()
+                    Path(file.name).replace(self.path(key))
+                except OSError:
+                    file.close()
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
+        except OSError as error:
+            return (
+                f"the costs of {key.what} could not be kept in {self.folder} ({error.strerror or error}) and will be "
+                "measured again next time; set TRUEDRAFT_CACHE to a folder that can be written"
+            )
+        return None
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first difference in words; empty where there is none."""
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                return _changed(old, new)
+            return f"{name} was {_short(old)}, now {_short(new)}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

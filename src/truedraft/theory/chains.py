@@ -1,0 +1,120 @@
+"""Drafting one chain of gamma tokens, each accepted with probability alpha, independently.
+
+Leviathan et al. 2211.17192, section 3. Here a forward over gamma + 1 tokens costs as much as one over a single token;
+`theory.prediction` drops that assumption and takes measured costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from truedraft.theory.arguments import check_not_negative, check_share, check_whole
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """(1 - alpha^(gamma+1)) / (1 - alpha): tokens emitted per target call, the recovered or bonus token included.
+
+    Equation 1 of the paper. It lies between 1 (nothing accepted) and gamma + 1 (all accepted).
+
+    Worked example: alpha = 0.6 and gamma = 2 give 1 + 0.6 + 0.36 = 1.96.
+
+    Args:
+        alpha: acceptance rate, a fraction.
+        gamma: drafted tokens, 0 or more.
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    check_share("alpha", alpha)
+    check_whole("gamma", gamma, lowest=0)
+    # The sum itself, not the quotient: near alpha = 1 the quotient loses its digits.
+    return expected_tokens_by_position([alpha] * gamma)
+
+
+def expected_tokens_by_position(rates: Sequence[float]) -> float:
+    """1 + r_1 + r_1 r_2 + ...: tokens per target call when the k-th drafted token has its own acceptance rate.
+
+    Args:
+        rates: acceptance of the k-th token given that all before it were accepted, a fraction each, as
+            `accepted_per_position[k] / tried_per_position[k]` of the counters.
+
+    Raises:
+        OptionError: a rate is out of range.
+    """
+    total = reached = 1.0
+    for rate in rates:
+        check_share("each acceptance rate", rate)
+        reached *= rate
+        total += reached
+    return total
+
+
+def speedup(alpha: float, gamma: int, c: float) -> float:
+    """(1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)): expected factor in wall time over plain decoding.
+
+    Theorem 3.8 of the paper.
+
+    Args:
+        alpha: acceptance rate, a fraction.
+        gamma: drafted tokens, 0 or more.
+        c: time of one draft step over time of one target step.
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    check_not_negative("c", c)
+    return expected_tokens(alpha, gamma) / (gamma * c + 1.0)
+
+
+def pays(alpha: float, c: float) -> bool:
+    """Whether some gamma above 0 is faster than plain decoding: exactly if alpha > c (corollary 3.9 of the paper).
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    check_share("alpha", alpha)
+    check_not_negative("c", c)
+    return alpha > c
+
+
+def least_speedup(alpha: float, c: float) -> float:
+    """(1 + alpha) / (1 + c): where it pays, the best gamma gains at least this factor (corollary 3.9 of the paper).
+
+    It is the speed-up of gamma = 1. Where it does not pay, the answer is 1: plain decoding.
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    return (1.0 + alpha) / (1.0 + c) if pays(alpha, c) else 1.0
+
+
+def operations_factor(alpha: float, gamma: int, c_ops: float) -> float:
+    """(1 - alpha)(gamma c_ops + gamma + 1) / (1 - alpha^(gamma+1)): arithmetic per emitted token over plain decoding's.
+
+    Theorem 3.11 of the paper.
+
+    Args:
+        alpha: acceptance rate, a fraction.
+        gamma: drafted tokens, 0 or more.
+        c_ops: operations of the draft per token over those of the target.
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    check_not_negative("c_ops", c_ops)
+    return (gamma * c_ops + gamma + 1.0) / expected_tokens(alpha, gamma)
+
+
+def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
+    """The gamma of 0 to `limit` with the largest `speedup`, the smallest of several; 0 where it does not pay.
+
+    Args:
+        alpha: acceptance rate, a fraction.
+        c: time of one draft step over time of one target step.
+        limit: largest gamma to consider; with c = 0 every further token helps, so there must be one.
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    check_whole("limit", limit, lowest=0)
+    return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))

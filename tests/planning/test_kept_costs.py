@@ -1,0 +1,193 @@
+"""Kept costs: found while they hold, measured again when anything they depend on changed, never in the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.tiny_models import noisy, packed
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.planning import CostStore, Effort, Measured, cache_folder, costs, drafter_cost, identity, target_cost
+from truedraft.planning.store import CostKey
+from truedraft.testing import MarkovModel
+from truedraft.theory import CostCurve, TargetCost
+
+ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CostStore:
+    return CostStore(tmp_path / "kept" / "costs")
+
+
+def model() -> MarkovModel:
+    return MarkovModel.random(5, 0, context_length=64)
+
+
+def cost_of(target: MarkovModel, store: CostStore, **options: bool) -> Measured[TargetCost]:
+    return target_cost(target, effort=ONCE, store=store, **options)
+
+
+def test_a_cost_is_measured_once(store: CostStore) -> None:
+    first = cost_of(model(), store)
+    assert not first.kept
+    assert first.measuring_s > 0.0
+    assert first.warnings == ()
+    again = cost_of(model(), store)
+    assert again == Measured(first.value, True, 0.0, first.path)
+    assert [path.name for path in store.folder.iterdir()] == [first.path.name]  # no temporary file stays
+
+
+def test_progress_is_silent_for_a_kept_cost(store: CostStore) -> None:
+    cost_of(model(), store)
+
+    def progress(done: int, total: int, label: str) -> None:
+        raise AssertionError("measured again")
+
+    assert target_cost(model(), store=store, progress=progress).kept
+
+
+def test_refresh_measures_again(store: CostStore) -> None:
+    cost_of(model(), store)
+    fresh = cost_of(model(), store, refresh=True)
+    assert not fresh.kept
+    assert fresh.warnings == ()
+    assert cost_of(model(), store).value == fresh.value
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"format": 1, "state": 3}', b'{"format": 99, "state": {}, "cost": {}}'],
+)
+def test_a_corrupt_file_is_rebuilt_with_a_warning(store: CostStore, damage: bytes) -> None:
+    path = cost_of(model(), store).path
+    path.write_bytes(damage)
+    rebuilt = cost_of(model(), store)
+    assert not rebuilt.kept
+    assert len(rebuilt.warnings) == 1
+    assert str(path) in rebuilt.warnings[0]
+    assert "measured again" in rebuilt.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+@pytest.mark.parametrize("cost", [None, {}, {"base": 1, "attention": 2, "request_s": 3}])
+def test_a_file_without_a_cost_is_rebuilt(store: CostStore, cost: object) -> None:
+    path = cost_of(model(), store).path
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cost": cost}))
+    rebuilt = cost_of(model(), store)
+    assert "are damaged" in rebuilt.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+def test_an_unreadable_place_is_told_and_worked_around(store: CostStore) -> None:
+    path = cost_of(model(), store).path
+    path.unlink()
+    path.mkdir()
+    found = cost_of(model(), store)
+    assert not found.kept
+    assert len(found.warnings) == 2
+    assert "cannot be read" in found.warnings[0]
+    assert "could not be kept" in found.warnings[1]
+    assert not list(store.folder.glob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    found = cost_of(model(), CostStore(tmp_path / "file" / "costs"))
+    assert not found.kept
+    assert found.value(1, [10]) > 0.0
+    assert len(found.warnings) == 1
+    assert "TRUEDRAFT_CACHE" in found.warnings[0]
+
+
+def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost_of(model(), store)
+    now = identity.versions() | {"torch": "9.9"}
+    monkeypatch.setattr(costs, "versions", lambda: now)
+    stale = cost_of(model(), store)
+    assert not stale.kept
+    assert stale.warnings[0].endswith("now 9.9); they are measured again")
+    assert f"torch was {torch.__version__}" in stale.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+def test_other_fast_paths_make_it_stale(store: CostStore) -> None:
+    cost_of(model(), store)
+    faster = model()
+    faster.fast_paths = ("packed weights",)
+    assert 'fast_paths was [], now ["packed weights"]' in cost_of(faster, store).warnings[0]
+
+
+def test_other_weights_of_the_same_name_make_it_stale(store: CostStore) -> None:
+    cost_of(model(), store)
+    assert "vocab_size was 5, now 6" in cost_of(MarkovModel.random(6, 0, context_length=64), store).warnings[0]
+
+
+def test_dtypes_threads_and_names_are_kept_side_by_side(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {cost_of(model(), store).path}
+    single = MarkovModel(model().laws.float(), context_length=64)
+    paths.add(cost_of(single, store).path)
+    named = model()
+    named.name = "other"
+    paths.add(cost_of(named, store).path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    paths.add(cost_of(model(), store).path)
+    monkeypatch.undo()
+    assert len(paths) == 4
+    assert all(path.is_file() for path in paths)
+    assert cost_of(model(), store).kept
+
+
+def test_drafters_are_kept_by_their_options_and_laws(store: CostStore) -> None:
+    target, draft = packed("llama"), noisy("llama", 0.3)
+    sampled = SamplingParams(temperature=1.0)
+    drafters = [DraftModel(draft, 2), DraftModel(draft, branching=(2, 1)), DraftModel(draft, 2, min_probability=0.1)]
+    drafters += [PromptLookup(3), PromptLookup(4)]  # type: ignore[list-item]
+    found = [drafter_cost(drafter, target, effort=ONCE, store=store) for drafter in drafters]
+    found.append(drafter_cost(drafters[0], target, params=sampled, effort=ONCE, store=store))
+    assert not any(each.kept or each.warnings for each in found)
+    assert len({each.path for each in found}) == len(found)
+    again = drafter_cost(DraftModel(draft, 2), target, effort=ONCE, store=store)
+    assert again.kept
+    assert again.value == found[0].value
+
+
+def test_the_key_of_a_model_survives_loading_it_again() -> None:
+    """Loading writes into the configuration: the name of our attention function, numbered, is one such thing."""
+    assert identity.model_identity(packed("llama")) == identity.model_identity(packed("llama"))
+    config = identity.model_identity(packed("llama"))["config"]
+    assert config is not None
+    assert config != identity.model_identity(packed("qwen3"))["config"]
+
+
+def test_what_is_kept_is_plain_json(store: CostStore) -> None:
+    key = CostKey("tests", {"a": 1}, {"b": [1, 2], "c": Path("x")})
+    curve = CostCurve((1.0, 2.0), (0.1, 0.2))
+    assert store.load(key, CostCurve.from_dict) == (None, None)
+    assert store.save(key, curve.to_dict()) is None
+    assert store.load(key, CostCurve.from_dict) == (curve, None)
+    assert json.loads(store.path(key).read_text())["what"] == "tests"
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("TRUEDRAFT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert cache_folder() == tmp_path / ".cache" / "truedraft"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache_folder() == tmp_path / "Library" / "Caches" / "truedraft"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert cache_folder() == tmp_path / "local" / "truedraft" / "Cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "truedraft"
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
+    assert CostStore().folder == tmp_path / "own" / "costs"
+    monkeypatch.setenv("TRUEDRAFT_CACHE", "")
+    assert cache_folder() == tmp_path / "xdg" / "truedraft"
