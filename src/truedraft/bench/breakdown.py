@@ -1,0 +1,130 @@
+"""Where the time of decoding went, held against cost curves that were measured before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from truedraft.engine import StepTimes
+
+
+class StepCosts(Protocol):
+    """What a step should cost, from curves measured before and without the engine."""
+
+    def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
+        """Seconds of one target forward over `rows` tokens, for requests with so many cached tokens each: V."""
+
+    def drafting_s(self, nodes: int, contexts: Sequence[int]) -> float:
+        """Seconds of drafting so many nodes for these requests together, catch-up included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Sums over the decoding steps (those without a part of a prompt), in seconds unless it says otherwise.
+
+    Attributes:
+        steps: how many.
+        requests: requests that took part, summed over steps: their target calls.
+        rows: tokens fed to the target.
+        nodes: drafted nodes.
+        decode_s: wall time of decoding, what lies between the steps included.
+        draft_s: the drafter, as timed within the steps.
+        target_s: the target's forward, as timed within the steps.
+        verify_s: laws and verdicts, as timed within the steps.
+        forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
+        plain_curve_s: V(one row a request, contexts) of each step, by the curve.
+        drafting_curve_s: the cost of each step's drafting, by the curve.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    rows: int = 0
+    nodes: int = 0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    forward_curve_s: float | None = None
+    plain_curve_s: float | None = None
+    drafting_curve_s: float | None = None
+
+    def __add__(self, other: Breakdown) -> Breakdown:
+        """The sum of two; a curve that one of them lacks is lacking in the sum."""
+        sums: dict[str, Any] = {}
+        for each in fields(self):
+            left, right = getattr(self, each.name), getattr(other, each.name)
+            sums[each.name] = None if left is None or right is None else left + right
+        return Breakdown(**sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Fractions of the time of decoding.
+
+    `target` + `draft` + `host` is 1, as host is what the curves leave over: step time - V - draft cost. It can be
+    negative where the run was faster than the curves. Verification is part of it.
+
+    Attributes:
+        target: V of the steps, by the curve.
+        draft: cost of drafting, by the curve.
+        host: all the rest.
+        verification: laws and verdicts, as timed.
+        timed_target: the target's forward, as timed.
+        timed_draft: the drafter, as timed.
+    """
+
+    target: float | None
+    draft: float | None
+    host: float | None
+    verification: float
+    timed_target: float
+    timed_draft: float
+
+
+def break_down(steps: Sequence[StepTimes], total_s: float, costs: StepCosts | None) -> Breakdown:
+    """Sum the decoding steps of one run.
+
+    Args:
+        steps: all steps of the run, prefill among them.
+        total_s: wall time of the whole run, in seconds.
+        costs: the curves; None leaves what needs them out.
+    """
+    decoding = [step for step in steps if not step.prefill]
+    curves: list[float | None] = [None, None, None]
+    if costs is not None:
+        curves = [
+            sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
+            sum(costs.forward_s(step.requests, step.contexts) for step in decoding),
+            sum(costs.drafting_s(step.nodes, step.contexts) for step in decoding if step.nodes),
+        ]
+    return Breakdown(
+        steps=len(decoding),
+        requests=sum(step.requests for step in decoding),
+        rows=sum(step.rows for step in decoding),
+        nodes=sum(step.nodes for step in decoding),
+        decode_s=total_s - sum(step.total_s for step in steps if step.prefill),
+        draft_s=sum(step.draft_s for step in decoding),
+        target_s=sum(step.target_s for step in decoding),
+        verify_s=sum(step.verify_s for step in decoding),
+        forward_curve_s=curves[0],
+        plain_curve_s=curves[1],
+        drafting_curve_s=curves[2],
+    )
+
+
+def shares(breakdown: Breakdown) -> Shares | None:
+    """Fractions of decoding time; None where nothing was decoded."""
+    whole = breakdown.decode_s
+    if whole <= 0 or not breakdown.steps:
+        return None
+    target = None if breakdown.forward_curve_s is None else breakdown.forward_curve_s / whole
+    draft = None if breakdown.drafting_curve_s is None else breakdown.drafting_curve_s / whole
+    return Shares(
+        target=target,
+        draft=draft,
+        host=None if target is None or draft is None else 1.0 - target - draft,
+        verification=breakdown.verify_s / whole,
+        timed_target=breakdown.target_s / whole,
+        timed_draft=breakdown.draft_s / whole,
+    )

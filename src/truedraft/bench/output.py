@@ -1,0 +1,88 @@
+"""The folder of a benchmark: rows as they finish, then record, plots and report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from truedraft.bench.plots import check_plotting, draw_all
+from truedraft.bench.record import Circumstances
+from truedraft.bench.report import markdown
+from truedraft.bench.rows import Row
+from truedraft.bench.summary import Summary
+from truedraft.errors import DataError
+
+ROWS, RECORD, REPORT = "rows.jsonl", "record.json", "report.md"
+
+
+class OutputFolder:
+    """Where a benchmark is written down. An earlier one's rows stay until there is a new one.
+
+    Args:
+        folder: made if it does not exist.
+
+    Raises:
+        DataError: it cannot be made or written.
+        MissingExtraError: plots cannot be drawn here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_plotting()
+        self.folder = folder.expanduser()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._rows: IO[str] = (self.folder / ROWS).open("a", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
+        self._begun = False
+
+    def __enter__(self) -> OutputFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rows.close()
+
+    def keep(self, row: Row) -> None:
+        """Write a finished row at once, so that nothing that comes later can lose it.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        try:
+            if not self._begun:
+                self._rows.truncate(0)
+                self._begun = True
+            self._rows.write(json.dumps(row.as_dict(), allow_nan=False) + "\n")
+            self._rows.flush()
+        except OSError as error:
+            raise DataError(f"cannot write {str(self.folder / ROWS)!r}: {error.strerror or error}") from error
+
+    def finish(
+        self,
+        summaries: Sequence[Summary],
+        circumstances: Circumstances,
+        costs: Sequence[Mapping[str, float]],
+        notes: Sequence[str],
+        record: Mapping[str, Any],
+    ) -> Path:
+        """Write record, plots and report; returns the report's path.
+
+        Raises:
+            DataError: a file cannot be written.
+        """
+        limit_s = None
+        if circumstances.bandwidth and circumstances.weight_bytes:
+            limit_s = circumstances.weight_bytes / circumstances.bandwidth
+        try:
+            (self.folder / RECORD).write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+            pictures = draw_all(self.folder, summaries, costs, limit_s, circumstances.line())
+            report = self.folder / REPORT
+            report.write_text(markdown(summaries, circumstances, pictures, notes), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"cannot write into {str(self.folder)!r}: {error.strerror or error}") from error
+        return report

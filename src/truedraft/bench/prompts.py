@@ -1,0 +1,177 @@
+"""Published prompt sets: HumanEval, GSM8K, MT-bench and Spec-Bench, read from their own files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from truedraft.errors import DataError
+
+_MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+_SUFFIXES = (".jsonl", ".jsonl.gz")
+
+Record = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt of a published set.
+
+    Attributes:
+        name: its id there.
+        text: what the model continues, or a user's message.
+        category: of sets that have some, else the set's name.
+    """
+
+    name: str
+    text: str
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """A published set.
+
+    Attributes:
+        name: of the set.
+        questions: in the file's order.
+    """
+
+    name: str
+    questions: Sequence[Question]
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """A file format, known by its fields.
+
+    Attributes:
+        name: of the set.
+        fields: that every record has.
+        read: from a record and its number to a question.
+    """
+
+    name: str
+    fields: frozenset[str]
+    read: Callable[[Record, int], Question]
+
+
+def _human_eval(record: Record, _: int) -> Question:
+    return Question(str(record["task_id"]), str(record["prompt"]), "humaneval")
+
+
+def _gsm8k(record: Record, number: int) -> Question:
+    return Question(str(number), str(record["question"]), "gsm8k")
+
+
+def _turns(record: Record, _: int) -> Question:
+    """The first turn: later ones ask about the model's own earlier answers."""
+    turns = record["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f'question {record["question_id"]!r} needs "turns", a list with at least one text')
+    return Question(str(record["question_id"]), str(turns[0]), str(record.get("category", "")))
+
+
+_FORMATS = (
+    _Format("humaneval", frozenset({"task_id", "prompt", "entry_point"}), _human_eval),
+    _Format("mt_bench", frozenset({"question_id", "turns"}), _turns),
+    _Format("gsm8k", frozenset({"question", "answer"}), _gsm8k),
+)
+
+
+def is_question_file(path: Path) -> bool:
+    """Whether a file holds questions of a published set, by the fields of its first record."""
+    if not path.name.endswith(_SUFFIXES) or not path.is_file():
+        return False
+    try:
+        first = next(line for line in _lines(path) if line.strip())
+        return _format_of(json.loads(first)) is not None
+    except (StopIteration, json.JSONDecodeError, DataError):
+        return False
+
+
+def read_questions(path: Path) -> QuestionSet:
+    """The questions in a file, or in a folder that holds one such file; the test part where there is also another.
+
+    Raises:
+        DataError: there is no such file, several that could be meant, or a broken one; says which line.
+    """
+    file = _only_file(path) if path.is_dir() else path
+    questions: list[Question] = []
+    form: _Format | None = None
+    for number, line in enumerate(_lines(file), start=1):
+        if not line.strip():
+            continue
+        record = _record(line, f"{file.name}, line {number}")
+        form = form or _format_of(record)
+        if form is None or not form.fields <= record.keys():
+            raise DataError(f"{file.name}, line {number}: no question of HumanEval, GSM8K, MT-bench or Spec-Bench")
+        questions.append(form.read(record, len(questions) + 1))
+    if form is None:
+        raise DataError(f"the question file {str(file)!r} is empty; fetch it again")
+    return QuestionSet(_set_name(form, questions), questions)
+
+
+def spread(items: Sequence[T], count: int | None) -> list[T]:
+    """`count` items, evenly over the whole, in order: sets are sorted by category. All, if there are no more."""
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[(2 * place + 1) * len(items) // (2 * count)] for place in range(count)]
+
+
+def _set_name(form: _Format, questions: Sequence[Question]) -> str:
+    """Spec-Bench has MT-bench's fields, and more categories."""
+    if form.name == "mt_bench" and {question.category for question in questions} - _MT_BENCH_CATEGORIES:
+        return "spec_bench"
+    return form.name
+
+
+def _only_file(folder: Path) -> Path:
+    found = [file for file in sorted(folder.iterdir()) if is_question_file(file)]
+    tests = [file for file in found if not file.name.startswith("train")]
+    found = tests or found
+    if not found:
+        raise DataError(
+            f"the folder {str(folder)!r} holds no questions of HumanEval, GSM8K, MT-bench or Spec-Bench (.jsonl or "
+            ".jsonl.gz in their published form)"
+        )
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise DataError(f"the folder {str(folder)!r} holds several question files ({names}); name the file itself")
+    return found[0]
+
+
+def _format_of(record: Any) -> _Format | None:
+    if not isinstance(record, dict):
+        return None
+    return next((form for form in _FORMATS if form.fields <= record.keys()), None)
+
+
+def _record(line: str, place: str) -> Record:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a {type(record).__name__}, not an object with a question in it")
+    return record
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+        return raw.decode("utf-8").split("\n")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no question file {str(path)!r}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the question file {str(path)!r} is not UTF-8 text (byte {error.start})") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"cannot unpack the question file {str(path)!r}: {error}; fetch it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read the question file {str(path)!r}: {error.strerror or error}") from error

@@ -1,0 +1,160 @@
+"""The one JSON object of a benchmark: what was run, where, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truedraft.bench.contestants import PLAIN
+from truedraft.bench.summary import Ratio, Spread, Summary
+from truedraft.core.counters import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a benchmark was run on and with; its reports repeat it.
+
+    Attributes:
+        model: the target's name as it was typed.
+        note: what a padded target's figures mean; None for a target as it is.
+        pad_to: the size it was padded to, or None.
+        drafters: as they were typed.
+        peers: likewise.
+        rule: that judges drafted tokens.
+        dtype: of the weights.
+        device: that computes.
+        threads: of the CPU.
+        fast_paths: what is switched on in the target beyond the plain forward.
+        batch: prompts answered together.
+        prompt_set: its name.
+        prompts: how many prompts were asked for.
+        runs: how often each contestant answered each group.
+        sampling: all sampling options, the seed among them.
+        must_agree: whether our contestants' tokens are promised to be those of plain decoding.
+        bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
+        weight_bytes: bytes that a forward of the target reads; None where not known.
+        machine: machine and versions.
+    """
+
+    model: str
+    note: str | None
+    pad_to: str | None
+    drafters: tuple[str, ...]
+    peers: tuple[str, ...]
+    rule: str
+    dtype: str
+    device: str
+    threads: int
+    fast_paths: tuple[str, ...]
+    batch: int
+    prompt_set: str
+    prompts: int
+    runs: int
+    sampling: Mapping[str, Any]
+    must_agree: bool
+    bandwidth: float | None
+    weight_bytes: int | None
+    machine: Mapping[str, Any]
+
+    def line(self) -> str:
+        """In one line, for the head of tables and under plots; with what a padded target's figures mean."""
+        where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        temperature = self.sampling.get("temperature", 0.0)
+        how = "greedy" if not temperature else f"temperature {temperature:g}, seed {self.sampling.get('seed')}"
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''} each"
+        model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
+        parts = [
+            self.dtype,
+            where,
+            f"batch {self.batch}",
+            how,
+            f"{self.prompts} prompts of {self.prompt_set}",
+            f"at most {self.sampling.get('max_tokens')} tokens",
+            runs,
+        ]
+        head = f"{model}, " if self.note is None else f"{model}: {self.note}; "
+        return head + ", ".join(parts)
+
+
+def bench_record(
+    summaries: Sequence[Summary],
+    circumstances: Circumstances,
+    costs: Sequence[Mapping[str, float]],
+    failures: Sequence[str],
+    interrupted: bool,
+) -> dict[str, Any]:
+    """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
+
+    Args:
+        summaries: of contestants that finished a row.
+        circumstances: of the run.
+        costs: points of the target's cost curve: rows, context, seconds.
+        failures: what could not be answered.
+        interrupted: whether Ctrl-C ended the run.
+    """
+    ours = [each for each in summaries if each.ours]
+    speculative = [each for each in ours if each.name != PLAIN]
+    first = next(iter(speculative or ours), None)
+    return {
+        "command": "bench",
+        "tokens_per_s": None if first is None else first.tokens_per_s.median,
+        "speedup": None if first is None or first.speedup is None else first.speedup.mean,
+        "identical": _identical(ours, circumstances),
+        "interrupted": interrupted,
+        "failures": list(failures),
+        "contestants": [_summary_record(each, circumstances.must_agree) for each in summaries],
+        "costs": [dict(point) for point in costs],
+        **dataclasses.asdict(circumstances),
+    }
+
+
+def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | None:
+    if not circumstances.must_agree or not ours:
+        return None
+    return all(each.identical_groups == each.groups for each in ours)
+
+
+def _summary_record(summary: Summary, must_agree: bool) -> dict[str, Any]:
+    return {
+        "name": summary.name,
+        "ours": summary.ours,
+        "groups": summary.groups,
+        "tokens": summary.tokens,
+        "tokens_per_s": summary.tokens_per_s.median,
+        "tokens_per_s_quartiles": _quartiles(summary.tokens_per_s),
+        "decode_tokens_per_s": summary.decode_tokens_per_s.median,
+        "decode_tokens_per_s_quartiles": _quartiles(summary.decode_tokens_per_s),
+        "first_token_s": None if summary.first_token_s is None else summary.first_token_s.median,
+        "first_token_s_quartiles": None if summary.first_token_s is None else _quartiles(summary.first_token_s),
+        "target_calls": summary.target_calls,
+        "mean_acceptance_length": summary.mean_acceptance_length,
+        "draft_acceptance_rate": None if summary.counters is None else summary.counters.draft_acceptance_rate,
+        "acceptance_per_position": list(summary.acceptance_per_position),
+        "counters": None if summary.counters is None else _counts(summary.counters),
+        "speedup": None if summary.speedup is None else summary.speedup.mean,
+        "speedup_spread": _ratio(summary.speedup),
+        "decode_speedup": None if summary.decode_speedup is None else summary.decode_speedup.mean,
+        "predicted_speedup": summary.predicted_speedup,
+        "measured_over_predicted": summary.measured_over_predicted,
+        "shares": None if summary.shares is None else dataclasses.asdict(summary.shares),
+        "mbu": summary.mbu,
+        "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
+        "identical": summary.identical_groups == summary.groups if must_agree else None,
+        "identical_groups": summary.identical_groups if must_agree else None,
+    }
+
+
+def _counts(counters: Counters) -> dict[str, Any]:
+    return dataclasses.asdict(counters)
+
+
+def _quartiles(spread: Spread) -> list[float]:
+    return [spread.low, spread.high]
+
+
+def _ratio(ratio: Ratio | None) -> dict[str, float] | None:
+    if ratio is None:
+        return None
+    return {"min": ratio.low, "max": ratio.high, "share_faster": ratio.share_faster}

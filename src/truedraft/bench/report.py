@@ -1,0 +1,89 @@
+"""The Markdown report of a benchmark: what was run, a table, the pictures, and how each figure is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from truedraft.bench.record import Circumstances
+from truedraft.bench.summary import Summary
+from truedraft.bench.table import TextTable, speed_table, time_table
+
+_LIBRARIES = ("truedraft", "torch", "transformers", "python")
+_CAPTIONS = {
+    "speed": "Tokens per second by method: the median over prompts, with quartiles.",
+    "cost": "Milliseconds of one forward of the target by its number of tokens, measured without the engine.",
+    "acceptance": "How often the k-th drafted token was accepted, of the times it was reached.",
+}
+_MEANINGS = """\
+- *tokens/s*: new tokens per second from submission to the last token, prefill included; the median over prompts (over
+  groups of prompts at batch sizes above 1), quartiles in brackets.
+- *x plain*: the geometric mean over prompts of the ratio to plain decoding in our engine.
+- *first token*: seconds until it, the median over prompts.
+- *target calls*: forwards of the target that gave tokens after the first; for assisted generation and prompt lookup
+  of a peer all its forwards, as its first one already judges a draft.
+- *tokens/call*: mean acceptance length, emitted tokens per target call.
+- *core-s/1,000*: measured CPU time of the process, all threads together, per thousand new tokens.
+- *identical*: prompts (or groups) with exactly the tokens of plain decoding. Peers run other kernels, whose rounding
+  may turn near ties.
+- *decode x plain*: the ratio to plain decoding for tokens after the first.
+- *predicted*: mean acceptance length times V(1) / (V(nodes + 1) + draft cost), V and draft cost from curves measured
+  before the run and without the engine. *measured/predicted* is *decode x plain* divided by it.
+- *target, draft, host*: fractions of decoding time: V of the steps, cost of the drafting, both by the curves, and what
+  is left over. *verify* is the timed part of host that laws and verdicts take. Host is negative where a run was faster
+  than the curves.
+- *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth.
+"""
+
+
+def markdown(
+    summaries: Sequence[Summary],
+    circumstances: Circumstances,
+    pictures: Sequence[str],
+    notes: Sequence[str],
+) -> str:
+    """The report.
+
+    Args:
+        summaries: of the contestants to show.
+        circumstances: of the run.
+        pictures: names of pictures that lie beside the report as PNG and SVG, without suffix.
+        notes: remarks, a sentence each.
+    """
+    parts = [
+        "# Benchmark",
+        f"{circumstances.line()}.",
+        _table(speed_table(summaries, circumstances.must_agree)),
+        _table(time_table(summaries)),
+    ]
+    if notes:
+        parts.append("\n".join(f"- {note}" for note in notes))
+    parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n\n{_CAPTIONS[name]}" for name in pictures]
+    parts += ["## How to read it", _MEANINGS.rstrip(), "## Where it was run", _where(circumstances)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: TextTable) -> str:
+    headings = tuple(" ".join(heading.split("\n")).replace(" /", "/").replace("/ ", "/") for heading in table.headings)
+    rows = [headings, ("---", *("---:" for _ in headings[1:])), *table.rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+
+
+def _where(circumstances: Circumstances) -> str:
+    machine = circumstances.machine
+    facts = {
+        "CPU": f"{machine.get('cpu')}, {machine.get('cores')} cores, {circumstances.threads} threads in use",
+        "versions": ", ".join(
+            f"{name} {machine.get(name)}" for name in ("truedraft", "torch", "transformers", "python")
+        ),
+        "fast paths": "; ".join(circumstances.fast_paths) or "none",
+        "sampling": ", ".join(
+            f"{name} {value}" for name, value in circumstances.sampling.items() if value not in ((), "")
+        ),
+        "drafters": ", ".join(circumstances.drafters) or "none",
+        "rule": circumstances.rule,
+    }
+    if circumstances.bandwidth is not None:
+        facts["read bandwidth"] = f"{circumstances.bandwidth / 1e9:.1f} GB/s"
+    if circumstances.weight_bytes is not None:
+        facts["weights read in a forward"] = f"{circumstances.weight_bytes / 1e6:,.0f} MB"
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())

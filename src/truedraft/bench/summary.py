@@ -1,0 +1,305 @@
+"""From rows to what a contestant achieved: medians and spread over prompts, and ratios paired by prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from truedraft.bench.breakdown import Breakdown, Shares, shares
+from truedraft.bench.contestants import PLAIN
+from truedraft.bench.reading import ReadSize
+from truedraft.bench.rows import Row
+from truedraft.core.counters import Counters
+from truedraft.theory import predicted_speedup
+
+_KILO = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Over the groups of prompts, each with the median of its runs.
+
+    Attributes:
+        median: the middle.
+        low: first quartile.
+        high: third quartile.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The median and quartiles of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Paired with plain decoding by group: ratios of tokens per second.
+
+    Attributes:
+        mean: geometric mean over groups.
+        low: the smallest.
+        high: the largest.
+        share_faster: fraction of the groups with a ratio above 1.
+    """
+
+    mean: float
+    low: float
+    high: float
+    share_faster: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Ratio:
+        """From at least one ratio."""
+        mean = statistics.geometric_mean(ratios) if min(ratios) > 0 else 0.0
+        return cls(mean, min(ratios), max(ratios), sum(ratio > 1 for ratio in ratios) / len(ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What memory bandwidth used is computed from.
+
+    Attributes:
+        bandwidth: read bandwidth of this machine in bytes per second.
+        target: what a forward of the target reads.
+        draft: what a forward of the draft model reads; None without one.
+    """
+
+    bandwidth: float
+    target: ReadSize
+    draft: ReadSize | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one contestant achieved.
+
+    Attributes:
+        name: its name.
+        ours: whether it is our engine.
+        groups: groups of prompts that it answered.
+        tokens: new tokens of one run of each group.
+        tokens_per_s: prefill included.
+        decode_tokens_per_s: tokens after the first, per second after the prefill.
+        first_token_s: time to the first token.
+        target_calls: of one run of each group; None where they cannot be counted.
+        mean_acceptance_length: tokens per target call; None likewise.
+        counters: of one run of each group; None for a peer.
+        speedup: over plain decoding, prefill included; None without plain rows to pair with.
+        decode_speedup: the same for tokens after the first.
+        predicted_speedup: from acceptance and cost curves, for tokens after the first; None without curves.
+        shares: of decoding time; None for a peer.
+        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read.
+        cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
+        identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
+    """
+
+    name: str
+    ours: bool
+    groups: int
+    tokens: int
+    tokens_per_s: Spread
+    decode_tokens_per_s: Spread
+    first_token_s: Spread | None
+    target_calls: int | None
+    mean_acceptance_length: float | None
+    counters: Counters | None
+    speedup: Ratio | None
+    decode_speedup: Ratio | None
+    predicted_speedup: float | None
+    shares: Shares | None
+    mbu: float | None
+    cpu_s_per_1000_tokens: float
+    identical_groups: int
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Accepted over tried for the k-th drafted token, k from 1; positions that were never tried end it."""
+        if self.counters is None:
+            return ()
+        pairs = zip(self.counters.accepted_per_position, self.counters.tried_per_position, strict=True)
+        return tuple(accepted / tried for accepted, tried in pairs if tried)
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        """How much of the predicted speed-up came true."""
+        if self.predicted_speedup is None or self.decode_speedup is None or not self.predicted_speedup:
+            return None
+        return self.decode_speedup.mean / self.predicted_speedup
+
+
+Groups = dict[tuple[str, ...], list[Row]]
+
+
+def summarise(
+    rows: Sequence[Row], names: Sequence[str], ours: Sequence[str], memory: Mapping[str, Memory]
+) -> list[Summary]:
+    """One summary for each contestant that finished a row, in the order of `names`.
+
+    Args:
+        rows: of all contestants.
+        names: all contestants.
+        ours: those that are our engine.
+        memory: for contestants whose use of memory bandwidth is wanted.
+    """
+    by_name: dict[str, Groups] = {}
+    for row in rows:
+        by_name.setdefault(row.contestant, {}).setdefault(row.prompts, []).append(row)
+    plain = by_name.get(PLAIN, {})
+    return [_summary(name, name in ours, by_name[name], plain, memory.get(name)) for name in names if name in by_name]
+
+
+def shown(summaries: Sequence[Summary], best_of: Mapping[str, Sequence[str]]) -> tuple[list[Summary], list[str]]:
+    """The summaries for people: of contestants that only differ in a setting, the fastest stands for all.
+
+    Args:
+        summaries: of all contestants.
+        best_of: titles, each with the contestants that it stands for.
+
+    Returns:
+        The summaries to show, and for each title a sentence that says which setting it is.
+    """
+    titles: dict[str, str] = {}
+    hidden: set[str] = set()
+    notes = []
+    for title, names in best_of.items():
+        tried = [summary for summary in summaries if summary.name in names]
+        if len(tried) > 1:
+            best = max(tried, key=lambda summary: summary.tokens_per_s.median)
+            titles[best.name] = title
+            hidden |= {summary.name for summary in tried} - {best.name}
+            speeds = "; ".join(f"{each.name.removeprefix(title).lstrip(', ')} {_speed_of(each)}" for each in tried)
+            notes.append(f"{title} is the best of {len(tried)} settings, in tokens/s: {speeds}")
+    left = (summary for summary in summaries if summary.name not in hidden)
+    return [dataclasses.replace(each, name=titles.get(each.name, each.name)) for each in left], notes
+
+
+def _speed_of(summary: Summary) -> str:
+    return f"{summary.tokens_per_s.median:.1f}"
+
+
+def differing_answers(
+    rows: Sequence[Row], names: Sequence[str]
+) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
+    """Contestant, prompt, plain tokens and its tokens, where these differ from plain decoding's first run."""
+    plain: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        if row.contestant == PLAIN:
+            for name, tokens in zip(row.prompts, row.outcome.token_ids, strict=True):
+                plain.setdefault(name, tokens)
+    return [
+        (row.contestant, name, plain[name], tokens)
+        for row in rows
+        if row.contestant in names
+        for name, tokens in zip(row.prompts, row.outcome.token_ids, strict=True)
+        if name in plain and tokens != plain[name]
+    ]
+
+
+def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memory | None) -> Summary:
+    rows = [row for runs in groups.values() for row in runs]
+    firsts = [runs[0] for runs in groups.values()]
+    first_token_s = [seconds for row in rows for seconds in row.outcome.first_token_s if seconds is not None]
+    breakdown = _total_breakdown(rows)
+    counters = [row.outcome.counters for row in firsts if row.outcome.counters is not None]
+    total = sum(counters, Counters()) if counters else None
+    calls = [row.outcome.target_calls for row in firsts]
+    return Summary(
+        name=name,
+        ours=ours,
+        groups=len(groups),
+        tokens=sum(row.tokens for row in firsts),
+        tokens_per_s=Spread.of([_median(runs, _speed) for runs in groups.values()]),
+        decode_tokens_per_s=Spread.of([_median(runs, _decode_speed) for runs in groups.values()]),
+        first_token_s=Spread.of(first_token_s) if first_token_s else None,
+        target_calls=None if None in calls else sum(call for call in calls if call is not None),
+        mean_acceptance_length=_mean_acceptance_length(total, firsts),
+        counters=total,
+        speedup=_ratio(groups, plain, _speed),
+        decode_speedup=_ratio(groups, plain, _decode_speed),
+        predicted_speedup=None if breakdown is None or total is None else _predicted(total, breakdown),
+        shares=None if breakdown is None else shares(breakdown),
+        mbu=None if memory is None else _bandwidth_used(rows, memory),
+        cpu_s_per_1000_tokens=_cpu_s_per_1000_tokens(rows),
+        identical_groups=sum(_same_as_plain(runs, plain.get(key)) for key, runs in groups.items()),
+    )
+
+
+def _speed(row: Row) -> float:
+    return row.tokens_per_s
+
+
+def _decode_speed(row: Row) -> float:
+    return row.decode_tokens_per_s
+
+
+def _median(runs: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return statistics.median(value(row) for row in runs)
+
+
+def _ratio(groups: Groups, plain: Groups, value: Callable[[Row], float]) -> Ratio | None:
+    """Only groups that both answered, and in which plain decoding emitted tokens to divide by."""
+    ratios = [
+        _median(runs, value) / below
+        for key, runs in groups.items()
+        if key in plain and (below := _median(plain[key], value)) > 0
+    ]
+    return Ratio.of(ratios) if ratios else None
+
+
+def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) -> float | None:
+    """Ours from the counts; a peer's weighted by its calls."""
+    if counters is not None:
+        return counters.mean_acceptance_length
+    weighted = [(row.outcome.mean_acceptance_length, row.outcome.target_calls) for row in firsts]
+    known = [(length, calls) for length, calls in weighted if length is not None and calls]
+    return sum(length * calls for length, calls in known) / sum(calls for _, calls in known) if known else None
+
+
+def _total_breakdown(rows: Sequence[Row]) -> Breakdown | None:
+    found = [row.breakdown for row in rows if row.breakdown is not None]
+    if not found:
+        return None
+    total = found[0]
+    for each in found[1:]:
+        total += each
+    return total
+
+
+def _predicted(counters: Counters, breakdown: Breakdown) -> float | None:
+    """From the curves' means over the steps that were run."""
+    verified, plain, drafting = breakdown.forward_curve_s, breakdown.plain_curve_s, breakdown.drafting_curve_s
+    if verified is None or plain is None or drafting is None or not breakdown.steps:
+        return None
+    means = (seconds / breakdown.steps for seconds in (plain, verified, drafting))
+    return predicted_speedup(counters.mean_acceptance_length, *means)
+
+
+def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
+    """Bytes that had to be read / time / bandwidth, over decoding."""
+    seconds = sum(row.decode_s for row in rows)
+    if seconds <= 0:
+        return None
+    read = 0
+    for row in rows:
+        read += memory.target.of(row.outcome.forwards, row.outcome.context_tokens)
+        if memory.draft is not None:
+            read += memory.draft.of(row.outcome.draft_forwards, 0)
+    return read / seconds / memory.bandwidth
+
+
+def _cpu_s_per_1000_tokens(rows: Sequence[Row]) -> float:
+    tokens = sum(row.tokens for row in rows)
+    return sum(row.cpu_s for row in rows) / tokens * _KILO if tokens else 0.0
+
+
+def _same_as_plain(runs: Sequence[Row], plain: Sequence[Row] | None) -> bool:
+    return bool(plain) and all(row.outcome.token_ids == plain[0].outcome.token_ids for row in runs if plain)

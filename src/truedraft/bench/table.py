@@ -1,0 +1,81 @@
+"""The tables of a benchmark, the same on a terminal and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from truedraft.bench.contestants import PLAIN
+from truedraft.bench.summary import Summary
+
+_MISSING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table as text.
+
+    Attributes:
+        headings: of the columns, some with a line break; the first one stands above the contestants' names.
+        rows: one for each contestant, as many cells as headings.
+    """
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+Column = tuple[str, Callable[[Summary], str]]
+
+
+def speed_table(summaries: Sequence[Summary], must_agree: bool) -> TextTable:
+    """How fast each contestant was, and whether it gave the tokens of plain decoding."""
+    columns: list[Column] = [
+        ("tokens/s", _speed),
+        ("x plain", lambda each: _number(None if each.speedup is None else each.speedup.mean, 2)),
+        ("first\ntoken", lambda each: "-" if each.first_token_s is None else f"{each.first_token_s.median:.3f} s"),
+        ("target\ncalls", lambda each: _MISSING if each.target_calls is None else f"{each.target_calls:,}"),
+        ("tokens\n/call", lambda each: _number(each.mean_acceptance_length, 2)),
+        ("core-s\n/1,000", lambda each: f"{each.cpu_s_per_1000_tokens:.1f}"),
+    ]
+    if must_agree:
+        columns.append(("identical", lambda each: f"{each.identical_groups} of {each.groups}"))
+    return _table(columns, summaries)
+
+
+def time_table(summaries: Sequence[Summary]) -> TextTable:
+    """Where the time of decoding went, and what the cost curves predicted."""
+    columns: list[Column] = [
+        ("predicted", lambda each: _number(_unless_plain(each, each.predicted_speedup), 2)),
+        ("decode\nx plain", lambda each: _number(None if each.decode_speedup is None else each.decode_speedup.mean, 2)),
+        ("measured/\npredicted", lambda each: _number(_unless_plain(each, each.measured_over_predicted), 2)),
+        ("target", lambda each: _number(None if each.shares is None else each.shares.target, 2)),
+        ("draft", lambda each: _number(None if each.shares is None else each.shares.draft, 2)),
+        ("host", lambda each: _number(None if each.shares is None else each.shares.host, 2)),
+        ("verify", lambda each: _number(None if each.shares is None else each.shares.verification, 3)),
+        ("MBU", lambda each: _number(each.mbu, 2)),
+    ]
+    return _table(columns, summaries)
+
+
+def _table(columns: Sequence[Column], summaries: Sequence[Summary]) -> TextTable:
+    rows = tuple((each.name, *(cell(each) for _, cell in columns)) for each in summaries)
+    return TextTable(("", *(heading for heading, _ in columns)), rows)
+
+
+def _speed(summary: Summary) -> str:
+    speed = summary.tokens_per_s
+    return f"{_three_digits(speed.median)} ({_three_digits(speed.low)}-{_three_digits(speed.high)})"
+
+
+def _three_digits(value: float) -> str:
+    """At least three significant digits, and no exponent."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _unless_plain(summary: Summary, value: float | None) -> float | None:
+    """Plain decoding predicts itself."""
+    return None if summary.name == PLAIN else value
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _MISSING if value is None else f"{value:.{digits}f}"

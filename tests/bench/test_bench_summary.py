@@ -1,0 +1,180 @@
+"""Medians, paired ratios, prediction and bandwidth against worked values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from support.tiny_models import packed
+from truedraft.bench.breakdown import Breakdown
+from truedraft.bench.reading import ReadSize, read_size
+from truedraft.bench.record import Circumstances, bench_record
+from truedraft.bench.report import markdown
+from truedraft.bench.rows import Outcome, Row
+from truedraft.bench.summary import Memory, Ratio, Spread, Summary, differing_answers, shown, summarise
+from truedraft.bench.table import speed_table, time_table
+from truedraft.core.counters import Counters
+
+NAMES = ("plain", "draft", "peer, slow", "peer, fast")
+BEST = {"peer": ("peer, slow", "peer, fast")}
+
+
+def row(name: str, prompt: str, total_s: float, run: int = 0, tokens: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Row:
+    """Five tokens, the first after 0.5 s; "draft" emits the other four in two calls, of 1.5 times V(1) each."""
+    ours = not name.startswith("peer")
+    calls = 2 if name == "draft" else 4
+    counters = Counters(
+        target_calls=calls,
+        emitted_tokens=4,
+        prefill_tokens=1,
+        draft_tokens=0 if calls == 4 else 6,
+        accepted_tokens=4 - calls,
+        accepted_per_position=[] if calls == 4 else [2, 0, 0],
+        tried_per_position=[] if calls == 4 else [2, 2, 0],
+    )
+    breakdown = Breakdown(
+        steps=calls,
+        requests=calls,
+        decode_s=total_s - 0.5,
+        forward_curve_s=calls * (0.15 if calls == 2 else 0.1),
+        plain_curve_s=calls * 0.1,
+        drafting_curve_s=0.02 if calls == 2 else 0.0,
+    )
+    outcome = Outcome(
+        (tokens,), (0.5,), 0.5, calls, 6 if calls == 2 else 0, 100, calls, 4 / calls, counters if ours else None
+    )
+    return Row(name, (prompt,), run, 0, total_s, 2.0 * total_s, outcome, breakdown if ours else None)
+
+
+def rows() -> list[Row]:
+    seconds = {"plain": (2.5, 4.5), "draft": (1.5, 1.5), "peer, slow": (5.0, 5.0), "peer, fast": (4.0, 5.0)}
+    return [row(name, prompt, each[i]) for name, each in seconds.items() for i, prompt in enumerate("ab")]
+
+
+def summaries() -> list[Summary]:
+    memory = Memory(1000.0, ReadSize(100, 1), ReadSize(10, 0))
+    return summarise(rows(), NAMES, ("plain", "draft"), {"draft": memory})
+
+
+def test_speed_and_ratios_are_paired_by_prompt() -> None:
+    plain, draft, *_ = summaries()
+    assert plain.tokens_per_s.median == pytest.approx((5 / 2.5 + 5 / 4.5) / 2)
+    assert draft.tokens_per_s.median == pytest.approx(5 / 1.5)
+    assert draft.speedup == Ratio.of([2.5 / 1.5, 4.5 / 1.5])
+    assert draft.speedup is not None and draft.speedup.mean == pytest.approx(5**0.5)
+    assert draft.decode_speedup is not None and draft.decode_speedup.mean == pytest.approx((2.0 * 4.0) ** 0.5)
+    assert plain.speedup is not None and plain.speedup.mean == pytest.approx(1.0)
+    assert draft.first_token_s == Spread(0.5, 0.5, 0.5)
+    assert draft.cpu_s_per_1000_tokens == pytest.approx(2 * 3.0 / 10 * 1000)
+
+
+def test_runs_of_a_prompt_count_by_their_median() -> None:
+    found = summarise(
+        [row("plain", "a", each, run) for run, each in enumerate((1.0, 2.0, 50.0))], NAMES, ("plain",), {}
+    )
+    assert found[0].tokens_per_s.median == pytest.approx(2.5) and found[0].groups == 1 and found[0].tokens == 5
+
+
+def test_counts_prediction_and_bandwidth() -> None:
+    plain, draft, peer, _ = summaries()
+    assert draft.target_calls == 4 and draft.mean_acceptance_length == 2.0
+    assert draft.acceptance_per_position == (1.0, 0.0)  # the third was never reached
+    assert draft.predicted_speedup == pytest.approx(2.0 * 0.1 / (0.15 + 0.01))
+    assert draft.measured_over_predicted == pytest.approx(8**0.5 / 1.25)
+    assert plain.predicted_speedup == pytest.approx(1.0)
+    assert draft.shares is not None and draft.shares.target == pytest.approx(0.6 / 2.0)
+    assert draft.mbu == pytest.approx(2 * (2 * 100 + 100 + 6 * 10) / 2.0 / 1000.0)
+    assert plain.mbu is None and peer.predicted_speedup is None and peer.acceptance_per_position == ()
+    assert peer.mean_acceptance_length == 1.0 and peer.target_calls == 8
+
+
+def test_identity_looks_at_all_runs() -> None:
+    odd = [*rows(), row("draft", "b", 1.5, 1, (1, 2, 3, 4, 9))]
+    draft = summarise(odd, NAMES, ("plain", "draft"), {})[1]
+    assert (draft.identical_groups, draft.groups) == (1, 2)
+    assert differing_answers(odd, ("plain", "draft")) == [("draft", "b", (1, 2, 3, 4, 5), (1, 2, 3, 4, 9))]
+    assert summaries()[1].identical_groups == 2
+
+
+def test_without_plain_rows_there_is_no_ratio() -> None:
+    draft = summarise([row("draft", "a", 1.0)], NAMES, ("plain", "draft"), {})[0]
+    assert draft.speedup is None and draft.measured_over_predicted is None and draft.identical_groups == 0
+
+
+def test_the_best_of_several_settings_is_shown() -> None:
+    found, notes = shown(summaries(), BEST)
+    assert [each.name for each in found] == ["plain", "draft", "peer"]
+    assert found[2].tokens_per_s.median == pytest.approx((5 / 4 + 5 / 5) / 2)
+    assert notes == ["peer is the best of 2 settings, in tokens/s: slow 1.0; fast 1.1"]
+
+
+def test_tables() -> None:
+    found, _ = shown(summaries(), BEST)
+    speed = speed_table(found, must_agree=True)
+    assert speed.headings[-1] == "identical" and speed.rows[1][0] == "draft"
+    assert speed.rows[1][1:3] == ("3.33 (3.33-3.33)", "2.24") and speed.rows[1][-1] == "2 of 2"
+    assert speed_table(found, must_agree=False).headings[-1] != "identical"
+    time = time_table(found)
+    assert time.rows[1][1:4] == ("1.25", "2.83", "2.26")
+    assert time.rows[0][1] == "-" and time.rows[2][4:] == ("-",) * 5
+    assert all(len(each) == len(table.headings) for table in (speed, time) for each in table.rows)
+
+
+def circumstances() -> Circumstances:
+    return Circumstances(
+        model="embedded:target",
+        note="cost of a 500 M model, text of a 16 M model",
+        pad_to="500M",
+        drafters=("draft",),
+        peers=(),
+        rule="speculative",
+        dtype="bfloat16",
+        device="cpu",
+        threads=2,
+        fast_paths=("packed weights",),
+        batch=1,
+        prompt_set="heldout",
+        prompts=2,
+        runs=1,
+        sampling={"temperature": 0.0, "max_tokens": 5, "seed": 7},
+        must_agree=True,
+        bandwidth=4e10,
+        weight_bytes=10**9,
+        machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
+    )
+
+
+def test_record() -> None:
+    record = bench_record(summaries(), circumstances(), [{"rows": 1, "context": 128, "seconds": 0.1}], ["oh"], False)
+    again = json.loads(json.dumps(record, allow_nan=False))
+    assert again.keys() == record.keys() and again["contestants"] == record["contestants"]
+    assert record["tokens_per_s"] == pytest.approx(5 / 1.5) and record["speedup"] == pytest.approx(5**0.5)
+    assert record["identical"] is True and record["failures"] == ["oh"]
+    for key in ("machine", "dtype", "threads", "batch", "sampling", "prompt_set", "fast_paths", "pad_to", "note"):
+        assert key in record
+    assert record["contestants"][1]["shares"]["host"] == pytest.approx(1 - 0.3 - 0.02)
+    loose = dataclasses.replace(circumstances(), must_agree=False)
+    assert bench_record(summaries(), loose, [], [], False)["identical"] is None
+    assert bench_record([], circumstances(), [], [], True)["tokens_per_s"] is None
+
+
+def test_report() -> None:
+    text = markdown(summaries(), circumstances(), ["speed", "cost"], ["a remark"])
+    assert "padded to 500M: cost of a 500 M model, text of a 16 M model; bfloat16" in text
+    assert "| draft | 3.33 (3.33-3.33) | 2.24 | 0.500 s | 4 | 2.00 |" in text
+    assert "](speed.svg)" in text and "](acceptance.svg)" not in text and "- a remark" in text
+    assert "read bandwidth: 40.0 GB/s" in text and "1,000 MB" in text
+    assert "| tokens/call |" in text and "| decode x plain |" in text and "| measured/predicted |" in text
+
+
+def test_read_size_of_a_model() -> None:
+    size = read_size(packed("llama"))
+    assert size is not None
+    module = packed("llama").module
+    config = module.config
+    assert size.weights == packed("llama").weight_bytes > 0
+    width = config.hidden_size // config.num_attention_heads
+    assert size.cached_token == 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * width
+    assert read_size(packed("mixtral")) is None

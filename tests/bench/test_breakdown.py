@@ -1,0 +1,92 @@
+"""Shares of time and prediction against worked values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from truedraft.bench.breakdown import Breakdown, break_down, shares
+from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
+from truedraft.bench.lineup import Lineup
+from truedraft.engine import StepTimes
+from truedraft.testing import MarkovModel
+from truedraft.theory import DraftCost, DraftPoint, TargetCost
+
+PREFILL = StepTimes(
+    requests=1, rows=20, contexts=(0,), nodes=0, prefill=True, draft_s=0.0, target_s=0.9, verify_s=0.05, total_s=1.0
+)
+STEP = StepTimes(
+    requests=1, rows=5, contexts=(20,), nodes=4, prefill=False, draft_s=0.4, target_s=1.1, verify_s=0.1, total_s=1.7
+)
+
+
+class FlatCosts:
+    """A forward costs 1 s and 0.01 s a row; a drafted node 0.1 s."""
+
+    def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
+        return 1.0 + 0.01 * rows
+
+    def drafting_s(self, nodes: int, contexts: Sequence[int]) -> float:
+        return 0.1 * nodes
+
+
+def test_sums_leave_the_prefill_out() -> None:
+    found = break_down([PREFILL, STEP, STEP], total_s=5.0, costs=FlatCosts())
+    assert (found.steps, found.requests, found.rows, found.nodes) == (2, 2, 10, 8)
+    assert found.decode_s == pytest.approx(4.0)  # what lies between the steps is part of it
+    assert found.target_s == pytest.approx(2.2) and found.verify_s == pytest.approx(0.2)
+    assert found.forward_curve_s == pytest.approx(2.10)
+    assert found.plain_curve_s == pytest.approx(2.02)
+    assert found.drafting_curve_s == pytest.approx(0.8)
+
+
+def test_shares_add_up() -> None:
+    found = shares(break_down([PREFILL, STEP, STEP], total_s=5.0, costs=FlatCosts()))
+    assert found is not None and found.target is not None and found.draft is not None and found.host is not None
+    assert found.target == pytest.approx(0.525) and found.draft == pytest.approx(0.2)
+    assert found.host == pytest.approx(0.275)  # step time - V - draft cost
+    assert found.target + found.draft + found.host == pytest.approx(1.0)
+    assert found.verification == pytest.approx(0.05) and found.timed_target == pytest.approx(0.55)
+
+
+def test_without_curves_or_steps() -> None:
+    found = shares(break_down([STEP], total_s=2.0, costs=None))
+    assert found is not None and found.target is None and found.host is None
+    assert found.timed_draft == pytest.approx(0.2)
+    assert shares(break_down([PREFILL], total_s=1.5, costs=FlatCosts())) is None
+
+
+def test_addition() -> None:
+    one = break_down([STEP], total_s=2.0, costs=FlatCosts())
+    both = one + one
+    assert both.steps == 2 and both.decode_s == pytest.approx(4.0)
+    assert both.forward_curve_s == pytest.approx(2 * 1.05)
+    assert (one + Breakdown(steps=1)).forward_curve_s is None
+
+
+def target_cost() -> TargetCost:
+    return TargetCost.fit({(rows, context): rows * 1.0 + context * 0.01 for rows in (1, 2, 4) for context in (10, 100)})
+
+
+def test_curve_costs() -> None:
+    costs = CurveCosts(target_cost(), DraftCost((DraftPoint(1, 1, 0.5), DraftPoint(2, 2, 0.8))))
+    assert costs.forward_s(1, (10,)) == pytest.approx(1.1)
+    assert costs.drafting_s(2, (10,)) == pytest.approx(0.8)
+    assert costs.drafting_s(4, (10, 10)) == pytest.approx(0.8)  # two requests share each forward of the draft
+    assert CurveCosts(target_cost()).drafting_s(3, (10,)) == 0.0
+
+
+def test_shown_points_stay_within_the_context() -> None:
+    points = shown_points(target_cost(), context_length=700)
+    assert {point["context"] for point in points} == {128, 512}
+    assert [point["rows"] for point in points if point["context"] == 128] == [1, 2, 4, 8, 16, 32, 64]
+    assert points[0]["seconds"] == pytest.approx(target_cost()(1, (128,)))
+    few = shown_points(target_cost(), context_length=32)
+    assert {point["context"] for point in few} == {16} and max(point["rows"] for point in few) < 16
+
+
+def test_no_bandwidth_means_no_memory_figures() -> None:
+    lineup = Lineup(MarkovModel.random(8, seed=0), lossless=True, ours=[])
+    assert MachineCosts(bandwidth=None).memory(lineup) == {}
+    assert MachineCosts(bandwidth=1e9).memory(lineup) == {}  # a table of laws reads no weights

@@ -1,0 +1,73 @@
+"""Plots are drawn, differ from an empty page, and are written as PNG and SVG."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from truedraft.bench.output import OutputFolder
+from truedraft.bench.plots import draw_all
+from truedraft.bench.rows import Outcome, Row
+from truedraft.bench.summary import Ratio, Spread, Summary
+from truedraft.core.counters import Counters
+from truedraft.errors import DataError, MissingExtraError
+
+COSTS = [
+    {"rows": rows, "context": context, "seconds": 0.01 + 1e-3 * rows} for rows in (1, 2, 4) for context in (128, 512)
+]
+
+
+def summary(name: str, speed: float, drafts: bool = False) -> Summary:
+    counters = Counters(accepted_per_position=[8, 4], tried_per_position=[10, 8]) if drafts else None
+    spread, ratio = Spread(speed, speed * 0.9, speed * 1.2), Ratio(speed / 10, 0.5, 2.0, 0.5)
+    return Summary(name, drafts, 1, 5, spread, spread, spread, 4, 1.0, counters, ratio, ratio, None, None, None, 1.0, 1)
+
+
+def test_all_pictures(tmp_path: Path) -> None:
+    shown = [summary("plain", 10.0), summary("a drafter with a rather long name", 25.0, drafts=True)]
+    assert draw_all(tmp_path, shown, COSTS, 0.008, "where and how " * 12) == ["speed", "cost", "acceptance"]
+    for name in ("speed", "cost", "acceptance"):
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert image.width >= 1000 and image.height >= 350
+            assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+        assert (tmp_path / f"{name}.svg").read_text().count("<path") > 10
+
+
+def test_only_what_there_are_numbers_for(tmp_path: Path) -> None:
+    assert draw_all(tmp_path, [summary("plain", 0.0)], [], None, "") == ["speed"]
+    assert draw_all(tmp_path, [], [], None, "") == []
+
+
+def test_rows_of_an_earlier_benchmark_stay_until_there_is_a_new_one(tmp_path: Path) -> None:
+    row = Row("plain", ("a",), 0, 0, 1.0, 1.0, Outcome(((1, 2),), (0.5,), 0.5, 1, 0, 3, 1, 1.0))
+    for _ in range(2):
+        with OutputFolder(tmp_path) as folder:
+            folder.keep(row)
+            folder.keep(row)
+    with OutputFolder(tmp_path):
+        pass
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and rows[0]["tokens"] == 2 and rows[0]["token_ids"] == [[1, 2]]
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write into"):
+        OutputFolder(tmp_path / "file")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "matplotlib" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(MissingExtraError, match=r"pip install 'truedraft\[bench\]'"):
+        OutputFolder(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

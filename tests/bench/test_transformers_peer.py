@@ -1,0 +1,165 @@
+"""transformers' own generate as a contestant: the same weights give the same tokens in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.tiny import save_tiny_llama
+from truedraft import Engine, load_model
+from truedraft.bench.lineup import Lineup, LineupSetup, load_lineup
+from truedraft.bench.peers import check_peer
+from truedraft.bench.transformers_peer import ASSISTED, StockGenerate
+from truedraft.core.sampling import SamplingParams
+from truedraft.errors import MissingExtraError, UnknownOptionError
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+PROMPT = tuple((7 * i * i + 3 * i + 1) % 250 + 1 for i in range(30))
+SHORT = (9, 80, 33)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target, and a draft that often agrees with it."""
+    target = save_tiny_llama(tmp_path_factory.mktemp("peer") / "target", seed=1, layers=2)
+    draft = load_model(target, dtype="float32", fast_paths=False).module
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    folder = tmp_path_factory.mktemp("peer") / "draft"
+    draft.save_pretrained(folder)
+    for file in Path(target).glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return target, str(folder)
+
+
+def lineup(folders: tuple[str, str], **options: Any) -> Lineup:
+    target, draft = folders
+    words: dict[str, Any] = {"drafters": (f"draft:{draft}",), "dtype": "float32", "peers": ("transformers",)}
+    return load_lineup(LineupSetup(target, **(words | options)))
+
+
+def peer(found: Lineup, name: str) -> StockGenerate:
+    contestant = next(each for each in found.peers if each.name == name)
+    assert isinstance(contestant, StockGenerate)
+    return contestant
+
+
+@pytest.fixture(scope="module")
+def all_peers(folders: tuple[str, str]) -> Lineup:
+    return lineup(folders)
+
+
+def plain_tokens(found: Lineup, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+    return [answer.token_ids for answer in Engine(found.target).generate([list(p) for p in prompts], params)]
+
+
+def test_the_lineup(all_peers: Lineup) -> None:
+    names = [each.name for each in all_peers.contestants]
+    assert names[:4] == ["plain", "draft:draft", "transformers", "transformers lookup"]
+    assert len(names) == 7 and all_peers.best_of == {ASSISTED: tuple(names[4:])}
+
+
+def test_the_same_tokens(all_peers: Lineup) -> None:
+    expected = tuple(plain_tokens(all_peers, [PROMPT], GREEDY)[0])
+    assert len(expected) == 24 and len(set(expected)) > 5
+    for contestant in all_peers.contestants:
+        outcome = contestant.answer([PROMPT], GREEDY)
+        assert outcome.token_ids == (expected,), contestant.name
+        first = outcome.first_token_s[0]
+        assert first is not None and first > 0 and outcome.prefill_s > 0
+        assert outcome.target_calls is not None and outcome.mean_acceptance_length is not None
+
+
+def test_what_is_counted(all_peers: Lineup) -> None:
+    plain = peer(all_peers, "transformers").answer([PROMPT], GREEDY)
+    assert plain.target_calls == plain.forwards == 23 and plain.mean_acceptance_length == 1.0
+    assert plain.draft_forwards == 0 and plain.context_tokens == 23 * (30 + 12)
+    assisted = peer(all_peers, f"{ASSISTED}, 4 tokens").answer([PROMPT], GREEDY)
+    calls = assisted.target_calls
+    assert calls is not None and calls < 23 and assisted.draft_forwards >= calls
+    assert assisted.mean_acceptance_length == pytest.approx(24 / calls)
+
+
+def test_settings_are_kept_apart(all_peers: Lineup) -> None:
+    """The heuristic drafts on from where its last answer ended, whatever other settings did in between."""
+    heuristic, constant = (peer(all_peers, f"{ASSISTED}, {words}") for words in ("heuristic from 5", "4 tokens"))
+    for _ in range(2):
+        heuristic.answer([PROMPT], GREEDY)
+        first = constant.answer([PROMPT], GREEDY)
+    assert constant.answer([PROMPT], GREEDY).draft_forwards == first.draft_forwards
+    assert heuristic._schedule is not None and constant._schedule is not None
+    assert constant._schedule.num_assistant_tokens == 4
+    assert heuristic._schedule.num_assistant_tokens != 5
+
+
+def test_answers_end_where_ours_do(all_peers: Lineup) -> None:
+    """With an id of the greedy answer as end of text, peers stop before it too; so they do in a batch."""
+    answer = plain_tokens(all_peers, [PROMPT], GREEDY)[0]
+    end = next(token for place, token in enumerate(answer) if place > 3 and token not in answer[:place])
+    stopping = SamplingParams(max_tokens=24)
+    contestant = StockGenerate("stopping", peer(all_peers, "transformers")._model, (end,))
+    expected = tuple(answer[: answer.index(end)])
+    assert contestant.answer([PROMPT], stopping).token_ids == (expected,)
+    assert contestant.answer([PROMPT], GREEDY).token_ids == (tuple(answer),)
+    together = contestant.answer([PROMPT, SHORT], stopping)
+    assert together.token_ids[0] == expected
+
+
+def test_a_batch_is_padded_on_the_left(folders: tuple[str, str]) -> None:
+    found = lineup(folders, batch=2)
+    assert [each.name for each in found.peers] == ["transformers"]
+    assert "one prompt at a time" in found.notes[-1]
+    expected = plain_tokens(found, [PROMPT, SHORT], GREEDY)
+    outcome = found.peers[0].answer([PROMPT, SHORT], GREEDY)
+    assert [list(tokens) for tokens in outcome.token_ids] == expected
+    assert outcome.target_calls == 46 and outcome.forwards == 23
+
+
+def test_without_a_draft_model(folders: tuple[str, str]) -> None:
+    found = lineup(folders, drafters=("prompt-lookup", "none"))
+    assert [each.name for each in found.contestants] == [
+        "plain",
+        "prompt-lookup",
+        "transformers",
+        "transformers lookup",
+    ]
+    assert "no draft model is among the drafters" in found.notes[-1]
+
+
+def test_sampling_is_seeded_and_leaves_the_global_state(all_peers: Lineup) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5, ignore_eos=True)
+    contestant = peer(all_peers, "transformers")
+    state = torch.get_rng_state()
+    first = contestant.answer([PROMPT], params).token_ids
+    assert torch.equal(torch.get_rng_state(), state)
+    assert contestant.answer([PROMPT], params).token_ids == first
+    other = SamplingParams(max_tokens=12, temperature=1.0, seed=6, ignore_eos=True)
+    assert contestant.answer([PROMPT], other).token_ids != first
+
+
+def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:
+    draft = folders[1]
+    words = (f"draft:{draft},num_speculative_tokens=2", f"draft:{draft}", "prompt-lookup", "auto", "none")
+    found = lineup(folders, drafters=words, peers=())
+    names = [each.name for each in found.ours]
+    assert names == [
+        "plain",
+        "draft:draft,num_speculative_tokens=2",
+        "draft:draft",
+        "prompt-lookup",
+        "prompt-lookup (2)",
+    ]
+
+
+def test_unknown_and_missing_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownOptionError, match=r"unknown peer 'vllm'; valid: transformers"):
+        check_peer("vllm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="the peer 'transformers' is not installed; `pip install truedraft`"):
+        check_peer("transformers")

@@ -1,0 +1,207 @@
+"""`truedraft bench` from the command line, on tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.bench import costs, lineup
+from truedraft.bench.contestants import OurEngine
+from truedraft.planning import Effort
+
+Run = Callable[..., Result]
+WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos")
+
+
+@pytest.fixture(autouse=True)
+def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Curves of one round and a small read, kept in a folder of the test's own."""
+    effort = Effort(0.0, 1, 1)
+    monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=effort))
+    monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=effort))
+    monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"id": f"p{i}", "text": "abc" * (i + 1)}) for i in range(4)))
+    return str(file)
+
+
+@pytest.fixture
+def base(target: str, prompts: str) -> tuple[str, ...]:
+    return ("bench", "--model", target, "--prompts", prompts, *WORDS)
+
+
+def test_everything(run: Run, base: tuple[str, ...], draft: str, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "deep"
+    words = ("--drafter", f"draft:{draft}", "--drafter", "prompt-lookup", "--peer", "transformers", "--out", str(out))
+    result = run(*base, *words, "--limit", "2", "--runs", "2", "--seed", "3", "--threads", "1")
+    assert result.status == 0, result.err
+    record = result.record
+    names = [each["name"] for each in record["contestants"]]
+    assert names[:5] == ["plain", "draft:draft", "prompt-lookup", "transformers", "transformers lookup"]
+    assert len(names) == 8
+    plain, speculative = record["contestants"][:2]
+    assert record["tokens_per_s"] == speculative["tokens_per_s"] and record["speedup"] == speculative["speedup"]
+    assert record["identical"] is True and all(each["identical"] for each in record["contestants"])
+    assert plain["target_calls"] == 2 * 15 and plain["speedup"] == 1.0
+    assert speculative["mean_acceptance_length"] >= 1 and speculative["acceptance_per_position"]
+    assert speculative["predicted_speedup"] > 0 and speculative["measured_over_predicted"] > 0
+    shares = plain["shares"]
+    assert shares["target"] + shares["draft"] + shares["host"] == pytest.approx(1) and shares["draft"] == 0
+    assert plain["mbu"] > 0 and plain["cpu_s_per_1000_tokens"] > 0 and plain["first_token_s"] > 0
+    assert record["prompts"] == 2 and record["prompt_set"] == "prompts.jsonl" and record["sampling"]["seed"] == 3
+    assert record["machine"]["torch"] and record["threads"] == 1 and record["batch"] == 1 and record["runs"] == 2
+    for words_ in ("tokens/s", "x plain", "identical", "MBU", "best of 3 settings", "2 prompts of prompts.jsonl"):
+        assert words_ in result.out
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 * 2 * 2 and {row["run"] for row in rows} == {0, 1}
+    assert {tuple(row["prompts"]) for row in rows} == {("p1",), ("p3",)}
+    assert json.loads((out / "record.json").read_text()) == record
+    report = (out / "report.md").read_text()
+    for picture in ("speed", "cost", "acceptance"):
+        assert f"({picture}.svg)" in report
+        assert (out / f"{picture}.png").stat().st_size > 10_000 and (out / f"{picture}.svg").stat().st_size > 5_000
+
+
+def test_a_batch_at_a_temperature(run: Run, base: tuple[str, ...], draft: str) -> None:
+    words = ("--drafter", f"draft:{draft}", "--batch", "3", "--temperature", "0.8", "--top-p", "0.9", "--seed", "1")
+    result = run(*base, *words)
+    assert result.status == 0, result.err
+    assert result.record["identical"] is None and result.record["contestants"][0]["groups"] == 2
+    shown = "".join(result.out.splitlines()[:-1])
+    assert "batch 3, temperature 0.8, seed 1" in shown and "identical" not in shown
+
+
+def test_plain_alone_without_fast_paths(run: Run, base: tuple[str, ...]) -> None:
+    result = run(*base, "--drafter", "none", "--no-fast-paths")
+    assert result.status == 0, result.err
+    assert [each["name"] for each in result.record["contestants"]] == ["plain"]
+    assert result.record["fast_paths"] == [] and result.record["drafters"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--prompts", "humaneval"), "there is no prompt set 'humaneval'; give heldout"),
+        (("--prompts", "nowhere.jsonl"), "there is no prompts file"),
+        (("--prompts", "."), "holds no questions of HumanEval"),
+        (("--peer", "vllm"), "unknown peer 'vllm'; valid: transformers"),
+        (("--drafter", "draf"), "unknown drafter 'draf'; did you mean 'draft'"),
+        (("--batch", "0"), "--batch must be 1 or more, got 0"),
+        (("--runs", "0"), "--runs must be 1 or more, got 0"),
+        (("--limit", "0"), "--limit must be 1 or more, got 0"),
+        (("--top-p", "2"), "--top-p must be"),
+        (("--pad-to", "50M"), "50M"),
+        (("--pad-to", "110"), "did you mean"),
+        (("--out", "prompts.txt"), "cannot write into 'prompts.txt'"),
+        (("--threads", "0"), "--threads must be 1 or more"),
+    ],
+)
+def test_bad_input(
+    run: Run,
+    base: tuple[str, ...],
+    words: tuple[str, ...],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "prompts.txt").write_text("a file, not a folder\n")
+    monkeypatch.chdir(folder)
+    result = run(*base, *words)
+    assert result.status == 2 and not result.out
+    assert sentence in result.err and len(result.err.splitlines()) == 1
+
+
+def test_a_prompt_that_does_not_fit_is_told(run: Run, target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{'too long' * 100}\nfine\n")
+    words = ("bench", "--model", target, "--drafter", "prompt-lookup", *WORDS, "--prompts", str(file))
+    result = run(*words)
+    assert result.status == 1 and result.record["contestants"][0]["groups"] == 1
+    assert "error: prompt 1: the prompt has 800 tokens" in result.err and len(result.record["failures"]) == 1
+    file.write_text("too long" * 100)
+    result = run(*words)
+    assert result.status == 2 and "none of the prompts can be answered; prompt 1: the prompt has 800" in result.err
+
+
+def test_an_interrupted_run_keeps_what_is_finished(
+    run: Run, base: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    answer = OurEngine.answer
+
+    def interrupted(self: OurEngine, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 + 5:  # after the warm-up of two contestants and four turns
+            raise KeyboardInterrupt
+        return answer(self, *arguments)
+
+    monkeypatch.setattr(OurEngine, "answer", interrupted)
+    result = run(*base, "--drafter", "prompt-lookup", "--out", str(tmp_path / "out"))
+    assert result.status == 130
+    assert "interrupted after 4 of 8 turns" in result.err
+    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
+    assert result.record["interrupted"] is True and result.record["contestants"][0]["groups"] == 2
+    assert (tmp_path / "out" / "report.md").is_file() and "plain" in result.out
+
+
+def test_a_corrupt_cost_file_is_rebuilt(run: Run, base: tuple[str, ...], quick_curves: Path) -> None:
+    words = (*base, "--drafter", "prompt-lookup", "--limit", "1")
+    first = run(*words)
+    files = sorted(quick_curves.rglob("*.json"))
+    assert first.status == 0 and "warning" not in first.err and len(files) == 2
+    assert run(*words).record["costs"] == first.record["costs"]  # kept
+    assert run(*words, "--refresh-costs").record["costs"] != first.record["costs"]
+    for file in files:
+        file.write_text("{ no")
+    again = run(*words)
+    assert again.status == 0 and again.err.count("warning: the kept costs of") == 2
+    assert "warning" not in run(*words).err
+
+
+def test_without_bfloat16_instructions_float32_is_used(
+    run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.models.dtypes.has_bfloat16", lambda device: False)
+    monkeypatch.setattr(lineup, "has_bfloat16", lambda device: False)
+    words = [word for word in base if word not in ("--dtype", "float32")]
+    result = run(*words, "--drafter", "none", "--limit", "1")
+    assert result.status == 0, result.err
+    assert result.record["dtype"] == "float32"
+    assert "note: this CPU has no bfloat16 instructions, so float32 is used" in result.out
+    emulated = run(*words, "--drafter", "none", "--limit", "1", "--dtype", "bfloat16")
+    assert emulated.status == 0 and "bfloat16 is emulated" in emulated.out
+
+
+def test_different_tokens_fail_and_are_explained(
+    run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = OurEngine.answer
+
+    def tampered(self: OurEngine, *arguments: Any) -> Any:
+        outcome = answer(self, *arguments)
+        if self.name == "plain":
+            return outcome
+        wrong = list(outcome.token_ids[0])
+        wrong[5] = 100 if wrong[5] != 100 else 101
+        return dataclasses.replace(outcome, token_ids=(tuple(wrong),))
+
+    monkeypatch.setattr(OurEngine, "answer", tampered)
+    result = run(*base, "--drafter", "prompt-lookup", "--limit", "2")
+    assert result.status == 1
+    assert result.record["identical"] is False and "0 of 2" in result.out
+    assert "prompt-lookup, prompt p1 differs at token 5" in result.out
