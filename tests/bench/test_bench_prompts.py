@@ -111,3 +111,12 @@ def test_spread_is_even_and_in_order() -> None:
     for count in range(1, 33):
         chosen = spread(list(range(32)), count)
         assert len(set(chosen)) == count and chosen == sorted(chosen)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(DataError, match=r"cannot read the folder '.*': Permission denied"):
+        read_questions(tmp_path)

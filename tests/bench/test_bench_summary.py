@@ -14,7 +14,7 @@ from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import markdown
 from truedraft.bench.rows import Outcome, Row
 from truedraft.bench.summary import Memory, Ratio, Spread, Summary, differing_answers, shown, summarise
-from truedraft.bench.table import speed_table, time_table
+from truedraft.bench.table import acceptance_table, all_tables, speed_table, time_table
 from truedraft.core.counters import Counters
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
@@ -90,6 +90,28 @@ def test_counts_prediction_and_bandwidth() -> None:
     assert peer.mean_acceptance_length == 1.0 and peer.target_calls == 8
 
 
+def test_measured_is_held_against_predicted_prompt_by_prompt() -> None:
+    """Acceptance that varies must not look like a prediction that fell short, or was surpassed."""
+    slow, fast = row("draft", "a", 1.5), row("draft", "b", 1.5)
+    assert slow.breakdown is not None and fast.outcome.counters is not None
+    counters = dataclasses.replace(fast.outcome.counters, target_calls=1)
+    fast = dataclasses.replace(fast, outcome=dataclasses.replace(fast.outcome, counters=counters))
+    # As fast as predicted: 1.25 and 2.5 times plain decoding.
+    plain = [row("plain", "a", 0.5 + 1.25), row("plain", "b", 0.5 + 2.5)]
+    draft = summarise([*plain, slow, fast], NAMES, ("plain", "draft"), {})[1]
+    assert draft.decode_speedup is not None
+    assert draft.predicted_speedup == pytest.approx(draft.decode_speedup.mean) == pytest.approx(3.125**0.5)
+    assert draft.measured_over_predicted == pytest.approx(1.0)
+    alone = summarise([*plain[:1], slow, fast], NAMES, ("plain", "draft"), {})[1]
+    assert alone.measured_over_predicted == pytest.approx(1.0)  # of the prompt that both answered
+
+
+def test_answers_without_tokens_have_no_ratio() -> None:
+    empty = row("draft", "b", 1.5, tokens=())
+    draft = summarise([*rows()[:3], empty], NAMES, ("plain", "draft"), {})[1]
+    assert draft.speedup == Ratio.of([2.5 / 1.5]) and draft.tokens_per_s.low < draft.tokens_per_s.median
+
+
 def test_identity_looks_at_all_runs() -> None:
     odd = [*rows(), row("draft", "b", 1.5, 1, (1, 2, 3, 4, 9))]
     draft = summarise(odd, NAMES, ("plain", "draft"), {})[1]
@@ -100,7 +122,15 @@ def test_identity_looks_at_all_runs() -> None:
 
 def test_without_plain_rows_there_is_no_ratio() -> None:
     draft = summarise([row("draft", "a", 1.0)], NAMES, ("plain", "draft"), {})[0]
-    assert draft.speedup is None and draft.measured_over_predicted is None and draft.identical_groups == 0
+    assert draft.speedup is None and draft.measured_over_predicted is None and draft.compared_groups == 0
+    assert bench_record([draft], circumstances(), [], [], True)["identical"] is None
+
+
+def test_what_an_interrupted_run_did_not_compare_is_not_different() -> None:
+    found = summarise([*rows()[:1], *rows()[2:4]], NAMES, ("plain", "draft"), {})
+    assert (found[1].groups, found[1].compared_groups, found[1].identical_groups) == (2, 1, 1)
+    assert speed_table(found, must_agree=True).rows[1][-1] == "1 of 1"
+    assert bench_record(found, circumstances(), [], [], True)["identical"] is True
 
 
 def test_the_best_of_several_settings_is_shown() -> None:
@@ -119,7 +149,31 @@ def test_tables() -> None:
     time = time_table(found)
     assert time.rows[1][1:4] == ("1.25", "2.83", "2.26")
     assert time.rows[0][1] == "-" and time.rows[2][4:] == ("-",) * 5
-    assert all(len(each) == len(table.headings) for table in (speed, time) for each in table.rows)
+    accepted = acceptance_table(found)
+    assert accepted.headings == ("", "accepted\nat 1", "\nat 2") and accepted.rows == (("draft", "1.00", "0.00"),)
+    assert all(len(each) == len(table.headings) for table in (speed, time, accepted) for each in table.rows)
+
+
+def test_peers_draw_other_random_numbers() -> None:
+    coupled = dataclasses.replace(circumstances(), sampling={"temperature": 0.8, "coupled": True})
+    rows_of = {each[0]: each[-1] for each in all_tables(summaries(), coupled)[0].rows}
+    assert (rows_of["draft"], rows_of["peer, slow"]) == ("2 of 2", "-")
+    contestants = bench_record(summaries(), coupled, [], [], False)["contestants"]
+    assert [each["identical"] for each in contestants] == [True, True, None, None]
+
+
+def test_tokens_that_come_with_the_prefill_are_not_decoded() -> None:
+    one = row("peer, fast", "a", 2.5)
+    assert one.decode_tokens_per_s == pytest.approx(4 / 2.0)
+    several = dataclasses.replace(one, outcome=dataclasses.replace(one.outcome, first_tokens=3))
+    assert several.decode_tokens_per_s == pytest.approx(2 / 2.0)
+
+
+def test_each_table_says_what_a_padded_target_is() -> None:
+    padded = all_tables(summaries(), circumstances())
+    assert [table.headings[0] for table in padded] == ["cost of a 500 M model,\ntext of a 16 M model"] * 3
+    own = all_tables(summaries()[:1], dataclasses.replace(circumstances(), note=None))
+    assert [table.headings[0] for table in own] == ["", ""]  # plain decoding drafts nothing
 
 
 def circumstances() -> Circumstances:
@@ -140,6 +194,7 @@ def circumstances() -> Circumstances:
         runs=1,
         sampling={"temperature": 0.0, "max_tokens": 5, "seed": 7},
         must_agree=True,
+        costs_kept=False,
         bandwidth=4e10,
         weight_bytes=10**9,
         machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
@@ -154,6 +209,7 @@ def test_record() -> None:
     assert record["identical"] is True and record["failures"] == ["oh"]
     for key in ("machine", "dtype", "threads", "batch", "sampling", "prompt_set", "fast_paths", "pad_to", "note"):
         assert key in record
+    assert all(each["note"] == record["note"] for each in record["contestants"]) and record["differences"] == []
     assert record["contestants"][1]["shares"]["host"] == pytest.approx(1 - 0.3 - 0.02)
     loose = dataclasses.replace(circumstances(), must_agree=False)
     assert bench_record(summaries(), loose, [], [], False)["identical"] is None
@@ -166,6 +222,10 @@ def test_report() -> None:
     assert "| draft | 3.33 (3.33-3.33) | 2.24 | 0.500 s | 4 | 2.00 |" in text
     assert "](speed.svg)" in text and "](acceptance.svg)" not in text and "- a remark" in text
     assert "read bandwidth: 40.0 GB/s" in text and "1,000 MB" in text
+    assert "| cost of a 500 M model, text of a 16 M model | tokens/s |" in text and "| accepted at 1 | at 2 |" in text
+    assert "measured right before this run" in text and "2 threads in use" in text and "2 prompts of heldout" in text
+    kept = markdown([], dataclasses.replace(circumstances(), costs_kept=True, threads=1, prompts=1), [], [])
+    assert "kept from an earlier run" in kept and "1 thread in use" in kept and "1 prompt of heldout" in kept
     assert "| tokens/call |" in text and "| decode x plain |" in text and "| measured/predicted |" in text
 
 

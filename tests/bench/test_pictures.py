@@ -25,7 +25,7 @@ COSTS = [
 def summary(name: str, speed: float, drafts: bool = False) -> Summary:
     counters = Counters(accepted_per_position=[8, 4], tried_per_position=[10, 8]) if drafts else None
     spread, ratio = Spread(speed, speed * 0.9, speed * 1.2), Ratio(speed / 10, 0.5, 2.0, 0.5)
-    return Summary(name, drafts, 1, 5, spread, spread, spread, 4, 1.0, counters, ratio, ratio, None, None, None, 1.0, 1)
+    return Summary(name, drafts, 1, 5, spread, spread, spread, 4, 1.0, counters, ratio, ratio, *[None] * 4, 1.0, 1, 1)
 
 
 def test_all_pictures(tmp_path: Path) -> None:
@@ -53,6 +53,21 @@ def test_rows_of_an_earlier_benchmark_stay_until_there_is_a_new_one(tmp_path: Pa
         pass
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and rows[0]["tokens"] == 2 and rows[0]["token_ids"] == [[1, 2]]
+
+
+def test_what_is_said_of_a_run_stands_in_each_row(tmp_path: Path) -> None:
+    with OutputFolder(tmp_path) as folder:
+        folder.keep(Row("plain", ("a",), 0, 0, 1.0, 1.0, Outcome(((1,),), (0.5,), 0.5, 1, 0, 3, 1, 1.0)), {"note": "n"})
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["note"] == "n"
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("new/deep", "mine/deep", "mine"):
+        with pytest.raises(KeyboardInterrupt), OutputFolder(tmp_path / name):
+            assert (tmp_path / name / "rows.jsonl").is_file()
+            raise KeyboardInterrupt
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ def test_what_is_counted(all_peers: Lineup) -> None:
     assert assisted.mean_acceptance_length == pytest.approx(24 / calls)
 
 
+def test_tokens_of_the_first_call_are_counted(all_peers: Lineup) -> None:
+    """Where the first draft is accepted, several tokens come with the prefill, and are no decoding."""
+    prompts, few = [PROMPT[:count] for count in range(4, 30, 2)], SamplingParams(max_tokens=6, ignore_eos=True)
+    plain, assisted = (peer(all_peers, name) for name in ("transformers", f"{ASSISTED}, 4 tokens"))
+    found = [assisted.answer([prompt], few).first_tokens for prompt in prompts]
+    assert 1 in found and 1 < max(found) <= 5
+    assert plain.answer(prompts[:1], few).first_tokens == 1
+
+
 def test_settings_are_kept_apart(all_peers: Lineup) -> None:
     """The heuristic drafts on from where its last answer ended, whatever other settings did in between."""
     heuristic, constant = (peer(all_peers, f"{ASSISTED}, {words}") for words in ("heuristic from 5", "4 tokens"))

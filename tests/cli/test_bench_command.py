@@ -126,6 +126,22 @@ def test_bad_input(
     assert sentence in result.err and len(result.err.splitlines()) == 1
 
 
+def test_unusable_words_leave_no_folder(run: Run, base: tuple[str, ...], tmp_path: Path) -> None:
+    result = run(*base, "--drafter", "draf", "--out", str(tmp_path / "out" / "deep"))
+    assert result.status == 2 and not (tmp_path / "out").exists()
+
+
+def test_prompts_of_one_id_stay_two(run: Run, target: str, tmp_path: Path) -> None:
+    file = tmp_path / "twice.jsonl"
+    file.write_text("\n".join(json.dumps({"id": "a", "text": text}) for text in ("one", "two", "three")))
+    words = ("--drafter", "prompt-lookup", "--prompts", str(file), "--out", str(tmp_path / "out"))
+    result = run("bench", "--model", target, *WORDS, *words)
+    assert result.status == 0, result.err
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert {row["prompts"][0] for row in rows} == {"a", "a (2)", "a (3)"}
+    assert result.record["contestants"][0]["groups"] == 3 and result.record["identical"] is True
+
+
 def test_a_prompt_that_does_not_fit_is_told(run: Run, target: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text(f"{'too long' * 100}\nfine\n")
@@ -156,7 +172,7 @@ def test_an_interrupted_run_keeps_what_is_finished(
     assert "interrupted after 4 of 8 turns" in result.err
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
     assert result.record["interrupted"] is True and result.record["contestants"][0]["groups"] == 2
-    assert (tmp_path / "out" / "report.md").is_file() and "plain" in result.out
+    assert "- interrupted after 4 of 8 turns" in (tmp_path / "out" / "report.md").read_text() and "plain" in result.out
 
 
 def test_a_corrupt_cost_file_is_rebuilt(run: Run, base: tuple[str, ...], quick_curves: Path) -> None:
@@ -164,7 +180,10 @@ def test_a_corrupt_cost_file_is_rebuilt(run: Run, base: tuple[str, ...], quick_c
     first = run(*words)
     files = sorted(quick_curves.rglob("*.json"))
     assert first.status == 0 and "warning" not in first.err and len(files) == 2
-    assert run(*words).record["costs"] == first.record["costs"]  # kept
+    assert first.record["costs_kept"] is False and "--refresh-costs" not in first.out
+    kept = run(*words)
+    assert kept.record["costs"] == first.record["costs"] and kept.record["costs_kept"] is True
+    assert "note: cost curves are of an earlier run; --refresh-costs" in kept.out
     assert run(*words, "--refresh-costs").record["costs"] != first.record["costs"]
     for file in files:
         file.write_text("{ no")
@@ -188,7 +207,7 @@ def test_without_bfloat16_instructions_float32_is_used(
 
 
 def test_different_tokens_fail_and_are_explained(
-    run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    run: Run, base: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = OurEngine.answer
 
@@ -201,7 +220,9 @@ def test_different_tokens_fail_and_are_explained(
         return dataclasses.replace(outcome, token_ids=(tuple(wrong),))
 
     monkeypatch.setattr(OurEngine, "answer", tampered)
-    result = run(*base, "--drafter", "prompt-lookup", "--limit", "2")
+    result = run(*base, "--drafter", "prompt-lookup", "--limit", "2", "--out", str(tmp_path / "out"))
     assert result.status == 1
     assert result.record["identical"] is False and "0 of 2" in result.out
-    assert "prompt-lookup, prompt p1 differs at token 5" in result.out
+    sentence = "prompt-lookup, prompt p1 differs at token 5"
+    assert f"note: {sentence}" in result.out and f"- {sentence}" in (tmp_path / "out" / "report.md").read_text()
+    assert len(result.record["differences"]) == 2 and result.record["differences"][0].startswith(sentence)

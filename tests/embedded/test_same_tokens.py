@@ -2,7 +2,7 @@
 
 Over 10,000 tokens of each kind, in bfloat16, on held-out prompts: alone against in batches, chains against trees. Where
 a kernel let a row depend on its neighbours, near ties of the argmax would break this at about one token in a hundred
-(DESIGN section 2).
+(DESIGN section 2). The models are loaded as users load them, with the fast paths that this machine has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from truedraft.embedded import embedded_folder, heldout_prompts_file
 from truedraft.errors import ModelNotFoundError
 from truedraft.models.base import LanguageModel
 from truedraft.models.dtypes import has_bfloat16
+from truedraft.models.fused import FusedBody
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.native import NativeBody
+from truedraft.models.native.build import built
+from truedraft.models.stock import StockBody
 
 try:
     embedded_folder("target")
@@ -40,13 +45,23 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def target() -> LanguageModel:
+def target() -> HuggingFaceModel:
     return load_model("embedded:target", dtype="bfloat16", device="cpu")
 
 
 @pytest.fixture(scope="module")
-def draft() -> LanguageModel:
+def draft() -> HuggingFaceModel:
     return load_model("embedded:draft", dtype="bfloat16", device="cpu")
+
+
+@needs_bfloat16
+def test_these_are_the_fast_paths(target: HuggingFaceModel, draft: HuggingFaceModel) -> None:
+    """What the tests below compare is what `load_model` gives, and it is not the models' own modules."""
+    assert target.fast_paths
+    assert draft.fast_paths
+    assert not isinstance(target._body, StockBody)
+    assert type(target._body) is type(draft._body)
+    assert isinstance(target._body, FusedBody if built(torch.bfloat16).library is None else NativeBody)
 
 
 @pytest.fixture(scope="module")

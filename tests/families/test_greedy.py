@@ -6,12 +6,29 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from support.tiny_models import FAMILIES, PROMPTS, answer_margin, noisy, packed, reference
+from support.tiny_models import (
+    CONTEXT,
+    FAMILIES,
+    PROMPTS,
+    VOCAB,
+    answer_margin,
+    build,
+    noisy,
+    packed,
+    reference,
+    stock,
+    stock_greedy,
+    stock_logits,
+)
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.drafters import Drafter, DraftModel, NoDrafter, PromptLookup
+from truedraft.models.fastest import fastest_body
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.stock import StockBody
 
 COUNT = 128
 GAMMA = 4
@@ -92,3 +109,97 @@ def test_helper_builds_the_same_weights_each_time() -> None:
     assert isinstance(first, HuggingFaceModel)
     for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert one.equal(other)
+
+
+# --- by fast paths ---
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def qwen2() -> PretrainedConfig:
+    """The first layer sees everything, the second a window."""
+    return Qwen2Config(**_SMALL, hidden_size=48, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+
+
+def large_llama() -> PretrainedConfig:
+    """Heads of 32, which the native forward takes where it can be compiled."""
+    return LlamaConfig(**_SMALL, hidden_size=128)
+
+
+FAST: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: stock("llama"),
+    "llama, large": lambda: build(large_llama(), seed=0),
+    "qwen2": lambda: build(qwen2(), seed=0),
+    "qwen3": lambda: stock("qwen3"),
+    "mistral": lambda: stock("mistral"),
+    "gpt_neox": lambda: stock("gpt_neox"),
+    "gemma3": lambda: stock("gemma3"),
+}
+
+
+@cache
+def fast(family: str, noise: float = 0.0) -> HuggingFaceModel:
+    """As `load_model` makes it; with noise on its weights, a draft that often agrees."""
+    model = FAST[family]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for weight in model.parameters():
+            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return HuggingFaceModel(model, None, family, fastest_body)
+
+
+@cache
+def by_transformers(family: str) -> tuple[list[list[int]], float]:
+    """Its own answers, and the smallest lead of a chosen token over the next."""
+    model = FAST[family]()
+    answers = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    leads = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        top = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1].topk(2, dim=-1).values
+        leads.append(float((top[:, 0] - top[:, 1]).min()))
+    return answers, min(leads)
+
+
+FAST_DRAFTERS: dict[str, Callable[[str], Drafter]] = {
+    "none": lambda family: NoDrafter(),
+    "prompt lookup": lambda family: PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
+    "draft chain": lambda family: DraftModel(fast(family, NOISE.get(family, 0.03)), num_speculative_tokens=GAMMA),
+    "draft tree": lambda family: DraftModel(fast(family, 2 * NOISE.get(family, 0.03)), branching=(3, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("drafter", FAST_DRAFTERS)
+@pytest.mark.parametrize("family", FAST)
+def test_greedy_by_fast_paths_equals_transformers(family: str, drafter: str) -> None:
+    """In float32 and with leads far above its rounding; alone and in a ragged batch of four."""
+    expected, margin = by_transformers(family)
+    assert margin > 1e-3
+    assert min(len(set(answer)) for answer in expected) >= 20
+    assert fast(family).fast_paths
+    engine = Engine(fast(family), FAST_DRAFTERS[drafter](family))
+    alone = engine.generate(list(PROMPTS[0]), PARAMS)
+    batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
+    assert alone.token_ids == expected[0]
+    assert [answer.token_ids for answer in batch] == expected
+    assert not any(answer.warnings for answer in (alone, *batch))
+    assert alone.stats == batch[0].stats, "what is drafted depends on the neighbours"
+    drafted = sum(answer.stats.draft_tokens for answer in batch)
+    assert (drafted == 0) == (drafter == "none")
+    if drafter.startswith("draft"):
+        assert 0 < sum(answer.stats.accepted_tokens for answer in batch) < drafted
+
+
+def test_most_of_these_families_run_in_a_loop_of_their_own() -> None:
+    """The others keep their own modules, with packed weights."""
+    own = {family for family in FAST if isinstance(fast(family)._body, StockBody)}
+    assert own == {"gpt_neox", "gemma3"}

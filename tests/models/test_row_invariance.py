@@ -1,6 +1,7 @@
 """In bfloat16 a row's logits do not depend, to the last bit, on what shares its forward (DESIGN section 2).
 
-Without it, "the same tokens with and without speculation" would fail at every near tie.
+Without it, "the same tokens with and without speculation" would fail at every near tie. It holds for the model's own
+modules and for the fast paths alike.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.models.base import Segment
+from truedraft.models.bodies import BodyMaker
 from truedraft.models.dtypes import has_bfloat16
+from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.native import NativeBody
+from truedraft.models.native.build import built
+from truedraft.models.stock import StockBody
 
 pytestmark = pytest.mark.skipif(
     not has_bfloat16(torch.device("cpu")), reason="this CPU has no instructions for bfloat16 products"
@@ -26,9 +32,12 @@ pytestmark = pytest.mark.skipif(
 VOCAB = 2048
 PATH = 8
 CONTEXTS = (5, 40, 130, 301, 511)
+# Where products over keys change their length (`cache.spans`): with 8 tokens behind them, these lie on both sides.
+BORDERS = (505, 508, 512, 513, 520, 1020, 1081, 1085, 1088, 1092)
+BODIES: dict[str, BodyMaker] = {"stock": StockBody, "fused": FusedBody, "native": NativeBody}
 
 
-def random_llama(kv_heads: int) -> HuggingFaceModel:
+def random_llama(kv_heads: int, body: BodyMaker) -> HuggingFaceModel:
     """4 layers of width 384."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -38,7 +47,7 @@ def random_llama(kv_heads: int) -> HuggingFaceModel:
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
         head_dim=64,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -46,7 +55,7 @@ def random_llama(kv_heads: int) -> HuggingFaceModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(kv_heads)
-        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random")
+        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random", body)
 
 
 @dataclass
@@ -59,6 +68,7 @@ class World:
     cache: RequestCache
     logits: Tensor
     generator: torch.Generator
+    trees: int = 6
 
     def tokens(self, count: int) -> Tensor:
         return torch.randint(VOCAB, (count,), generator=self.generator)
@@ -90,14 +100,22 @@ class World:
         return torch.tensor(tokens), TreeShape(tuple(parents)), nodes
 
 
+@pytest.fixture(scope="module", params=BODIES)
+def body(request: pytest.FixtureRequest) -> BodyMaker:
+    if request.param == "native" and built(torch.bfloat16).library is None:
+        pytest.skip(f"no native forward: {built(torch.bfloat16).reason}")
+    return BODIES[request.param]
+
+
 @pytest.fixture(scope="module", params=[2, 6], ids=["grouped", "ungrouped"])
-def worlds(request: pytest.FixtureRequest) -> Sequence[World]:
-    model = random_llama(request.param)
+def worlds(request: pytest.FixtureRequest, body: BodyMaker) -> Sequence[World]:
+    model = random_llama(request.param, body)
     generator = torch.Generator().manual_seed(11)
     made = []
-    for length in CONTEXTS:
+    for length in (*CONTEXTS, *BORDERS):
         ids = torch.randint(VOCAB, (length + PATH,), generator=generator)
         world = World(model, ids[:length], ids[length:], model.new_cache(), torch.empty(0), generator)
+        world.trees = 6 if length in CONTEXTS else 2
         world.cache = world.prefilled(world.context)
         world.logits = world.at_once(world.cache).clone()
         world.cache.rollback(length)
@@ -124,11 +142,32 @@ def test_one_at_a_time(worlds: Sequence[World]) -> None:
     assert_same_bits(pairs)
 
 
+def test_in_a_longer_chain(worlds: Sequence[World]) -> None:
+    """16 and 17 tokens at once, of which the first 8 are those of the path, and the last 9 one at a time."""
+    pairs = []
+    for world in worlds:
+        length = len(world.context)
+        ids = torch.cat([world.path, world.tokens(9)])
+        longer, shorter = (
+            world.model.forward([Segment(world.cache, ids[:count], chain_shape(count), range(count))]).logits.clone()
+            for count in (17, 16)
+        )
+        pairs += [(longer[:PATH], world.logits), (shorter, longer[:16])]
+        world.model.forward([Segment(world.cache, world.path, chain_shape(PATH), ())])
+        world.cache.commit(range(PATH))
+        for i in range(PATH, 17):
+            segment = Segment(world.cache, ids[i : i + 1], chain_shape(1), (0,))
+            pairs.append((world.model.forward([segment]).logits, longer[i : i + 1]))
+            world.cache.commit([0])
+        world.cache.rollback(length)
+    assert_same_bits(pairs)
+
+
 @pytest.mark.parametrize("siblings", [1, 2, 4])
 def test_as_a_path_in_a_tree(worlds: Sequence[World], siblings: int) -> None:
     pairs = []
     for world in worlds:
-        for _ in range(6):
+        for _ in range(world.trees):
             tokens, shape, nodes = world.random_tree(siblings)
             output = world.model.forward([Segment(world.cache, tokens, shape, nodes)])
             pairs.append((output.logits, world.logits))
@@ -177,13 +216,34 @@ def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
     assert_same_bits(pairs)
 
 
-def test_a_row_that_does_depend_on_others_is_noticed(worlds: Sequence[World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_does_depend_on_others_is_noticed(
+    worlds: Sequence[World], body: BodyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison is sensitive: the smallest change of one weight of attention shows."""
+    if body is NativeBody:
+        pytest.skip("the native forward does not call torch's softmax; the next test is for it too")
     softmax = torch.softmax
     monkeypatch.setattr(
         torch, "softmax", lambda scores, **options: softmax(scores.float() * (1 + 1e-3), **options).to(scores.dtype)
     )
     with pytest.raises(AssertionError, match="rows differ"):
         assert_same_bits([(world.at_once(world.cache), world.logits) for world in worlds])
+    for world in worlds:
+        world.cache.rollback(len(world.context))
+
+
+def test_one_other_bit_in_a_context_is_noticed(worlds: Sequence[World]) -> None:
+    """The next larger number in one value of one token in the last layer shows in some row of some world."""
+    pairs = []
+    for world in worlds:
+        values = world.cache.entries()[-1][1]
+        before = values[:, -1].clone()
+        values[:, -1] *= 1 + 2**-7
+        pairs.append((world.at_once(world.cache), world.logits))
+        values[:, -1] = before
+        world.cache.rollback(len(world.context))
+    with pytest.raises(AssertionError, match="rows differ"):
+        assert_same_bits(pairs)
+    assert_same_bits([(world.at_once(world.cache), world.logits) for world in worlds])
     for world in worlds:
         world.cache.rollback(len(world.context))

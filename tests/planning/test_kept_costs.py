@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from support.tiny_models import noisy, packed
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.planning import CostStore, Effort, Measured, cache_folder, costs, drafter_cost, identity, target_cost
+from truedraft.planning import CostStore, Effort, Measured, costs, drafter_cost, identity, target_cost
 from truedraft.planning.store import CostKey
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
@@ -174,20 +173,6 @@ def test_what_is_kept_is_plain_json(store: CostStore) -> None:
     assert json.loads(store.path(key).read_text())["what"] == "tests"
 
 
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("TRUEDRAFT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert cache_folder() == tmp_path / ".cache" / "truedraft"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache_folder() == tmp_path / "Library" / "Caches" / "truedraft"
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert cache_folder() == tmp_path / "local" / "truedraft" / "Cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "truedraft"
+def test_costs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
     assert CostStore().folder == tmp_path / "own" / "costs"
-    monkeypatch.setenv("TRUEDRAFT_CACHE", "")
-    assert cache_folder() == tmp_path / "xdg" / "truedraft"

@@ -56,12 +56,14 @@ class MachineCosts:
         bandwidth: of reading memory, in bytes per second; None where it was not measured.
         points: of the curve V of the target, for plots and records: rows, context and seconds.
         by_name: for each of our engines what its steps should cost.
+        kept: whether a curve is of an earlier run.
         warnings: about curves that were kept and could not be used, a sentence each.
     """
 
     bandwidth: float | None = None
     points: list[dict[str, float]] = field(default_factory=list)
     by_name: dict[str, CurveCosts] = field(default_factory=dict)
+    kept: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def memory(self, lineup: Lineup) -> dict[str, Memory]:
@@ -98,6 +100,7 @@ def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *,
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
     forwards = target_cost(lineup.target, progress=_part(progress, 0), refresh=refresh)
     measured.warnings += forwards.warnings
+    measured.kept = forwards.kept
     measured.points = shown_points(forwards.value, lineup.target.context_length)
     for number, each in enumerate(lineup.ours):
         drafting = None
@@ -106,6 +109,7 @@ def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *,
                 each.engine.drafter, lineup.target, params=params, progress=_part(progress, number), refresh=refresh
             )
             measured.warnings += drafting.warnings
+            measured.kept |= drafting.kept
         measured.by_name[each.name] = CurveCosts(forwards.value, None if drafting is None else drafting.value)
     progress(len(lineup.ours) * PARTS, "")
     return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,9 @@ class OutputFolder:
     def __init__(self, folder: Path) -> None:
         check_plotting()
         self.folder = folder.expanduser()
+        self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         try:
+            self._had_rows = (self.folder / ROWS).exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._rows: IO[str] = (self.folder / ROWS).open("a", encoding="utf-8")
         except OSError as error:
@@ -46,9 +49,22 @@ class OutputFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rows.close()
+        if not self._begun and not self._had_rows and not (self.folder / RECORD).exists():
+            self._take_back()
 
-    def keep(self, row: Row) -> None:
+    def _take_back(self) -> None:
+        """Leave nothing behind where there was nothing to write, as with a drafter that does not exist."""
+        with contextlib.suppress(OSError):
+            (self.folder / ROWS).unlink()
+            for folder in self._made:
+                folder.rmdir()
+
+    def keep(self, row: Row, about: Mapping[str, Any] | None = None) -> None:
         """Write a finished row at once, so that nothing that comes later can lose it.
+
+        Args:
+            row: to write.
+            about: of the run, repeated in each row.
 
         Raises:
             DataError: the file cannot be written.
@@ -57,7 +73,7 @@ class OutputFolder:
             if not self._begun:
                 self._rows.truncate(0)
                 self._begun = True
-            self._rows.write(json.dumps(row.as_dict(), allow_nan=False) + "\n")
+            self._rows.write(json.dumps(row.as_dict() | dict(about or {}), allow_nan=False) + "\n")
             self._rows.flush()
         except OSError as error:
             raise DataError(f"cannot write {str(self.folder / ROWS)!r}: {error.strerror or error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from truedraft.bench.summary import Summary
 from truedraft.errors import MissingExtraError
@@ -78,7 +78,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
-    """Horizontal bars, fastest last line of the table order: names are long, so they stand beside the bars."""
+    """Horizontal bars in the order of the table: names are long, so they stand beside the bars."""
     figure, axes = _figure(1.9 + 0.42 * len(summaries))
     places = range(len(summaries))
     medians = [each.tokens_per_s.median for each in summaries]
@@ -116,6 +116,7 @@ def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: s
             label=label,
             color=colour,
             marker=marker,
+            **_under_later_lines(number, len(contexts)),
         )
     if limit_s is not None:
         axes.axhline(_MILLI * limit_s, color="black", linestyle="--", linewidth=1.2, label="reading the weights once")
@@ -139,7 +140,10 @@ def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
     for number, each in enumerate(drafting):
         rates = each.acceptance_per_position
         colour, marker = _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
-        axes.plot(range(1, len(rates) + 1), rates, label=each.name, color=colour, marker=marker)
+        width = _under_later_lines(number, len(drafting))
+        places = range(1, len(rates) + 1)
+        # Not clipped: a rate of 0 or 1 lies on the edge, and its marker is to be seen whole.
+        axes.plot(places, rates, label=each.name, color=colour, marker=marker, clip_on=False, zorder=3, **width)
     longest = max(len(each.acceptance_per_position) for each in drafting)
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlim(0.7, longest + 0.3)
@@ -150,6 +154,12 @@ def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
     axes.legend(edgecolor="none", framealpha=1.0, loc="best")
     _title(figure, axes, "Acceptance by position", under)
     return figure
+
+
+def _under_later_lines(number: int, count: int) -> dict[str, Any]:
+    """Widths of one of several lines: the earlier ones are broader, so that they show where lines coincide."""
+    later = min(count - 1 - number, 3)
+    return {"linewidth": 1.5 + 0.9 * later, "markersize": 6.0 + 1.8 * later}
 
 
 def _title(figure: Figure, axes: Axes, title: str, under: str) -> None:

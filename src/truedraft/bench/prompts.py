@@ -133,7 +133,10 @@ def _set_name(form: _Format, questions: Sequence[Question]) -> str:
 
 
 def _only_file(folder: Path) -> Path:
-    found = [file for file in sorted(folder.iterdir()) if is_question_file(file)]
+    try:
+        found = [file for file in sorted(folder.iterdir()) if is_question_file(file)]
+    except OSError as error:
+        raise DataError(f"cannot read the folder {str(folder)!r}: {error.strerror or error}") from error
     tests = [file for file in found if not file.name.startswith("train")]
     found = tests or found
     if not found:

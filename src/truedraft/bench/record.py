@@ -33,6 +33,7 @@ class Circumstances:
         runs: how often each contestant answered each group.
         sampling: all sampling options, the seed among them.
         must_agree: whether our contestants' tokens are promised to be those of plain decoding.
+        costs_kept: whether a cost curve is of an earlier run, and so of another moment of the machine.
         bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
         weight_bytes: bytes that a forward of the target reads; None where not known.
         machine: machine and versions.
@@ -54,9 +55,15 @@ class Circumstances:
     runs: int
     sampling: Mapping[str, Any]
     must_agree: bool
+    costs_kept: bool
     bandwidth: float | None
     weight_bytes: int | None
     machine: Mapping[str, Any]
+
+    @property
+    def peers_agree(self) -> bool:
+        """Whether peers should give the same tokens, up to rounding: they draw other random numbers."""
+        return self.must_agree and not self.sampling.get("temperature", 0.0)
 
     def line(self) -> str:
         """In one line, for the head of tables and under plots; with what a padded target's figures mean."""
@@ -65,17 +72,23 @@ class Circumstances:
         how = "greedy" if not temperature else f"temperature {temperature:g}, seed {self.sampling.get('seed')}"
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''} each"
         model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
+        prompts = f"{self.prompts} prompt{'s' if self.prompts > 1 else ''} of {self.prompt_set}"
         parts = [
             self.dtype,
             where,
             f"batch {self.batch}",
             how,
-            f"{self.prompts} prompts of {self.prompt_set}",
+            prompts,
             f"at most {self.sampling.get('max_tokens')} tokens",
             runs,
         ]
         head = f"{model}, " if self.note is None else f"{model}: {self.note}; "
         return head + ", ".join(parts)
+
+    def of_a_row(self) -> dict[str, Any]:
+        """What each row in the file of rows repeats, for it may be all that is left of a run."""
+        names = ("model", "pad_to", "note", "dtype", "device", "threads", "batch")
+        return {name: getattr(self, name) for name in names}
 
 
 def bench_record(
@@ -84,6 +97,7 @@ def bench_record(
     costs: Sequence[Mapping[str, float]],
     failures: Sequence[str],
     interrupted: bool,
+    differences: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
@@ -93,6 +107,7 @@ def bench_record(
         costs: points of the target's cost curve: rows, context, seconds.
         failures: what could not be answered.
         interrupted: whether Ctrl-C ended the run.
+        differences: where tokens part that must not, a sentence each.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
@@ -102,23 +117,31 @@ def bench_record(
         "tokens_per_s": None if first is None else first.tokens_per_s.median,
         "speedup": None if first is None or first.speedup is None else first.speedup.mean,
         "identical": _identical(ours, circumstances),
+        "differences": list(differences),
         "interrupted": interrupted,
         "failures": list(failures),
-        "contestants": [_summary_record(each, circumstances.must_agree) for each in summaries],
+        "contestants": [_summary_record(each, circumstances) for each in summaries],
         "costs": [dict(point) for point in costs],
         **dataclasses.asdict(circumstances),
     }
 
 
 def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | None:
-    if not circumstances.must_agree or not ours:
-        return None
-    return all(each.identical_groups == each.groups for each in ours)
+    verdicts = [_all_identical(each) for each in ours if circumstances.must_agree]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return all(known) if known else None
 
 
-def _summary_record(summary: Summary, must_agree: bool) -> dict[str, Any]:
+def _all_identical(summary: Summary) -> bool | None:
+    """None where there was nothing to compare with."""
+    return summary.identical_groups == summary.compared_groups if summary.compared_groups else None
+
+
+def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
+    must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
     return {
         "name": summary.name,
+        "note": circumstances.note,
         "ours": summary.ours,
         "groups": summary.groups,
         "tokens": summary.tokens,
@@ -141,8 +164,9 @@ def _summary_record(summary: Summary, must_agree: bool) -> dict[str, Any]:
         "shares": None if summary.shares is None else dataclasses.asdict(summary.shares),
         "mbu": summary.mbu,
         "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
-        "identical": summary.identical_groups == summary.groups if must_agree else None,
+        "identical": _all_identical(summary) if must_agree else None,
         "identical_groups": summary.identical_groups if must_agree else None,
+        "compared_groups": summary.compared_groups if must_agree else None,
     }
 
 

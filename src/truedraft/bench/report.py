@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from truedraft.bench.record import Circumstances
 from truedraft.bench.summary import Summary
-from truedraft.bench.table import TextTable, speed_table, time_table
+from truedraft.bench.table import TextTable, all_tables
 
 _LIBRARIES = ("truedraft", "torch", "transformers", "python")
+_KEPT = "kept from an earlier run; shares and predictions suffer if the machine was busier then, or is now"
 _CAPTIONS = {
     "speed": "Tokens per second by method: the median over prompts, with quartiles.",
     "cost": "Milliseconds of one forward of the target by its number of tokens, measured without the engine.",
@@ -18,20 +19,23 @@ _MEANINGS = """\
 - *tokens/s*: new tokens per second from submission to the last token, prefill included; the median over prompts (over
   groups of prompts at batch sizes above 1), quartiles in brackets.
 - *x plain*: the geometric mean over prompts of the ratio to plain decoding in our engine.
-- *first token*: seconds until it, the median over prompts.
-- *target calls*: forwards of the target that gave tokens after the first; for assisted generation and prompt lookup
-  of a peer all its forwards, as its first one already judges a draft.
+- *first token*: time from submission to the first new token, the median over prompts and runs.
+- *target calls*: forwards of the target that gave tokens after the first, summed over prompts; for assisted generation
+  and prompt lookup of a peer all its forwards, as its first one already judges a draft.
 - *tokens/call*: mean acceptance length, emitted tokens per target call.
 - *core-s/1,000*: measured CPU time of the process, all threads together, per thousand new tokens.
 - *identical*: prompts (or groups) with exactly the tokens of plain decoding. Peers run other kernels, whose rounding
   may turn near ties.
-- *decode x plain*: the ratio to plain decoding for tokens after the first.
+- *decode x plain*: the geometric mean of the ratio to plain decoding for tokens after the prefill.
 - *predicted*: mean acceptance length times V(1) / (V(nodes + 1) + draft cost), V and draft cost from curves measured
-  before the run and without the engine. *measured/predicted* is *decode x plain* divided by it.
+  before the run and without the engine; the geometric mean over prompts. *measured/predicted* is *decode x plain*
+  divided by it, prompt by prompt.
 - *target, draft, host*: fractions of decoding time: V of the steps, cost of the drafting, both by the curves, and what
   is left over. *verify* is the timed part of host that laws and verdicts take. Host is negative where a run was faster
   than the curves.
-- *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth.
+- *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth. Weights that fit into the
+  processor's caches may be read faster than memory.
+- *accepted at k*: how often the k-th drafted token was accepted, of the times that those before it were.
 """
 
 
@@ -52,8 +56,7 @@ def markdown(
     parts = [
         "# Benchmark",
         f"{circumstances.line()}.",
-        _table(speed_table(summaries, circumstances.must_agree)),
-        _table(time_table(summaries)),
+        *map(_table, all_tables(summaries, circumstances)),
     ]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
@@ -63,24 +66,25 @@ def markdown(
 
 
 def _table(table: TextTable) -> str:
-    headings = tuple(" ".join(heading.split("\n")).replace(" /", "/").replace("/ ", "/") for heading in table.headings)
+    in_a_line = (" ".join(heading.split("\n")).strip() for heading in table.headings)
+    headings = tuple(heading.replace(" /", "/").replace("/ ", "/") for heading in in_a_line)
     rows = [headings, ("---", *("---:" for _ in headings[1:])), *table.rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 def _where(circumstances: Circumstances) -> str:
     machine = circumstances.machine
+    threads = f"{circumstances.threads} thread{'s' if circumstances.threads > 1 else ''}"
     facts = {
-        "CPU": f"{machine.get('cpu')}, {machine.get('cores')} cores, {circumstances.threads} threads in use",
-        "versions": ", ".join(
-            f"{name} {machine.get(name)}" for name in ("truedraft", "torch", "transformers", "python")
-        ),
+        "CPU": f"{machine.get('cpu')}, {machine.get('cores')} cores, {threads} in use",
+        "versions": ", ".join(f"{name} {machine.get(name)}" for name in _LIBRARIES),
         "fast paths": "; ".join(circumstances.fast_paths) or "none",
         "sampling": ", ".join(
             f"{name} {value}" for name, value in circumstances.sampling.items() if value not in ((), "")
         ),
         "drafters": ", ".join(circumstances.drafters) or "none",
         "rule": circumstances.rule,
+        "cost curves": _KEPT if circumstances.costs_kept else "measured right before this run",
     }
     if circumstances.bandwidth is not None:
         facts["read bandwidth"] = f"{circumstances.bandwidth / 1e9:.1f} GB/s"

@@ -19,7 +19,7 @@ class Outcome:
     Attributes:
         token_ids: new tokens of each prompt, without the one that ended it.
         first_token_s: for each prompt, seconds until its first token; None where there is none.
-        prefill_s: seconds spent on prompts, the first token included.
+        prefill_s: seconds spent on prompts, the first tokens included.
         forwards: forwards of the target after the prefill; each serves all prompts of the group.
         draft_forwards: forwards of the draft model.
         context_tokens: cached tokens that those target forwards read, summed over forwards and prompts.
@@ -27,6 +27,7 @@ class Outcome:
         mean_acceptance_length: tokens per target call; None where it cannot be counted.
         counters: of our engine; None for a peer.
         steps: of our engine, in order.
+        first_tokens: new tokens of a prompt that came with the prefill; several where that already judges a draft.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -39,6 +40,7 @@ class Outcome:
     mean_acceptance_length: float | None
     counters: Counters | None = None
     steps: Sequence[StepTimes] = field(default=(), repr=False)
+    first_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,8 @@ class Row:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after each prompt's first, per second after the prefill."""
-        later = sum(max(len(tokens) - 1, 0) for tokens in self.outcome.token_ids)
+        """Tokens that came after the prefill, per second after it."""
+        later = sum(max(len(tokens) - self.outcome.first_tokens, 0) for tokens in self.outcome.token_ids)
         return later / self.decode_s if later and self.decode_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,6 +101,7 @@ class Row:
             "cpu_s": self.cpu_s,
             "first_token_s": list(outcome.first_token_s),
             "prefill_s": outcome.prefill_s,
+            "first_tokens": outcome.first_tokens,
             "forwards": outcome.forwards,
             "draft_forwards": outcome.draft_forwards,
             "context_tokens": outcome.context_tokens,

@@ -88,18 +88,21 @@ class Summary:
         groups: groups of prompts that it answered.
         tokens: new tokens of one run of each group.
         tokens_per_s: prefill included.
-        decode_tokens_per_s: tokens after the first, per second after the prefill.
+        decode_tokens_per_s: tokens that came after the prefill, per second after it.
         first_token_s: time to the first token.
         target_calls: of one run of each group; None where they cannot be counted.
         mean_acceptance_length: tokens per target call; None likewise.
         counters: of one run of each group; None for a peer.
         speedup: over plain decoding, prefill included; None without plain rows to pair with.
-        decode_speedup: the same for tokens after the first.
-        predicted_speedup: from acceptance and cost curves, for tokens after the first; None without curves.
+        decode_speedup: the same for tokens after the prefill.
+        predicted_speedup: from acceptance and cost curves, for tokens after the first: the geometric mean over
+            groups, as `decode_speedup` is; None without curves.
+        measured_over_predicted: how much of that came true: the geometric mean of the ratio over groups that have both.
         shares: of decoding time; None for a peer.
         mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read.
         cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
         identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
+        compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.
     """
 
     name: str
@@ -115,10 +118,12 @@ class Summary:
     speedup: Ratio | None
     decode_speedup: Ratio | None
     predicted_speedup: float | None
+    measured_over_predicted: float | None
     shares: Shares | None
     mbu: float | None
     cpu_s_per_1000_tokens: float
     identical_groups: int
+    compared_groups: int
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
@@ -128,15 +133,9 @@ class Summary:
         pairs = zip(self.counters.accepted_per_position, self.counters.tried_per_position, strict=True)
         return tuple(accepted / tried for accepted, tried in pairs if tried)
 
-    @property
-    def measured_over_predicted(self) -> float | None:
-        """How much of the predicted speed-up came true."""
-        if self.predicted_speedup is None or self.decode_speedup is None or not self.predicted_speedup:
-            return None
-        return self.decode_speedup.mean / self.predicted_speedup
-
 
 Groups = dict[tuple[str, ...], list[Row]]
+ByGroup = dict[tuple[str, ...], float]
 
 
 def summarise(
@@ -212,6 +211,8 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
     counters = [row.outcome.counters for row in firsts if row.outcome.counters is not None]
     total = sum(counters, Counters()) if counters else None
     calls = [row.outcome.target_calls for row in firsts]
+    ratios, decode_ratios = _ratios(groups, plain, _speed), _ratios(groups, plain, _decode_speed)
+    predictions = _predictions(groups)
     return Summary(
         name=name,
         ours=ours,
@@ -223,13 +224,17 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
         target_calls=None if None in calls else sum(call for call in calls if call is not None),
         mean_acceptance_length=_mean_acceptance_length(total, firsts),
         counters=total,
-        speedup=_ratio(groups, plain, _speed),
-        decode_speedup=_ratio(groups, plain, _decode_speed),
-        predicted_speedup=None if breakdown is None or total is None else _predicted(total, breakdown),
+        speedup=Ratio.of(list(ratios.values())) if ratios else None,
+        decode_speedup=Ratio.of(list(decode_ratios.values())) if decode_ratios else None,
+        predicted_speedup=_geometric_mean(list(predictions.values())),
+        measured_over_predicted=_geometric_mean(
+            [ratio / predictions[key] for key, ratio in decode_ratios.items() if key in predictions]
+        ),
         shares=None if breakdown is None else shares(breakdown),
         mbu=None if memory is None else _bandwidth_used(rows, memory),
         cpu_s_per_1000_tokens=_cpu_s_per_1000_tokens(rows),
-        identical_groups=sum(_same_as_plain(runs, plain.get(key)) for key, runs in groups.items()),
+        identical_groups=sum(_same_as_plain(runs, plain[key][0]) for key, runs in groups.items() if key in plain),
+        compared_groups=sum(key in plain for key in groups),
     )
 
 
@@ -245,14 +250,26 @@ def _median(runs: Sequence[Row], value: Callable[[Row], float]) -> float:
     return statistics.median(value(row) for row in runs)
 
 
-def _ratio(groups: Groups, plain: Groups, value: Callable[[Row], float]) -> Ratio | None:
-    """Only groups that both answered, and in which plain decoding emitted tokens to divide by."""
-    ratios = [
-        _median(runs, value) / below
-        for key, runs in groups.items()
-        if key in plain and (below := _median(plain[key], value)) > 0
-    ]
-    return Ratio.of(ratios) if ratios else None
+def _ratios(groups: Groups, plain: Groups, value: Callable[[Row], float]) -> ByGroup:
+    """Only of groups in which both emitted tokens: a sampled answer may end before it has begun."""
+    both = ((key, _median(runs, value), _median(plain[key], value)) for key, runs in groups.items() if key in plain)
+    return {key: measured / below for key, measured, below in both if measured > 0 and below > 0}
+
+
+def _predictions(groups: Groups) -> ByGroup:
+    """Predicted speed-up of each group that has one: its own acceptance, and V and draft cost of its own steps."""
+    found: ByGroup = {}
+    for key, runs in groups.items():
+        breakdown = _total_breakdown(runs)
+        counters = sum((row.outcome.counters for row in runs if row.outcome.counters is not None), Counters())
+        predicted = None if breakdown is None else _predicted(counters, breakdown)
+        if predicted:
+            found[key] = predicted
+    return found
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
 
 
 def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) -> float | None:
@@ -301,5 +318,5 @@ def _cpu_s_per_1000_tokens(rows: Sequence[Row]) -> float:
     return sum(row.cpu_s for row in rows) / tokens * _KILO if tokens else 0.0
 
 
-def _same_as_plain(runs: Sequence[Row], plain: Sequence[Row] | None) -> bool:
-    return bool(plain) and all(row.outcome.token_ids == plain[0].outcome.token_ids for row in runs if plain)
+def _same_as_plain(runs: Sequence[Row], plain: Row) -> bool:
+    return all(row.outcome.token_ids == plain.outcome.token_ids for row in runs)

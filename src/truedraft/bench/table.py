@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from truedraft.bench.contestants import PLAIN
+from truedraft.bench.record import Circumstances
 from truedraft.bench.summary import Summary
 
 _MISSING = "-"
+_SHOWN_POSITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,22 @@ class TextTable:
 Column = tuple[str, Callable[[Summary], str]]
 
 
-def speed_table(summaries: Sequence[Summary], must_agree: bool) -> TextTable:
-    """How fast each contestant was, and whether it gave the tokens of plain decoding."""
+def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> list[TextTable]:
+    """Those of a report, in order; what a padded target's figures mean stands at the head of each."""
+    corner = "" if circumstances.note is None else circumstances.note.partition(" (")[0].replace(", ", ",\n")
+    speeds = speed_table(summaries, circumstances.must_agree, circumstances.peers_agree)
+    tables = [speeds, time_table(summaries), acceptance_table(summaries)]
+    return [TextTable((corner, *table.headings[1:]), table.rows) for table in tables if table.rows]
+
+
+def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: bool = True) -> TextTable:
+    """How fast each contestant was, and whether it gave the tokens of plain decoding.
+
+    Args:
+        summaries: rows.
+        must_agree: whether our contestants' tokens are to be compared.
+        peers_agree: whether those of peers are as well.
+    """
     columns: list[Column] = [
         ("tokens/s", _speed),
         ("x plain", lambda each: _number(None if each.speedup is None else each.speedup.mean, 2)),
@@ -38,7 +55,7 @@ def speed_table(summaries: Sequence[Summary], must_agree: bool) -> TextTable:
         ("core-s\n/1,000", lambda each: f"{each.cpu_s_per_1000_tokens:.1f}"),
     ]
     if must_agree:
-        columns.append(("identical", lambda each: f"{each.identical_groups} of {each.groups}"))
+        columns.append(("identical", lambda each: _identical(each) if each.ours or peers_agree else _MISSING))
     return _table(columns, summaries)
 
 
@@ -57,9 +74,29 @@ def time_table(summaries: Sequence[Summary]) -> TextTable:
     return _table(columns, summaries)
 
 
+def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
+    """How often the k-th drafted token was accepted of the times it was reached; rows for those that drafted."""
+    drafting = [each for each in summaries if each.acceptance_per_position]
+    longest = max((len(each.acceptance_per_position) for each in drafting), default=0)
+    columns: list[Column] = [
+        (f"{'' if place else 'accepted'}\nat {place + 1}", partial(_accepted_at, place))
+        for place in range(min(longest, _SHOWN_POSITIONS))
+    ]
+    return _table(columns, drafting)
+
+
+def _accepted_at(place: int, summary: Summary) -> str:
+    rates = summary.acceptance_per_position
+    return _number(rates[place] if place < len(rates) else None, 2)
+
+
 def _table(columns: Sequence[Column], summaries: Sequence[Summary]) -> TextTable:
     rows = tuple((each.name, *(cell(each) for _, cell in columns)) for each in summaries)
     return TextTable(("", *(heading for heading, _ in columns)), rows)
+
+
+def _identical(summary: Summary) -> str:
+    return f"{summary.identical_groups} of {summary.compared_groups}"
 
 
 def _speed(summary: Summary) -> str:

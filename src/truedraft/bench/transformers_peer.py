@@ -159,6 +159,7 @@ class StockGenerate(Contestant):
             context_tokens=later * (sum(map(len, prompts)) + tokens // 2),  # answers grow from none to all tokens
             target_calls=judged * len(answers) if self._drafts else emitted,
             mean_acceptance_length=(emitted / judged if judged else 0.0) if self._drafts else 1.0,
+            first_tokens=clock.first_tokens,
         )
 
     def _configure(self, params: SamplingParams) -> None:
@@ -193,12 +194,13 @@ def _schedule(setting: AssistedSetting) -> GenerationConfig:
 
 
 class _Clock(BaseStreamer):
-    """Notes when the first new token came."""
+    """Notes when the first new tokens came, and how many for each prompt: with a draft there may be several."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._prompt_seen = False
         self.first_s: float | None = None
+        self.first_tokens = 1
 
     def put(self, value: Tensor) -> None:
         """The prompt comes first, then new tokens as they are chosen."""
@@ -206,6 +208,8 @@ class _Clock(BaseStreamer):
             self._prompt_seen = True
         elif self.first_s is None:
             self.first_s = time.perf_counter() - self._started
+            # One row of drafted tokens, or one token for each prompt of a batch.
+            self.first_tokens = value.shape[1] if value.ndim > 1 else 1
 
     def end(self) -> None:
         """Nothing is held back."""

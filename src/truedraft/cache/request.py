@@ -78,6 +78,27 @@ class RequestCache:
         larger[:, : self._start] = buffer[:, : self._start]
         return larger
 
+    def buffers(
+        self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The buffers themselves, for a forward that writes them by address; made where they are not there yet.
+
+        Args:
+            calls: attention calls of the model.
+            kv_heads: key/value heads.
+            key_width: of a key.
+            value_width: of a value.
+            dtype: of both.
+
+        Returns:
+            Keys `[kv_heads, key width, capacity]` and values `[kv_heads, capacity, value width]` of each call. They
+            stay where they are until the capacity changes.
+        """
+        for _ in range(len(self._keys), calls):
+            self._keys.append(torch.zeros(kv_heads, key_width, self._capacity, dtype=dtype))
+            self._values.append(torch.zeros(kv_heads, self._capacity, value_width, dtype=dtype))
+        return self._keys, self._values
+
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens of one attention call behind the committed ones.
 

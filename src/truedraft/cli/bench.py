@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +30,14 @@ _Drafters = Annotated[
     list[str] | None,
     opt.option(
         "--drafter",
-        "As in generate; may be repeated. none measures plain decoding alone.",
+        "draft[:MODEL], prompt-lookup, ... as in generate; may be repeated. none: plain decoding alone.",
         _WHAT,
         "D",
         show_default="auto",
     ),
 ]
 _Peers = Annotated[
-    list[str] | None, opt.option("--peer", "transformers: its own generate; may be repeated.", _WHAT, "PEER")
+    list[str] | None, opt.option("--peer", "transformers: its own ways of generating; may be repeated.", _WHAT, "PEER")
 ]
 _Prompts = Annotated[
     str,
@@ -151,11 +152,11 @@ def _run(setup: LineupSetup, threads: int | None, params: SamplingParams, task: 
             lineup = _load(setup, terminal)
         if task.chat:
             prompts = as_chat(lineup.target, prompts)
-        measured = _costs(lineup, params, task.refresh_costs, terminal)
         groups, failures = _groups(lineup, prompts, task.batch)
-        results = _measure(lineup, groups, params, task, folder, terminal)
-        results.failures[:0] = failures
+        measured = _costs(lineup, params, task.refresh_costs, terminal)
         circumstances = _circumstances(setup, lineup, measured, params, task, (set_name, len(prompts)))
+        results = _measure(lineup, groups, params, circumstances, folder, terminal)
+        results.failures[:0] = failures
         return _tell(lineup, measured, results, groups, circumstances, task, folder, terminal)
 
 
@@ -208,10 +209,12 @@ def _groups(lineup: Lineup, prompts: Sequence[NamedPrompt], batch: int) -> tuple
     names: list[str] = []
     ids: list[list[int]] = []
     failures: list[str] = []
+    given: Counter[str] = Counter()
     for each in prompts:
         try:
             ids.append(encode_prompt(lineup.target, each.prompt))
-            names.append(each.name)
+            given[each.name] += 1  # two prompts of one id are two prompts, not two runs of one
+            names.append(each.name if given[each.name] == 1 else f"{each.name} ({given[each.name]})")
         except TruedraftError as error:
             failures.append(f"prompt {each.name}: {describe(error)}")
     if not names:
@@ -223,21 +226,22 @@ def _measure(
     lineup: Lineup,
     groups: Sequence[Group],
     params: SamplingParams,
-    task: _Task,
+    circumstances: Circumstances,
     folder: OutputFolder | None,
     terminal: Terminal,
 ) -> Results:
     from truedraft.bench.run import run_all
 
-    turns = len(lineup.contestants) * len(groups) * task.runs
+    about = circumstances.of_a_row()
+    turns = len(lineup.contestants) * len(groups) * circumstances.runs
     with terminal.progress("benchmark", turns) as progress:
         return run_all(
             lineup.contestants,
             groups,
             params,
-            runs=task.runs,
+            runs=circumstances.runs,
             context_length=lineup.target.context_length,
-            keep=(lambda row: None) if folder is None else folder.keep,
+            keep=(lambda row: None) if folder is None else (lambda row: folder.keep(row, about)),
             progress=progress,
         )
 
@@ -272,6 +276,7 @@ def _circumstances(
         runs=task.runs,
         sampling=dataclasses.asdict(params),
         must_agree=lineup.lossless and (params.greedy or params.coupled),
+        costs_kept=measured.kept,
         bandwidth=measured.bandwidth,
         weight_bytes=target.weight_bytes or None,
         machine=machine,
@@ -291,24 +296,27 @@ def _tell(
     """Print and write what was measured; the exit status."""
     from truedraft.bench.record import bench_record
     from truedraft.bench.summary import shown, summarise
-    from truedraft.cli.bench_tables import print_differences, print_summaries
+    from truedraft.cli.bench_tables import differences, print_summaries
 
     names = [each.name for each in lineup.contestants]
     ours = [each.name for each in lineup.ours]
     summaries = summarise(results.rows, names, ours, measured.memory(lineup))
-    record = bench_record(summaries, circumstances, measured.points, results.failures, results.interrupted)
+    parted = differences(lineup, results, groups, circumstances)
+    record = bench_record(summaries, circumstances, measured.points, results.failures, results.interrupted, parted)
     best, notes = shown(summaries, lineup.best_of)
-    notes = [*lineup.notes, *notes]
-    for failure in results.failures:
-        say(f"error: {failure}")
+    notes = [*lineup.notes, *notes, *parted]
+    wrong = [f"error: {failure}" for failure in results.failures]
     if results.interrupted:
         turns = len(names) * len(groups) * task.runs
-        say(f"interrupted after {len(results.rows)} of {turns} turns")
+        wrong.append(
+            f"interrupted after {len(results.rows)} of {turns} turns; some answered one prompt more than others"
+        )
+    for each in wrong:
+        say(each)
     if best:
         print_summaries(best, circumstances, notes, terminal)
-        print_differences(lineup, results, groups, circumstances, terminal)
     if folder is not None:
-        report = folder.finish(best, circumstances, measured.points, notes, record)
+        report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record)
         terminal.note(f"report: {report}")
     if task.json:
         terminal.json(record)

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from truedraft.bench.summary import differing_answers
-from truedraft.bench.table import TextTable, speed_table, time_table
+from truedraft.bench.table import TextTable, all_tables
 from truedraft.cli.differences import find_difference
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ def print_summaries(
     """The tables for people, with what they were measured on and what to know about them."""
     terminal.out.print()
     terminal.out.print(circumstances.line(), style="dim", soft_wrap=True)
-    for text in (speed_table(summaries, circumstances.must_agree), time_table(summaries)):
+    for text in all_tables(summaries, circumstances):
         _print_whole(_table(text), terminal)
+    if circumstances.costs_kept:
+        notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
     for note in notes:
         terminal.out.print(f"note: {note}", style="dim", soft_wrap=True)
 
@@ -52,15 +54,16 @@ def _print_whole(table: Table, terminal: Terminal) -> None:
     Console(highlight=False, markup=False, emoji=False, width=width).print(table)
 
 
-def print_differences(
-    lineup: Lineup, results: Results, groups: Sequence[Group], circumstances: Circumstances, terminal: Terminal
-) -> None:
-    """Where our engines' tokens part from plain decoding, though they must not."""
+def differences(lineup: Lineup, results: Results, groups: Sequence[Group], circumstances: Circumstances) -> list[str]:
+    """Where our engines' tokens part from plain decoding, though they must not; the first few, a sentence each."""
     if not circumstances.must_agree:
-        return
+        return []
     prompts = {name: ids for group in groups for name, ids in zip(group.names, group.prompts, strict=True)}
     differing = differing_answers(results.rows, [each.name for each in lineup.ours])
-    for contestant, name, plain, other in differing[:_SHOWN_DIFFERENCES]:
-        difference = find_difference(lineup.target, prompts[name], list(plain), list(other))
-        if difference is not None:
-            terminal.out.print(f"  {contestant}, prompt {name} {difference.describe()}", soft_wrap=True)
+    found = (
+        (contestant, name, find_difference(lineup.target, prompts[name], list(plain), list(other)))
+        for contestant, name, plain, other in differing[:_SHOWN_DIFFERENCES]
+    )
+    told = [f"{contestant}, prompt {name} {each.describe()}" for contestant, name, each in found if each is not None]
+    rest = len(differing) - _SHOWN_DIFFERENCES
+    return [*told, f"and {rest} more"] if rest > 0 else told

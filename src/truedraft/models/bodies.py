@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
 
 
@@ -29,3 +33,7 @@ class Body(ABC):
             Logits `[rows, ids]` of the plan's rows, padded ids of the embedding included, and the vectors
             `[rows, width]` that entered the LM head; both with the plan's padding.
         """
+
+
+BodyMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Body]
+"""Makes a body from a loaded model and the pattern of each of its attention calls."""

@@ -47,7 +47,14 @@ def has_bfloat16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16 products; emulated ones are slower than float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    # torch offers these two under private names only; where one is gone, float32 is the safe answer.
-    return any(
-        getattr(torch.cpu, probe, lambda: False)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )
+    return has_avx512_bfloat16() or _cpu_has("_is_amx_tile_supported")
+
+
+def has_avx512_bfloat16() -> bool:
+    """Whether the processor multiplies vectors of bfloat16."""
+    return _cpu_has("_is_avx512_bf16_supported")
+
+
+def _cpu_has(probe: str) -> bool:
+    """torch offers these probes under private names only; where one is gone, no is the safe answer."""
+    return bool(getattr(torch.cpu, probe, lambda: False)())

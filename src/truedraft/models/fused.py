@@ -78,7 +78,7 @@ class _Layer:
             before_mlp=_Norm.of(layer.post_attention_layernorm),
             gate_up=fuse([mlp.gate_proj, mlp.up_proj]),
             down=fuse([mlp.down_proj]),
-            activation=nn.functional.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
+            activation=nn.functional.silu if is_silu(mlp.act_fn) else mlp.act_fn,
             heads=heads,
             kv_heads=kv_heads,
             how=Attending(attention.scaling),
@@ -126,10 +126,7 @@ class FusedBody(Body):
     @staticmethod
     def fits(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
         """Whether the model is of a family, in a dtype and on a device that this loop is for."""
-        if type(model).__name__ not in _KNOWN or not can_pack(model.device, model.dtype):
-            return False
-        decoder: Any = model.model
-        return len(patterns) == len(decoder.layers) and all(map(_is_known_layer, decoder.layers))
+        return can_pack(model.device, model.dtype) and is_fusible(model, patterns)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """See `Body.run`."""
@@ -139,6 +136,19 @@ class FusedBody(Body):
             x = layer.run(x, rotation, plan, number)
         hidden = self._norm(x.index_select(0, plan.rows))
         return self._head(hidden), hidden
+
+
+def is_fusible(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
+    """Whether the model's layers are those that this module knows, with one attention call each."""
+    if type(model).__name__ not in _KNOWN:
+        return False
+    decoder: Any = model.model
+    return len(patterns) == len(decoder.layers) and all(map(_is_known_layer, decoder.layers))
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether an activation is x / (1 + e^-x), by torch's class or by transformers' own."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 def _is_known_layer(layer: Any) -> bool:

@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 from truedraft.cache import CachePool, RequestCache
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.models.bodies import Body
-from truedraft.models.fused import FusedBody
-from truedraft.models.packed_linear import can_pack, pack_linears
+from truedraft.models.bodies import BodyMaker
 from truedraft.models.padding import padding_note_of
 from truedraft.models.plan import ForwardPlan
 from truedraft.models.probe import probe_patterns
@@ -33,7 +31,7 @@ class HuggingFaceModel(LanguageModel):
         model: in evaluation mode.
         tokenizer: of the model, or None.
         name: what the user called it.
-        fast_paths: pack and fuse what can be; the model's own weights are freed then.
+        body: makes what runs the forwards; `fastest_body` takes the fastest that fits.
 
     Attributes:
         parameters: how many weights the model has.
@@ -44,7 +42,7 @@ class HuggingFaceModel(LanguageModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, *, fast_paths: bool = False
+        self, model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, body: BodyMaker = StockBody
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self.name = name
@@ -65,7 +63,7 @@ class HuggingFaceModel(LanguageModel):
         _refuse_scaled_queries(config, name)
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
-        self._body = _body_of(model, fast_paths)
+        self._body = body(model, probe_patterns(model))
         self.fast_paths = self._body.fast_paths
         self._lock = threading.Lock()
 
@@ -89,20 +87,6 @@ class HuggingFaceModel(LanguageModel):
         with self._lock:
             logits, hidden = self._body.run(plan)
         return ForwardOutput(logits[: plan.wanted, : self.vocab_size], hidden[: plan.wanted])
-
-
-def _body_of(model: PreTrainedModel, fast_paths: bool) -> Body:
-    """The fastest way to run the model, if that is wanted."""
-    patterns = probe_patterns(model)
-    if not fast_paths or not can_pack(model.device, model.dtype):
-        return StockBody(model, patterns)
-    if FusedBody.fits(model, patterns):
-        return FusedBody(model, patterns)
-    packed = pack_linears(model)  # before the body looks at the LM head
-    body = StockBody(model, patterns)
-    if packed:
-        body.fast_paths = ("packed weights",)
-    return body
 
 
 def _bytes_read(model: PreTrainedModel) -> int:

@@ -13,10 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from truedraft.models.dtypes import pick_device, pick_dtype
+from truedraft.models.fastest import fastest_body
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.quiet import quiet_transformers
 from truedraft.models.selftest import check_against_stock
+from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
 
 
@@ -61,7 +63,7 @@ def load_model(
         if pad_to is not None:
             model = pad_model(model, pad_to)
         check = check_against_stock(model, shown)
-        loaded = HuggingFaceModel(model, tokenizer, shown, fast_paths=fast_paths)
+        loaded = HuggingFaceModel(model, tokenizer, shown, body=fastest_body if fast_paths else StockBody)
         check(loaded)
     return loaded
 

@@ -62,9 +62,14 @@ def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
         bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, rows, strict=True)])
     fused = PackedLinear(weight, bias)
     for layer in layers:
-        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
-        layer.bias = None  # type: ignore[assignment]
+        release(layer)
     return fused
+
+
+def release(layer: nn.Linear) -> None:
+    """Free the weights of a layer that something else has taken over."""
+    layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+    layer.bias = None  # type: ignore[assignment]
 
 
 def pack_linears(model: PreTrainedModel) -> int:

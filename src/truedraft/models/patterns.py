@@ -17,6 +17,10 @@ class AttentionPattern(ABC):
         """Whether a query at the last of `positions` positions sees all of them."""
 
     @abstractmethod
+    def first(self, position: int) -> int:
+        """The first position that a query at `position` may see."""
+
+    @abstractmethod
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
         """Bool `[queries, keys]` from positions `[queries]` and `[keys]`."""
 
@@ -28,6 +32,10 @@ class Full(AttentionPattern):
     def reaches(self, positions: int) -> bool:
         """Always."""
         return True
+
+    def first(self, position: int) -> int:
+        """0."""
+        return 0
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
         """All True."""
@@ -44,6 +52,10 @@ class Window(AttentionPattern):
         """Whether the window is at least that long."""
         return positions <= self.size
 
+    def first(self, position: int) -> int:
+        """`size` - 1 positions back."""
+        return max(0, position - self.size + 1)
+
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
         """True where the key lies less than `size` positions back."""
         return key[None, :] > query[:, None] - self.size
@@ -58,6 +70,10 @@ class Chunk(AttentionPattern):
     def reaches(self, positions: int) -> bool:
         """Whether everything lies in the first block."""
         return positions <= self.size
+
+    def first(self, position: int) -> int:
+        """Where the block of `position` starts."""
+        return position - position % self.size
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
         """True where query and key fall into one block."""

@@ -22,15 +22,24 @@ class RotaryTable:
         self._table = self._tabulate(_FIRST_POSITIONS)
 
     @property
+    def table(self) -> Tensor:
+        """`[positions, 1, 3/2 head]`: cosines, then the first half of the sines (the second half is the same)."""
+        return self._table
+
+    @property
     def width(self) -> int:
         """Entries of a head that are rotated."""
         return self._table.shape[-1] * 2 // 3
 
     def _tabulate(self, positions: int) -> Tensor:
-        """`[positions, 1, 3/2 head]`: cosines, then the first half of the sines (the second half is the same)."""
         cosines, sines = self._rotary(self._like, torch.arange(positions, device=self._like.device)[None])
         half = sines.shape[-1] // 2
         return torch.cat([cosines[0], sines[0, :, :half]], dim=-1)[:, None]
+
+    def reach(self, furthest: int) -> None:
+        """Make the table hold the position `furthest`."""
+        if furthest >= self._table.shape[0]:
+            self._table = self._tabulate(2 ** (furthest + 1).bit_length())
 
     def at(self, positions: Tensor, furthest: int) -> Rotation:
         """What turns the rows of a forward.
@@ -39,8 +48,7 @@ class RotaryTable:
             positions: `[rows]`, int64.
             furthest: the largest of them, known to the host.
         """
-        if furthest >= self._table.shape[0]:
-            self._table = self._tabulate(2 ** (furthest + 1).bit_length())
+        self.reach(furthest)
         return Rotation(self._table.index_select(0, positions), self.width)
 
 

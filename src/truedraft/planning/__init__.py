@@ -6,7 +6,7 @@ from truedraft.planning.machine import Machine, this_machine
 from truedraft.planning.measure_drafter import measure_drafter
 from truedraft.planning.measure_target import measure_target
 from truedraft.planning.rounds import Effort, Progress
-from truedraft.planning.store import CostStore, cache_folder
+from truedraft.planning.store import CostStore
 
 __all__ = [
     "CostStore",
@@ -15,7 +15,6 @@ __all__ = [
     "Measured",
     "Progress",
     "ReadBandwidth",
-    "cache_folder",
     "drafter_cost",
     "measure_drafter",
     "measure_target",

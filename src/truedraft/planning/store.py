@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from truedraft.errors import OptionError
+from truedraft.models.user_cache import cache_folder
 
 Value = TypeVar("Value")
 _FORMAT = 1
@@ -37,21 +36,6 @@ class CostKey:
         """The same for equal places."""
         text = json.dumps([self.what, self.place], sort_keys=True, default=str)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-
-
-def cache_folder() -> Path:
-    """TRUEDRAFT_CACHE if it is set, else truedraft's part of the user's cache folder on this system."""
-    given = os.environ.get("TRUEDRAFT_CACHE")
-    if given:
-        return Path(given).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared:
-        return Path(shared).expanduser() / "truedraft"
-    local = os.environ.get("LOCALAPPDATA")
-    if sys.platform == "win32" and local:
-        return Path(local) / "truedraft" / "Cache"
-    parts = ("Library", "Caches") if sys.platform == "darwin" else (".cache",)
-    return Path("~").expanduser().joinpath(*parts, "truedraft")
 
 
 class CostStore:

@@ -1,0 +1,30 @@
+"""Which body a model gets: the fastest that fits it and this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from truedraft.models.bodies import Body
+from truedraft.models.fused import FusedBody
+from truedraft.models.native import NativeBody
+from truedraft.models.packed_linear import can_pack, pack_linears
+from truedraft.models.patterns import AttentionPattern
+from truedraft.models.stock import StockBody
+
+
+def fastest_body(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Body:
+    """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
+
+    What was measured: docs/performance.md. On a GPU, and in dtypes that cannot be packed, the model's own modules.
+    """
+    if NativeBody.fits(model, patterns):
+        return NativeBody(model, patterns)
+    if FusedBody.fits(model, patterns):
+        return FusedBody(model, patterns)
+    packed = pack_linears(model) if can_pack(model.device, model.dtype) else 0
+    body = StockBody(model, patterns)  # after packing: it watches the LM head
+    if packed:
+        body.fast_paths = ("packed weights",)
+    return body

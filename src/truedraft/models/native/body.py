@@ -1,0 +1,224 @@
+"""A packed forward as one call of the native library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from truedraft.cache import RequestCache
+from truedraft.core.trees import TreeShape
+from truedraft.models.bodies import Body
+from truedraft.models.fused import is_fusible, is_silu
+from truedraft.models.native import structs
+from truedraft.models.native.build import built
+from truedraft.models.native.weights import LANES, UNIT, interleaved, packed, padded_bias
+from truedraft.models.packed_linear import release
+from truedraft.models.patterns import AttentionPattern, Full
+from truedraft.models.plan import ForwardPlan, SegmentPlan
+from truedraft.models.rotary import RotaryTable
+
+_TILE = 8
+_MOST_HEAD = 256
+
+
+class NativeBody(Body):
+    """Runs a Llama-like decoder by decoder.c, from the loaded model's own weights, which are freed.
+
+    Rows do not depend on each other, to the last bit, whatever their number, so nothing is padded.
+
+    Args:
+        model: a model that `fits`.
+        patterns: of each attention call.
+    """
+
+    def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> None:
+        decoder: Any = model.model
+        library = built(model.dtype).library
+        assert library is not None
+        self._forward = library.truedraft_forward
+        self._forward.restype = None
+        self._dtype = model.dtype
+        self._keep: list[Tensor] = []  # what the structures point to
+        self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
+        embedding = decoder.embed_tokens.weight.detach()
+        self._rotary = RotaryTable(decoder.rotary_emb, embedding)
+        self._patterns = tuple(dict.fromkeys(patterns))
+        attention, mlp = decoder.layers[0].self_attn, decoder.layers[0].mlp
+        self._head, self._width = attention.head_dim, embedding.shape[1]
+        self._kv_heads = attention.k_proj.out_features // self._head
+        heads = attention.q_proj.out_features // self._head
+        self._calls = len(decoder.layers)
+        wide = (self._width, (heads + 2 * self._kv_heads) * self._head, mlp.gate_proj.out_features)
+        self._stride = -(-max(wide) // UNIT) * UNIT
+        layers = [self._layer(layer, pattern) for layer, pattern in zip(decoder.layers, patterns, strict=True)]
+        self._layers = (structs.Layer * len(layers))(*layers)
+        head = model.get_output_embeddings()
+        self._vocab = head.weight.shape[0]
+        self._model = structs.Model(
+            self._width, heads, self._kv_heads, self._head, mlp.gate_proj.out_features, len(layers), self._stride,
+            self._held(embedding), self._held(decoder.norm.weight), decoder.norm.variance_epsilon,
+            self._linear([head], free=head.weight is not decoder.embed_tokens.weight), self._layers,
+        )  # fmt: skip
+        self._scratch = _Scratch(model.dtype, self._stride)
+        self.least_rows = 1
+        self.fast_paths = ("native forward", "packed weights")
+
+    @staticmethod
+    def fits(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
+        """Whether the model is of a family and of sizes that decoder.c is for, and the machine could compile it."""
+        if model.device.type != "cpu" or not is_fusible(model, patterns):
+            return False
+        decoder: Any = model.model
+        attention, mlp = decoder.layers[0].self_attn, decoder.layers[0].mlp
+        sizes = (model.config.hidden_size, mlp.gate_proj.out_features, attention.head_dim // 2)
+        fitting = all(size % LANES == 0 for size in sizes) and attention.head_dim <= _MOST_HEAD
+        silu = all(is_silu(layer.mlp.act_fn) for layer in decoder.layers)
+        rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight).width == attention.head_dim
+        return fitting and silu and rotary and built(model.dtype).library is not None
+
+    def _layer(self, layer: Any, pattern: AttentionPattern) -> structs.Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        normed = hasattr(attention, "q_norm")
+        return structs.Layer(
+            self._held(layer.input_layernorm.weight),
+            self._held(layer.post_attention_layernorm.weight),
+            self._held(attention.q_norm.weight) if normed else None,
+            self._held(attention.k_norm.weight) if normed else None,
+            self._linear([attention.q_proj, attention.k_proj, attention.v_proj]),
+            self._linear([attention.o_proj]),
+            self._gate_up(mlp.gate_proj, mlp.up_proj),
+            self._linear([mlp.down_proj]),
+            layer.input_layernorm.variance_epsilon,
+            layer.post_attention_layernorm.variance_epsilon,
+            attention.q_norm.variance_epsilon if normed else 0.0,
+            attention.scaling,
+            self._patterns.index(pattern),
+        )
+
+    def _held(self, tensor: Tensor) -> int:
+        """The address of a tensor that is kept alive."""
+        self._keep.append(tensor.detach().contiguous())
+        return self._keep[-1].data_ptr()
+
+    def _linear(self, layers: Sequence[nn.Linear], *, free: bool = True) -> structs.Linear:
+        """Layers of one input, one behind another."""
+        weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+        return self._packed(weight.detach(), padded_bias(layers), layers if free else ())
+
+    def _gate_up(self, gate: nn.Linear, up: nn.Linear) -> structs.Linear:
+        bias = padded_bias([gate, up])
+        if bias is not None:
+            inner = gate.out_features
+            turns = interleaved(bias[:inner, None], bias[inner : 2 * inner, None]).flatten()
+            bias = torch.cat([turns, turns.new_zeros(-len(turns) % UNIT)])
+        return self._packed(interleaved(gate.weight.detach(), up.weight.detach()), bias, (gate, up))
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, free: Sequence[nn.Linear]) -> structs.Linear:
+        outputs, inputs = weight.shape
+        cells = packed(weight)
+        for layer in free:
+            release(layer)
+        return structs.Linear(self._held(cells), None if bias is None else self._held(bias), inputs, outputs)
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        """See `Body.run`."""
+        total, wanted = plan.tokens.shape[1], len(plan.rows)
+        self._rotary.reach(plan.furthest)
+        positions = plan.positions[0]
+        first = self._first_visible(plan)
+        segments = (structs.Segment * len(plan.segments))(*map(self._segment, plan.segments))
+        keys = max(part.length + len(part.segment.shape) for part in plan.segments)
+        threads = torch.get_num_threads()
+        batch = structs.Batch(
+            total, len(segments), wanted, plan.tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
+            self._rotary.table.data_ptr(), first.data_ptr(), segments,
+        )  # fmt: skip
+        logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype)
+        hidden = torch.empty(wanted, self._width, dtype=self._dtype)
+        scratch = self._scratch.of(max(total, wanted), keys, threads)
+        self._forward(
+            ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
+            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
+        )  # fmt: skip
+        return logits[:, : self._vocab], hidden
+
+    def _first_visible(self, plan: ForwardPlan) -> Tensor:
+        """`[patterns, rows]`: the first position that each row may see."""
+        if self._patterns == (Full(),):
+            return torch.zeros_like(plan.positions)
+        positions = plan.positions[0].tolist()
+        return torch.tensor([[pattern.first(position) for position in positions] for pattern in self._patterns])
+
+    def _segment(self, part: SegmentPlan) -> structs.Segment:
+        segment = part.segment
+        buffers = self._buffers(segment.cache)
+        own = None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
+        return structs.Segment(
+            part.start, part.count, part.length, segment.written, segment.cache.capacity,
+            ctypes.addressof(buffers.keys), ctypes.addressof(buffers.values),
+            None if own is None else own[0].data_ptr(), None if own is None else own[1].data_ptr(),
+        )  # fmt: skip
+
+    def _buffers(self, cache: RequestCache) -> _Buffers:
+        """Addresses of a cache's buffers; they change only when it grows."""
+        buffers = self._caches.get(cache)
+        if buffers is None or buffers.capacity != cache.capacity:
+            shape = (self._kv_heads, self._head, self._head)
+            buffers = self._caches[cache] = _Buffers(cache, self._calls, shape, self._dtype)
+        return buffers
+
+
+class _Buffers:
+    """Where the keys and values of one request lie, for every layer."""
+
+    def __init__(self, cache: RequestCache, calls: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        keys, values = cache.buffers(calls, *shape, dtype)
+        self.capacity = cache.capacity
+        self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
+        self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
+
+
+class _Scratch:
+    """Memory for numbers on the way, kept between forwards and grown when one needs more."""
+
+    def __init__(self, dtype: torch.dtype, stride: int) -> None:
+        self._dtype = dtype
+        self._stride = stride
+        self._room = (0, 0, 0)
+        self._memory: list[Tensor] = []
+        self._struct = structs.Scratch()
+
+    def of(self, rows: int, keys: int, threads: int) -> structs.Scratch:
+        """Enough for so many rows, keys of a request, and threads."""
+        if any(asked > there for asked, there in zip((rows, keys, threads), self._room, strict=True)):
+            most = [max(pair) for pair in zip((rows, keys, threads), self._room, strict=True)]
+            rows, keys, threads = max(most[0], 16), max(most[1], 512), most[2]
+            self._room = (rows, keys, threads)
+            span = -(-keys // 32) * 32 + 64
+            shared = [torch.zeros(rows, self._stride, dtype=self._dtype) for _ in range(4)]
+            normed, inputs = (torch.zeros(threads, rows, self._stride, dtype=self._dtype) for _ in range(2))
+            scores = torch.zeros(threads, 2 * _TILE, span)
+            self._memory = [*shared, normed, inputs, scores, torch.arange(span, dtype=torch.int32)]
+            self._struct = structs.Scratch(*(each.data_ptr() for each in self._memory), rows, span)
+        return self._struct
+
+
+@lru_cache(maxsize=512)
+def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
+    """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
+
+    Worked example: parents (-1, 0, 0, 2) with nothing written give the paths 0; 0, 1; 0, 2; 0, 2, 3, so starts
+    0, 1, 3, 5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
+    """
+    paths = [shape.path(node) for node in range(written, len(shape))]
+    starts = [0]
+    for path in paths:
+        starts.append(starts[-1] + len(path))
+    return torch.tensor(starts, dtype=torch.int32), torch.tensor([n for path in paths for n in path], dtype=torch.int32)

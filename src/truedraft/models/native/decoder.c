@@ -1,0 +1,437 @@
+/* One forward of a Llama-like decoder over many requests with a token tree each, from embedding to logits.
+ *
+ * Compiled on the user's machine, once for bfloat16 (BF16=1, needs AVX-512 BF16) and once for float32 (BF16=0, any
+ * processor: vectors are GNU C's, which the compiler maps to what there is).
+ *
+ * Every sum runs in one fixed order that depends on the row alone: products over k from 0 up, attention over the
+ * row's own keys in the order of their positions. So a row's result does not depend, to the last bit, on the other
+ * rows, on the tree around it, or on the number of threads.
+ *
+ * Numbers are rounded to the model's dtype where its own modules round them, but for attention, which stays in
+ * float32 from scores to mixed values.
+ */
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if BF16
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define UNIT 64  /* outputs that one thread takes at a time: 4 blocks of 16 lanes */
+#define TILE 8   /* rows of a product that are computed together */
+
+typedef float lanes __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+
+#if BF16
+typedef uint16_t element;
+typedef uint32_t cell; /* two neighbouring inputs */
+typedef uint16_t halves __attribute__((vector_size(32)));
+#define PER_CELL 2
+static inline lanes widen(halves h) { return (lanes)(__builtin_convertvector(h, words) << 16); }
+static inline lanes load(const element *p) { halves h; memcpy(&h, p, sizeof h); return widen(h); }
+static inline halves narrow(lanes v) { return (halves)_mm512_cvtneps_pbh((__m512)v); }
+static inline void store(element *p, lanes v) { halves h = narrow(v); memcpy(p, &h, sizeof h); }
+static inline lanes rounded(lanes v) { return widen(narrow(v)); }
+static inline lanes multiply_add(lanes sum, ints weights, cell x) {
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+}
+#else
+typedef float element;
+typedef float cell;
+#define PER_CELL 1
+static inline lanes load(const element *p) { lanes v; memcpy(&v, p, sizeof v); return v; }
+static inline void store(element *p, lanes v) { memcpy(p, &v, sizeof v); }
+static inline lanes rounded(lanes v) { return v; }
+static inline lanes multiply_add(lanes sum, ints weights, cell x) { return sum + (lanes)weights * x; }
+#endif
+
+static inline lanes all(float x) { return x - (lanes){0}; }
+static inline lanes choose(ints mask, lanes yes, lanes no) { return (lanes)(((ints)yes & mask) | ((ints)no & ~mask)); }
+static inline ints load_cells(const cell *p) { ints v; memcpy(&v, p, sizeof v); return v; }
+
+/* e^x to about 2 ulp (Cephes); 0 below -87, NaN stays. */
+static inline lanes exponential(lanes x) {
+    const lanes magic = all(12582912.0f); /* adding and subtracting it rounds to a whole number */
+    lanes low = choose(x < -87.0f, all(-87.0f), x);
+    lanes n = (low * 1.44269504f + magic) - magic;
+    lanes r = low - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    lanes p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    p = p * (lanes)((__builtin_convertvector(n, ints) + 127) << 23);
+    return choose(x < -87.0f, all(0.0f), p);
+}
+
+/* A linear layer. Weights lie as [blocks of 16 outputs][input cells][16 outputs]; blocks come in fours. */
+typedef struct {
+    const cell *weights;
+    const float *bias; /* [outputs, up to whole units] or NULL */
+    int64_t inputs, outputs;
+} Linear;
+
+typedef struct {
+    const element *before_attention, *before_mlp, *query_norm, *key_norm; /* the last two may be NULL */
+    Linear qkv, out, gate_up, down; /* gate_up: blocks of gate and up take turns */
+    float attention_eps, mlp_eps, head_eps, scaling;
+    int64_t pattern; /* which of the batch's tables of first visible positions */
+} Layer;
+
+typedef struct {
+    int64_t width, heads, kv_heads, head, inner, layers, stride; /* stride: of all scratch rows, in elements */
+    const element *embedding, *norm;
+    float eps;
+    Linear lm_head;
+    const Layer *layer;
+} Model;
+
+/* One request's share: rows start .. start + count - 1 behind `length` cached tokens and `written` uncommitted ones. */
+typedef struct {
+    int64_t start, count, length, written, capacity;
+    element *const *keys;   /* [layers]: [kv_heads, head, capacity] */
+    element *const *values; /* [layers]: [kv_heads, capacity, head] */
+    const int32_t *own_start, *own; /* of each row the uncommitted slots of its path; NULL in a chain */
+} Segment;
+
+typedef struct {
+    int64_t total, segments, wanted;
+    const int64_t *tokens, *positions, *rows;
+    const element *rotary; /* [positions][3/2 head]: cosines, then half of the sines */
+    const int64_t *first;  /* [patterns][total]: first position that a row may see */
+    const Segment *segment;
+} Batch;
+
+/* Numbers on the way: shared rows, then rows, gathered inputs and scores of each thread. */
+typedef struct {
+    element *stream, *projected, *mixed, *active, *normed;
+    cell *inputs;
+    float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
+    const int32_t *slots; /* 0, 1, 2, ... keys */
+    int64_t rows, keys;
+} Scratch;
+
+/* A thread, and what is its own. */
+typedef struct {
+    int me, threads;
+    int64_t stride;
+    element *normed;
+    cell *inputs;
+    float *scores;
+    const int32_t *slots;
+} Own;
+
+enum { STORE, ADD, GATE };
+
+/* Rows of x `[rows][stride]` as `[tiles][cells][rows of the tile]`: a product then reads them one behind another. */
+static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells, cell *out) {
+    for (int64_t r = 0; r < rows; r += TILE) {
+        const int64_t n = rows - r < TILE ? rows - r : TILE;
+        for (int64_t i = 0; i < n; i++) {
+            const element *from = x + (r + i) * stride;
+            for (int64_t k = 0; k < cells; k++) memcpy(out + r * cells + k * n + i, from + k * PER_CELL, sizeof *out);
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void tile(
+    const cell *w, int64_t block, int64_t steps, const cell *x, const int rows, const int blocks, lanes (*sum)[TILE]) {
+    lanes acc[4][TILE];
+    for (int b = 0; b < blocks; b++)
+        for (int r = 0; r < rows; r++) acc[b][r] = (lanes){0};
+    for (int64_t k = 0; k < steps; k++) {
+        ints wk[4];
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) wk[b] = load_cells(w + b * block + k * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const cell xk = x[k * rows + r];
+#pragma GCC unroll 4
+            for (int b = 0; b < blocks; b++) acc[b][r] = multiply_add(acc[b][r], wk[b], xk);
+        }
+    }
+    for (int b = 0; b < blocks; b++)
+        for (int r = 0; r < rows; r++) sum[b][r] = acc[b][r];
+}
+
+/* Up to 8 rows against one unit of outputs: few rows take 4 blocks at once, many take 2, as registers allow. */
+static void unit(const Linear *l, int64_t at, const cell *x, int rows, lanes sum[4][TILE]) {
+    const int64_t steps = l->inputs / PER_CELL, block = steps * LANES;
+    const cell *w = l->weights + at * 4 * block;
+    switch (rows) {
+#define FOUR(R) case R: tile(w, block, steps, x, R, 4, sum); break;
+#define TWO(R) case R: tile(w, block, steps, x, R, 2, sum); tile(w + 2 * block, block, steps, x, R, 2, sum + 2); break;
+        FOUR(1) FOUR(2) FOUR(3) FOUR(4) FOUR(5) FOUR(6) TWO(7) TWO(8)
+    }
+}
+
+static inline lanes silu(lanes x) { return x / (1.0f + exponential(-x)); }
+
+static void finish(int kind, lanes sum[4][TILE], int rows, const float *bias, element *y, int64_t stride, int64_t at) {
+    for (int r = 0; r < rows; r++) {
+        lanes v[4];
+        for (int b = 0; b < 4; b++) {
+            v[b] = sum[b][r];
+            if (bias) { lanes add; memcpy(&add, bias + at * UNIT + b * LANES, sizeof add); v[b] = v[b] + add; }
+            v[b] = rounded(v[b]);
+        }
+        if (kind == GATE) {
+            element *out = y + r * stride + at * (UNIT / 2);
+            for (int b = 0; b < 2; b++) store(out + b * LANES, rounded(silu(v[2 * b])) * v[2 * b + 1]);
+        } else {
+            element *out = y + r * stride + at * UNIT;
+            for (int b = 0; b < 4; b++) store(out + b * LANES, kind == ADD ? load(out + b * LANES) + v[b] : v[b]);
+        }
+    }
+}
+
+/* y = x W (STORE), y += x W (ADD), or silu(gate) * up (GATE), for the units of this thread. */
+static void linear(const Linear *l, int kind, const element *x, element *y, int64_t y_stride, int64_t rows, const Own *own) {
+    const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->inputs / PER_CELL;
+    const int64_t from = units * own->me / own->threads, to = units * (own->me + 1) / own->threads;
+    lanes sum[4][TILE];
+    if (from == to) return;
+    gather(x, own->stride, rows, cells, own->inputs);
+    for (int64_t at = from; at < to; at++)
+        for (int64_t r = 0; r < rows; r += TILE) {
+            const int n = rows - r < TILE ? (int)(rows - r) : TILE;
+            unit(l, at, own->inputs + r * cells, n, sum);
+            finish(kind, sum, n, l->bias, y + r * y_stride, y_stride, at);
+        }
+}
+
+static float total_of(lanes v) {
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+}
+
+static void norm(const element *x, const element *weight, float eps, int64_t width, element *y) {
+    lanes squares = {0};
+    for (int64_t i = 0; i < width; i += LANES) { lanes v = load(x + i); squares = squares + v * v; }
+    const float scale = 1.0f / __builtin_sqrtf(total_of(squares) / (float)width + eps);
+    for (int64_t i = 0; i < width; i += LANES) store(y + i, rounded(load(x + i) * scale) * load(weight + i));
+}
+
+/* Halves a, b of a head become a cos - b sin, b cos + a sin. */
+static void rotate(element *x, const element *table, int64_t head) {
+    const int64_t half = head / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        const lanes a = load(x + i), b = load(x + half + i), c = load(table + i), s = load(table + head + i);
+        store(x + i, rounded(a * c) - rounded(b * s));
+        store(x + half + i, rounded(b * c) + rounded(a * s));
+    }
+}
+
+/* Scores of some queries with all slots of one key head, 32 slots at a time; queries are already scaled. */
+static inline __attribute__((always_inline)) void score_some(
+    const float *query, const int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to,
+    float *scores, int64_t stride) {
+    for (int64_t s = from; s < to; s += 2 * LANES) {
+        lanes acc[TILE][2];
+        for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (lanes){0};
+        for (int64_t d = 0; d < head; d++) {
+            const lanes k0 = load(keys + d * capacity + s), k1 = load(keys + d * capacity + s + LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const float q = query[r * head + d];
+                acc[r][0] = acc[r][0] + k0 * q;
+                acc[r][1] = acc[r][1] + k1 * q;
+            }
+        }
+        for (int r = 0; r < rows; r++) memcpy(scores + r * stride + s, acc[r], sizeof acc[r]);
+    }
+}
+
+/* The same for up to 8 queries; those that are not there are computed for nothing. */
+static void score(const float *query, int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
+    if (rows <= 2) score_some(query, 2, keys, capacity, head, from, to, scores, stride);
+    else if (rows <= 4) score_some(query, 4, keys, capacity, head, from, to, scores, stride);
+    else score_some(query, TILE, keys, capacity, head, from, to, scores, stride);
+}
+
+/* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
+static void soften(float *s, int64_t count) {
+    const int64_t whole = (count + LANES - 1) / LANES * LANES;
+    for (int64_t i = count; i < whole; i++) s[i] = -__builtin_inff();
+    lanes most = all(-__builtin_inff()), sum = {0};
+    for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); most = choose(v > most, v, most); }
+    float top = most[0];
+    for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        lanes v;
+        memcpy(&v, s + i, sizeof v);
+        v = exponential(v - top);
+        sum = sum + v;
+        memcpy(s + i, &v, sizeof v);
+    }
+    const lanes scale = all(1.0f / total_of(sum));
+    for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); v = v * scale; memcpy(s + i, &v, sizeof v); }
+}
+
+/* What one query sees: context slots from .. from + count - 1, then the uncommitted slots of its own path. */
+typedef struct {
+    int64_t from, count, own_count;
+    const int32_t *own; /* NULL: 0, 1, 2, ... */
+    const float *weights;
+    element *out;
+} View;
+
+/* Weighted values of up to 4 views of one context, for some of a head's entries. */
+static inline __attribute__((always_inline)) void mix_some(
+    const View *view, const int rows, const element *values, int64_t head, int64_t length, int64_t d, const int vectors) {
+    lanes acc[4][4];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
+    const element *v = values + view->from * head + d;
+    for (int64_t i = 0; i < view->count; i++, v += head) {
+        lanes value[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) value[j] = load(v + j * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            const float w = view[r].weights[i];
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + value[j] * w;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < view[r].own_count; i++) {
+            const element *own = values + (length + (view[r].own ? view[r].own[i] : i)) * head + d;
+            const float w = view[r].weights[view[r].count + i];
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + load(own + j * LANES) * w;
+        }
+        for (int j = 0; j < vectors; j++) store(view[r].out + d + j * LANES, acc[r][j]);
+    }
+}
+
+/* Mix all views, 4 together where they see the same context. */
+static void mix(const View *view, int views, const element *values, int64_t head, int64_t length) {
+    for (int r = 0; r < views;) {
+        int alike = 1;
+        while (alike < 4 && r + alike < views && view[r + alike].from == view[r].from && view[r + alike].count == view[r].count) alike++;
+        if (alike != 4) alike = 1;
+        for (int64_t d = 0; d < head; d += 4 * LANES) {
+            const int rest = (int)((head - d) / LANES);
+            if (alike == 4 && rest >= 4) mix_some(view + r, 4, values, head, length, d, 4);
+            else for (int i = 0; i < alike; i++) {
+                if (rest >= 4) mix_some(view + r + i, 1, values, head, length, d, 4);
+                else mix_some(view + r + i, 1, values, head, length, d, rest);
+            }
+        }
+        r += alike;
+    }
+}
+
+/* The rows of one request against one key head: rotate, write the cache, attend. */
+static void attend(const Model *m, const Layer *l, const Batch *b, const Segment *s, int64_t number, int64_t group, const Scratch *scratch, const Own *own_thread) {
+    const int64_t head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
+    const int64_t end = base + s->count, score_stride = scratch->keys;
+    element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
+    float *scores = own_thread->scores, *ordered = scores + TILE * score_stride;
+    View view[TILE];
+    const int64_t *first = b->first + l->pattern * b->total;
+    for (int64_t i = 0; i < s->count; i++) {
+        const int64_t row = s->start + i;
+        element *k = scratch->projected + row * stride + (m->heads + group) * head, *v = k + m->kv_heads * head;
+        if (l->key_norm) norm(k, l->key_norm, l->head_eps, head, k);
+        rotate(k, b->rotary + b->positions[row] * (head + head / 2), head);
+        for (int64_t d = 0; d < head; d++) keys[d * s->capacity + base + i] = k[d];
+        memcpy(values + (base + i) * head, v, head * sizeof *v);
+    }
+    const int64_t queries = s->count * each;
+    int64_t lowest = s->length;
+    for (int64_t i = 0; i < s->count; i++) lowest = first[s->start + i] < lowest ? first[s->start + i] : lowest;
+    float query[TILE * 256];
+    for (int64_t q = 0; q < queries; q += TILE) {
+        const int n = queries - q < TILE ? (int)(queries - q) : TILE;
+        memset(query, 0, sizeof query);
+        for (int r = 0; r < n; r++) {
+            const int64_t row = s->start + (q + r) / each;
+            element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
+            if (l->query_norm) norm(x, l->query_norm, l->head_eps, head, x);
+            rotate(x, b->rotary + b->positions[row] * (head + head / 2), head);
+            for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
+        }
+        score(query, n, keys, s->capacity, head, lowest / 32 * 32, end, scores, score_stride);
+        for (int r = 0; r < n; r++) {
+            const int64_t i = (q + r) / each, row = s->start + i;
+            const float *of_slots = scores + r * score_stride;
+            float *mine = ordered + r * score_stride;
+            View *see = view + r;
+            *see = (View){first[row], 0, s->written + i + 1, 0, mine, scratch->mixed + row * stride + (group * each + (q + r) % each) * head};
+            if (s->own) {
+                see->own = s->own + s->own_start[i];
+                see->own_count = s->own_start[i + 1] - s->own_start[i];
+            }
+            /* Positions below the first visible one are left out; along a path they rise by one. */
+            if (see->from > s->length) {
+                const int64_t skipped = see->from - s->length;
+                see->own_count -= skipped;
+                see->own = s->own ? see->own + skipped : own_thread->slots + skipped;
+                see->from = s->length;
+            }
+            see->count = s->length - see->from;
+            memcpy(mine, of_slots + see->from, see->count * sizeof *mine);
+            for (int64_t j = 0; j < see->own_count; j++) mine[see->count + j] = of_slots[s->length + (see->own ? see->own[j] : j)];
+            soften(mine, see->count + see->own_count);
+        }
+        mix(view, n, values, head, s->length);
+    }
+}
+
+#ifdef _OPENMP
+#define BARRIER _Pragma("omp barrier")
+#else
+#define BARRIER
+#endif
+
+static void run(const Model *m, const Batch *b, const Scratch *s, element *logits, element *hidden, int me, int threads) {
+    const int64_t stride = m->stride;
+    const Own own = {me, threads, stride, s->normed + me * s->rows * stride, s->inputs + me * s->rows * stride / PER_CELL,
+                     s->scores + me * 2 * TILE * s->keys, s->slots};
+    element *normed = own.normed;
+    for (int64_t t = me; t < b->total; t += threads)
+        memcpy(s->stream + t * stride, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
+    BARRIER
+    for (int64_t n = 0; n < m->layers; n++) {
+        const Layer *l = m->layer + n;
+        for (int64_t t = 0; t < b->total; t++) norm(s->stream + t * stride, l->before_attention, l->attention_eps, m->width, normed + t * stride);
+        linear(&l->qkv, STORE, normed, s->projected, stride, b->total, &own);
+        BARRIER
+        for (int64_t w = me; w < b->segments * m->kv_heads; w += threads)
+            attend(m, l, b, b->segment + w / m->kv_heads, n, w % m->kv_heads, s, &own);
+        BARRIER
+        linear(&l->out, ADD, s->mixed, s->stream, stride, b->total, &own);
+        BARRIER
+        for (int64_t t = 0; t < b->total; t++) norm(s->stream + t * stride, l->before_mlp, l->mlp_eps, m->width, normed + t * stride);
+        linear(&l->gate_up, GATE, normed, s->active, stride, b->total, &own);
+        BARRIER
+        linear(&l->down, ADD, s->active, s->stream, stride, b->total, &own);
+        BARRIER
+    }
+    for (int64_t r = 0; r < b->wanted; r++) {
+        norm(s->stream + b->rows[r] * stride, m->norm, m->eps, m->width, normed + r * stride);
+        if (me == 0) memcpy(hidden + r * m->width, normed + r * stride, m->width * sizeof(element));
+    }
+    linear(&m->lm_head, STORE, normed, logits, (m->lm_head.outputs + UNIT - 1) / UNIT * UNIT, b->wanted, &own);
+}
+
+void truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    run(m, b, scratch, logits, hidden, omp_get_thread_num(), omp_get_num_threads());
+#else
+    (void)threads;
+    run(m, b, scratch, logits, hidden, 0, 1);
+#endif
+}

@@ -1,0 +1,211 @@
+"""What an engine tells of each step: how many rows, behind which contexts, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import Proposal
+from truedraft.drafters import DraftModel
+from truedraft.drafters.base import DraftRequest
+from truedraft.engine.step import StepTimes
+from truedraft.models.base import ForwardOutput, Segment
+from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
+
+VOCAB = 8
+
+
+@pytest.fixture
+def target() -> MarkovModel:
+    return MarkovModel.random(VOCAB, seed=1, context_length=1000)
+
+
+def greedy(model: MarkovModel, prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.law_after(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+def right(model: MarkovModel, depth: int) -> ScriptedDrafter:
+    """Guesses `depth` tokens, all of them right."""
+    return ScriptedDrafter(lambda tokens: [greedy(model, tokens, depth)], depth=depth)
+
+
+def wrong(model: MarkovModel, paths: int) -> ScriptedDrafter:
+    """Guesses `paths` tokens for one place, none of them right."""
+
+    def script(tokens: Sequence[int]) -> list[list[int]]:
+        best = greedy(model, tokens, 1)[0]
+        return [[(best + 1 + i) % VOCAB] for i in range(paths)]
+
+    return ScriptedDrafter(script)
+
+
+def watched(engine: Engine) -> list[StepTimes]:
+    seen: list[StepTimes] = []
+    engine.on_step = seen.append
+    return seen
+
+
+def shapes(steps: Sequence[StepTimes]) -> list[tuple[int, int, tuple[int, ...], int, bool]]:
+    return [(step.requests, step.rows, step.contexts, step.nodes, step.prefill) for step in steps]
+
+
+def test_plain_decoding_feeds_one_token_a_step(target: MarkovModel) -> None:
+    engine = Engine(target)
+    steps = watched(engine)
+    engine.generate([3, 1, 4], SamplingParams(max_tokens=4))
+    assert shapes(steps) == [
+        (1, 3, (0,), 0, True),
+        (1, 1, (3,), 0, False),
+        (1, 1, (4,), 0, False),
+        (1, 1, (5,), 0, False),
+    ]
+
+
+def test_a_prompt_of_one_token_is_a_prefill_too(target: MarkovModel) -> None:
+    engine = Engine(target, right(target, 2))
+    steps = watched(engine)
+    engine.generate([3], SamplingParams(max_tokens=4))
+    assert shapes(steps) == [(1, 1, (0,), 0, True), (1, 3, (1,), 2, False)]
+
+
+def test_a_long_prompt_is_a_prefill_in_parts(target: MarkovModel) -> None:
+    engine = Engine(target, right(target, 2))
+    steps = watched(engine)
+    engine.generate([i % VOCAB for i in range(600)], SamplingParams(max_tokens=4))
+    assert shapes(steps) == [
+        (1, 256, (0,), 0, True),
+        (1, 256, (256,), 0, True),
+        (1, 88, (512,), 0, True),
+        (1, 3, (600,), 2, False),
+    ]
+
+
+def test_contexts_are_those_before_the_step(target: MarkovModel) -> None:
+    """A drafter that is always right: the context grows by three a step; one that is wrong: by one."""
+    for drafter, growth, nodes in ((right(target, 2), 3, 2), (wrong(target, 3), 1, 3)):
+        engine = Engine(target, drafter)
+        steps = watched(engine)
+        engine.generate([3, 1, 4], SamplingParams(max_tokens=1 + 3 * growth + 1))
+        decoding = [step for step in steps if not step.prefill]
+        assert [step.contexts for step in decoding[:3]] == [(3 + growth * i,) for i in range(3)]
+        assert [(step.rows, step.nodes) for step in decoding[:3]] == [(nodes + 1, nodes)] * 3
+
+
+def test_a_ragged_batch(target: MarkovModel) -> None:
+    """Three prompts at once; the first step is prefill for all, the others hold a tree for each."""
+    engine = Engine(target, right(target, 2))
+    steps = watched(engine)
+    engine.generate([[3, 1, 4], [2], [5, 6]], SamplingParams(max_tokens=7))
+    assert shapes(steps) == [
+        (3, 6, (0, 0, 0), 0, True),
+        (3, 9, (3, 1, 2), 6, False),
+        (3, 9, (6, 4, 5), 6, False),
+    ]
+
+
+def test_a_step_with_one_prefill_among_others_is_a_prefill(target: MarkovModel) -> None:
+    engine = Engine(target, right(target, 2))
+    steps = watched(engine)
+    engine.submit([3, 1, 4], SamplingParams(max_tokens=7))
+    engine.step()
+    engine.submit([2, 5], SamplingParams(max_tokens=1))
+    engine.step()
+    engine.step()
+    assert shapes(steps) == [(1, 3, (0,), 0, True), (2, 5, (3, 0), 2, True), (1, 3, (6,), 2, False)]
+
+
+def test_a_budget_of_zero_is_a_step_of_plain_decoding(target: MarkovModel) -> None:
+    engine = Engine(target, right(target, 3), controller=ScriptedController([Budget(2), Budget(0), Budget(1)]))
+    steps = watched(engine)
+    engine.generate([3, 1], SamplingParams(max_tokens=9))
+    assert [(step.rows, step.nodes) for step in steps] == [(2, 0), (3, 2), (1, 0), (2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int) -> None:
+    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3))
+    steps = watched(engine)
+    stats = engine.generate([3, 1, 4], SamplingParams(max_tokens=count)).stats
+    assert len(steps) == stats.target_calls + stats.prefill_calls
+    assert sum(step.nodes for step in steps) == stats.draft_tokens
+    assert engine.step() is False
+    assert len(steps) == stats.target_calls + stats.prefill_calls, "an idle engine reported a step"
+
+
+def test_nobody_needs_to_listen(target: MarkovModel) -> None:
+    engine = Engine(target)
+    assert engine.on_step is None
+    assert engine.generate([3, 1], SamplingParams(max_tokens=5)).token_ids == greedy(target, [3, 1], 5)
+
+
+# --- times ---
+
+
+class Slow(MarkovModel):
+    """Takes 20 ms for each forward."""
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        time.sleep(0.02)
+        return super().forward(segments)
+
+
+class SlowDrafter(ScriptedDrafter):
+    """Takes 10 ms for each proposal."""
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        time.sleep(0.01)
+        return super().propose(batch, budgets, noise)
+
+
+def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> None:
+    """A sleep never ends early, so lower bounds hold on any machine."""
+    slow = Slow(target.laws)
+    engine = Engine(slow, SlowDrafter(lambda tokens: [greedy(target, tokens, 2)], depth=2))
+    steps = watched(engine)
+    started = time.perf_counter()
+    engine.generate([[3, 1, 4], [2]], SamplingParams(max_tokens=7))
+    whole = time.perf_counter() - started
+    for step in steps:
+        parts = (step.draft_s, step.target_s, step.verify_s)
+        assert min(parts) > 0.0
+        assert sum(parts) <= step.total_s
+        assert step.target_s >= 0.02
+        assert step.draft_s >= (0.0 if step.prefill else 0.01)
+    assert sum(step.total_s for step in steps) <= whole
+
+
+def test_a_step_that_fails_for_all_is_told_of_for_each_that_is_tried_alone(target: MarkovModel) -> None:
+    """The forward of the pack fails; then one request runs, and the other fails by itself."""
+
+    class Picky(MarkovModel):
+        def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+            if any(7 in segment.tokens for segment in segments):
+                raise RuntimeError("not seven")
+            return super().forward(segments)
+
+    engine = Engine(Picky(target.laws))
+    steps = watched(engine)
+    fine, broken = engine.submit([3, 1], SamplingParams(max_tokens=1)), engine.submit([7, 7])
+    engine.step()
+    assert (fine.finish_reason, broken.finish_reason) == ("length", "error")
+    assert shapes(steps) == [(1, 2, (0,), 0, True)]
+
+
+def test_a_record_cannot_be_changed(target: MarkovModel) -> None:
+    engine = Engine(target)
+    steps = watched(engine)
+    engine.generate([3], SamplingParams(max_tokens=1))
+    with pytest.raises(AttributeError):
+        steps[0].rows = 2  # type: ignore[misc]
+    assert torch.isfinite(torch.tensor(steps[0].total_s))

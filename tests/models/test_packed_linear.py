@@ -1,0 +1,364 @@
+"""Packed weights: the same product, whatever its shape; other families get them and answer as before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock, stock_logits
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.base import Segment
+from truedraft.models.dtypes import has_bfloat16
+from truedraft.models.fastest import fastest_body
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.packed_linear import PackedLinear, can_pack, fuse, pack_linears
+from truedraft.models.stock import StockBody
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(CPU), reason="this CPU has no bfloat16 instructions")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
+pytestmark = needs_packing
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(dtype: torch.dtype) -> float:
+    """How far sums of 48 products of numbers of size 1 may be apart: they are of size 7 and rounded once at the end."""
+    return 1e-5 if dtype == torch.float32 else 0.13
+
+
+# --- the layer ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(48,), (1, 48), (2, 48), (8, 48), (40, 48), (2, 3, 48), (0, 48), (1, 0, 48)])
+def test_the_product_is_that_of_a_linear_layer(shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype) -> None:
+    weight, bias = drawn(96, 48, dtype=dtype), drawn(96, seed=1, dtype=dtype) if with_bias else None
+    x = drawn(*shape, seed=2, dtype=dtype)
+    packed = PackedLinear(weight, bias)
+    assert (packed.in_features, packed.out_features) == (48, 96)
+    torch.testing.assert_close(packed(x), linear(x, weight, bias), rtol=0, atol=close(dtype))
+    assert packed(x).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_and_weights_may_be_strided(dtype: torch.dtype) -> None:
+    wide = drawn(6, 96, seed=2, dtype=dtype)
+    weight = drawn(48, 96, dtype=dtype).t()
+    for x in (wide[:, ::2], wide[::2, :48], wide[:, 48:]):
+        assert not x.is_contiguous()
+        torch.testing.assert_close(PackedLinear(weight)(x), linear(x, weight), rtol=0, atol=close(dtype))
+
+
+@needs_bfloat16
+def test_a_residual_is_added_in_float32_and_rounded_once() -> None:
+    """Whole numbers, so that every sum is exact in float32 and in the worked example below.
+
+    256 + 1 + 1 in bfloat16, which has 8 bits: rounded after each sum it stays 256, rounded once it is 258.
+    """
+    x, weight, bias = torch.ones(1, 1), torch.ones(1, 1), torch.ones(1)
+    residual = torch.full((1, 1), 256.0)
+    kind = torch.bfloat16
+    packed = PackedLinear(weight.to(kind), bias.to(kind))
+    assert float(packed.plus(x.to(kind), residual.to(kind))) == 258.0
+    assert 256.0 + torch.tensor(1.0, dtype=kind) == 256.0
+
+    generator = torch.Generator().manual_seed(4)
+    weight, bias = (torch.randint(-8, 9, shape, generator=generator).float() for shape in ((96, 48), (96,)))
+    x, residual = (torch.randint(-8, 9, shape, generator=generator).float() for shape in ((7, 48), (7, 96)))
+    exact = residual + linear(x, weight, bias)
+    ours = PackedLinear(weight.to(kind), bias.to(kind)).plus(x.to(kind), residual.to(kind))
+    assert ours.equal(exact.to(kind))
+    twice = residual.to(kind) + linear(x, weight, bias).to(kind)
+    assert not twice.equal(exact.to(kind)), "the example cannot tell one rounding from two"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 48), (9, 48), (0, 48), (1, 5, 48)])
+def test_plus_changes_neither_input_nor_residual(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight, bias = drawn(96, 48, dtype=dtype), drawn(96, seed=1, dtype=dtype)
+    x, residual = drawn(*shape, seed=2, dtype=dtype), drawn(*shape[:-1], 96, seed=3, dtype=dtype)
+    given = x.clone(), residual.clone()
+    total = PackedLinear(weight, bias).plus(x, residual)
+    expected = (residual.float() + linear(x.float(), weight.float(), bias.float())).to(dtype)
+    torch.testing.assert_close(total, expected, rtol=0, atol=close(dtype))
+    assert x.equal(given[0])
+    assert residual.equal(given[1])
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("shape", [(48, 96), (384, 1024), (1024, 384)])
+def test_bfloat16_rows_do_not_depend_on_how_many_there_are(shape: tuple[int, int]) -> None:
+    """From 2 rows on; fewer than 4 are never run (`Body.least_rows`)."""
+    packed = PackedLinear(drawn(*shape, dtype=torch.bfloat16))
+    x, residual = drawn(64, shape[1], seed=2).bfloat16(), drawn(64, shape[0], seed=3).bfloat16()
+    every, summed = packed(x), packed.plus(x, residual)
+    for rows in (2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 48):
+        for first in (0, 64 - rows):
+            part = slice(first, first + rows)
+            assert packed(x[part]).equal(every[part])
+            assert packed.plus(x[part], residual[part]).equal(summed[part])
+
+
+def test_float32_rows_do_not_depend_on_how_many_there_are() -> None:
+    packed = PackedLinear(drawn(384, 288))
+    x = drawn(40, 288, seed=2)
+    every = packed(x)
+    for rows in (2, 3, 4, 8, 16, 17, 33):
+        assert packed(x[:rows]).equal(every[:rows])
+
+
+# --- fusing ---
+
+
+@pytest.mark.parametrize("biased", [(), (0,), (1, 2), (0, 1, 2)])
+def test_layers_are_fused_one_behind_another(biased: tuple[int, ...]) -> None:
+    """Outputs of different sizes; where some have no bias, theirs is 0."""
+    layers = [nn.Linear(48, out, bias=i in biased) for i, out in enumerate((48, 24, 8))]
+    x = drawn(5, 48, seed=2)
+    with torch.no_grad():
+        expected = torch.cat([layer(x) for layer in layers], dim=-1)
+        fused = fuse(layers)
+        torch.testing.assert_close(fused(x), expected, rtol=0, atol=close(torch.float32))
+    assert fused.out_features == 80
+    assert all(layer.weight.numel() == 0 and layer.bias is None for layer in layers), "the originals are not freed"
+    assert not list(fused.parameters()), "a packed weight cannot be copied or saved"
+
+
+def test_a_fused_layer_keeps_its_bias_when_the_original_goes() -> None:
+    layer = nn.Linear(48, 8)
+    x = drawn(5, 48, seed=2)
+    with torch.no_grad():
+        expected = layer(x)
+        bias = layer.bias
+        fused = fuse([layer])
+        bias.zero_()
+        torch.testing.assert_close(fused(x), expected, rtol=0, atol=close(torch.float32))
+
+
+# --- where packing is possible ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8])
+def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
+    assert not can_pack(CPU, dtype)
+
+
+def test_other_devices_are_not_packed() -> None:
+    assert not can_pack(torch.device("cuda"), torch.bfloat16)
+    assert not can_pack(torch.device("meta"), torch.float32)
+
+
+def test_what_can_be_packed_can_be_on_a_processor_without_bfloat16() -> None:
+    """oneDNN is told to use no more than AVX2; where it then refuses bfloat16, `can_pack` must say so."""
+    program = """
+import torch
+from truedraft.models.packed_linear import PackedLinear, can_pack
+for dtype in (torch.float32, torch.bfloat16):
+    if can_pack(torch.device("cpu"), dtype):
+        PackedLinear(torch.ones(8, 8, dtype=dtype))(torch.ones(2, 8, dtype=dtype))
+"""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr.strip().splitlines()[-1]
+
+
+# --- whole models of families that the fused loop does not know ---
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
+GEMMA = GROUPED | {"head_dim": 16, "sliding_window": WINDOW}
+OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2": FAMILIES["gpt2"].config,
+    "gpt_neox": FAMILIES["gpt_neox"].config,
+    "gemma3": FAMILIES["gemma3"].config,
+    "mixtral": FAMILIES["mixtral"].config,
+    "qwen3_moe": FAMILIES["qwen3_moe"].config,
+    "gemma2, tied": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0),
+    "olmo2": lambda: Olmo2Config(**GROUPED),
+    "phi": lambda: PhiConfig(**SMALL, intermediate_size=64),
+    "phi3": lambda: Phi3Config(**GROUPED),
+    "opt with projections": lambda: OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=24, max_position_embeddings=128),
+    "cohere with scaled logits": lambda: CohereConfig(**GROUPED, logit_scale=0.25),
+}
+TEXT = [5, 9, 11, 3, 60, 2, 31, 8, 44, 19, 71, 6, 90]
+TREE = TreeShape((-1, 0, 0, 2))
+"""Below 9 tokens of context: the path 0, 2, 3 holds the rest of the text."""
+
+
+def rows_of(model: HuggingFaceModel) -> Tensor:
+    """Logits of the whole text: a prompt, then a tree whose second branch goes on with it."""
+    cache = model.new_cache()
+    ids = torch.tensor(TEXT)
+    first = model.forward([Segment(cache, ids[:10], chain_shape(10), range(10))]).logits
+    cache.commit(range(10))
+    nodes = torch.tensor([TEXT[10], 1, TEXT[11], TEXT[12]])
+    second = model.forward([Segment(cache, nodes, TREE, (0, 2, 3))]).logits
+    model.release_cache(cache)
+    return torch.cat([first, second]).float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_get_packed_weights_and_answer_as_by_themselves(name: str, dtype: torch.dtype) -> None:
+    alone = build(OTHERS[name](), seed=0, dtype=dtype)
+    model = HuggingFaceModel(build(OTHERS[name](), seed=0, dtype=dtype), None, name, fastest_body)
+    assert isinstance(model._body, StockBody)
+    assert model.fast_paths == ("packed weights",)
+    assert any(isinstance(module, PackedLinear) for module in model.module.modules())
+    assert not any(type(module) is nn.Linear for module in model.module.modules())
+    expected = stock_logits(alone, TEXT).float()
+    difference = (rows_of(model) - expected) / expected.std()
+    # float32: rounding, as for all families. bfloat16: in units of the spread; a wrong weight gives about 1.
+    if dtype == torch.float32:
+        assert float(difference.abs().max()) <= 2e-5
+    else:
+        assert float(difference.square().mean().sqrt()) <= 0.08
+
+
+def test_packing_changes_what_a_forward_reads_by_nothing() -> None:
+    """Reports divide by these: they are those of the loaded model, though its tensors are freed."""
+    for family in ("gpt_neox", "gemma3", "llama"):
+        plain, fast = (HuggingFaceModel(stock(family), None, family, body) for body in (StockBody, fastest_body))
+        assert (plain.parameters, plain.weight_bytes) == (fast.parameters, fast.weight_bytes)
+        assert plain.fast_paths == ()
+
+
+def test_a_head_that_is_tied_to_the_embedding_leaves_it_intact() -> None:
+    config = OTHERS["gemma2, tied"]()
+    assert config.tie_word_embeddings
+    model = build(config, seed=0)
+    embedding = model.get_input_embeddings().weight.clone()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    loaded = HuggingFaceModel(model, None, "tied", fastest_body)
+    assert isinstance(model.get_output_embeddings(), PackedLinear)
+    assert loaded.module.get_input_embeddings().weight.equal(embedding)
+
+
+class _Reversed(nn.Linear):
+    """Stands for a quantised or adapted layer: a linear layer that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(-1)
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> _Reversed:
+        made = cls(layer.in_features, layer.out_features, layer.bias is not None).to(layer.weight.dtype)
+        made.load_state_dict(layer.state_dict())
+        return made.requires_grad_(False)
+
+
+def reversed_in(family: str, *names: str) -> PreTrainedModel:
+    """A family's model in which some linear layers are of another class."""
+    model = stock(family)
+    for name in names:
+        model.set_submodule(name, _Reversed.of(model.get_submodule(name)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gpt_neox", ("gpt_neox.layers.1.mlp.dense_4h_to_h",)),
+        ("gemma3", ("model.layers.0.self_attn.v_proj", "model.layers.2.mlp.up_proj")),
+        ("llama", ("model.layers.1.mlp.down_proj",)),
+        ("gemma3", ("lm_head",)),
+    ],
+)
+def test_layers_of_another_class_are_left_alone(family: str, names: tuple[str, ...]) -> None:
+    model = reversed_in(family, *names)
+    kept = [model.get_submodule(name) for name in names]
+    loaded = HuggingFaceModel(model, None, family, fastest_body)
+    assert loaded.fast_paths == ("packed weights",)
+    assert all(loaded.module.get_submodule(name) is module for name, module in zip(names, kept, strict=True))
+    expected = stock_logits(reversed_in(family, *names), TEXT)
+    torch.testing.assert_close(rows_of(loaded), expected, rtol=0, atol=2e-5)
+    assert float((stock_logits(stock(family), TEXT) - expected).abs().max()) > 0.1, "the example changes nothing"
+
+
+class _Shared(nn.Module):
+    """Two layers with one weight, neither of which is the LM head, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.first, self.second, self.own = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.embedding.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_a_weight_that_is_used_twice_is_not_freed() -> None:
+    model = _Shared()
+    weight, embedding = model.first.weight.clone(), model.embedding.weight.clone()
+    x = drawn(3, 8)
+    with torch.no_grad():
+        expected = [layer(x) for layer in (model.first, model.second, model.own, model.head)]
+        assert pack_linears(model) == 2  # type: ignore[arg-type]
+        got = [layer(x) for layer in (model.first, model.second, model.own, model.head)]
+    assert isinstance(model.own, PackedLinear)
+    assert isinstance(model.head, PackedLinear)
+    assert model.first.weight is model.second.weight
+    assert model.first.weight.equal(weight)
+    assert model.embedding.weight.equal(embedding)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_nothing_to_pack_is_no_fast_path() -> None:
+    """GPT-2's layers are not of the class `nn.Linear`; with the head replaced too, nothing is left."""
+    loaded = HuggingFaceModel(reversed_in("gpt2", "lm_head"), None, "gpt2", fastest_body)
+    assert loaded.fast_paths == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_dtypes_that_cannot_be_packed_run_by_the_model_itself(family: str, dtype: torch.dtype) -> None:
+    model = HuggingFaceModel(stock(family, dtype=dtype), None, family, fastest_body)
+    assert model.fast_paths == ()
+    assert isinstance(model._body, StockBody)
+    expected = stock_logits(stock(family, dtype=dtype), TEXT).float()
+    # Cosines and norms are computed in float32 also in a float64 model.
+    close_enough = 2e-5 if dtype == torch.float64 else 0.1 * float(expected.std())
+    torch.testing.assert_close(rows_of(model), expected, rtol=0, atol=close_enough)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_cuda_model_is_not_packed(family: str) -> None:
+    model = HuggingFaceModel(stock(family).to("cuda"), None, family, fastest_body)  # type: ignore[arg-type]
+    assert "packed weights" not in model.fast_paths
+    assert not any(isinstance(module, PackedLinear) for module in model.module.modules())
