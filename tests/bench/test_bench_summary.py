@@ -12,7 +12,7 @@ from truedraft.bench.breakdown import Breakdown
 from truedraft.bench.reading import ReadSize, read_size
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import markdown
-from truedraft.bench.rows import Outcome, Row
+from truedraft.bench.rows import Outcome, Row, time_without_core
 from truedraft.bench.summary import Memory, Ratio, Spread, Summary, differing_answers, shown, summarise
 from truedraft.bench.table import acceptance_table, all_tables, speed_table, time_table
 from truedraft.core.counters import Counters
@@ -167,6 +167,13 @@ def test_tokens_that_come_with_the_prefill_are_not_decoded() -> None:
     assert one.decode_tokens_per_s == pytest.approx(4 / 2.0)
     several = dataclasses.replace(one, outcome=dataclasses.replace(one.outcome, first_tokens=3))
     assert several.decode_tokens_per_s == pytest.approx(2 / 2.0)
+
+
+def test_time_without_a_core() -> None:
+    """Rows have twice as much CPU time as wall time: two threads."""
+    assert time_without_core(rows()) == 0.0 and time_without_core([]) == 0.0
+    idle = [dataclasses.replace(each, cpu_s=0.25 * each.total_s) for each in rows()]
+    assert time_without_core(idle) == pytest.approx(0.75)
 
 
 def test_each_table_says_what_a_padded_target_is() -> None:

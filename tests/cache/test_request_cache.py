@@ -209,6 +209,12 @@ def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache]
     assert not any(values.any() for values in values_behind(cache, [9], written=2)), "one more level of a tree"
 
 
+def test_a_shorter_forward_after_a_longer_one_sees_nothing_of_it() -> None:
+    cache = filled([1, 2, 3])
+    spoil(cache, 5)
+    assert not any(values.any() for values in values_behind(cache, [9], written=1))
+
+
 def test_a_pooled_cache_shows_nothing_of_its_last_request() -> None:
     pool = CachePool(LIMIT)
     cache = pool.acquire()

@@ -13,6 +13,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.bench import costs, lineup
+from truedraft.bench import run as bench_run
 from truedraft.bench.contestants import OurEngine
 from truedraft.planning import Effort
 
@@ -204,6 +205,16 @@ def test_without_bfloat16_instructions_float32_is_used(
     assert "note: this CPU has no bfloat16 instructions, so float32 is used" in result.out
     emulated = run(*words, "--drafter", "none", "--limit", "1", "--dtype", "bfloat16")
     assert emulated.status == 0 and "bfloat16 is emulated" in emulated.out
+
+
+@pytest.mark.parametrize(("cpu_s", "told"), [(0.0, True), (1e9, False)])
+def test_a_busy_machine_is_told(
+    run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cpu_s: float, told: bool
+) -> None:
+    turn = bench_run.take_turn
+    monkeypatch.setattr(bench_run, "take_turn", lambda *words: dataclasses.replace(turn(*words), cpu_s=cpu_s))
+    result = run(*base, "--drafter", "none", "--limit", "1")
+    assert ("for 1.00 of the time this process had no core" in result.out) is told
 
 
 def test_different_tokens_fail_and_are_explained(

@@ -19,7 +19,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for loading; notes what was asked for."""
     names: list[str] = []
 
-    def load(name: str, *, dtype: str, device: str) -> MarkovModel:
+    def load(name: str, *, dtype: str, device: str, fast_paths: bool) -> MarkovModel:
+        assert not fast_paths, "the target has none"
         names.append(f"{name} {dtype} {device}")
         return MarkovModel.random(6, seed=2)
 

@@ -174,7 +174,7 @@ def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: D
     """What plain decoding emits before the broken row is there; the neighbours, greedy and sampled, do not notice."""
     prompts = [[3, 1], [1, 1], [2, 5]]
     texts = [greedy_text(target, prompt, 12) for prompt in prompts]
-    others = {pair for text in (texts[0], texts[2]) for pair in zip(text, text[1:], strict=False)}
+    others = {pair for text in (texts[0], texts[2]) for pair in itertools.pairwise(text)}
     place = next(i for i in range(1, 12) if (texts[1][i], texts[1][i + 1]) not in others)
     broken = Spoiled(target.laws, (texts[1][place], texts[1][place + 1]), SPOILS[spoil])
     params = SamplingParams(max_tokens=12)
@@ -189,7 +189,7 @@ def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: D
 
 def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovModel) -> None:
     text = greedy_text(target, [3, 1], 12)
-    seen = set(zip(text, text[1:], strict=False))
+    seen = set(itertools.pairwise(text))
     # Drafted beside each right token; the row below the wrong one is broken.
     pair = next((text[i], wrong) for i in range(2, 9) for wrong in range(SMALL) if (text[i], wrong) not in seen)
     broken = Spoiled(target.laws, pair, SPOILS["all NaN"])

@@ -17,19 +17,16 @@ from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, stock, stock_gree
 from truedraft import Engine, SamplingParams
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
-from truedraft.errors import UnsupportedModelError
 from truedraft.models.base import Segment
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.bodies import Body, BodyMaker
+from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.fastest import fastest_body
 from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.rotary import Rotation
-from truedraft.models.selftest import check_against_stock
 from truedraft.models.stock import StockBody
 
 CPU = torch.device("cpu")
@@ -294,9 +291,6 @@ def test_a_failed_forward_leaves_the_model_usable() -> None:
     assert model.forward([Segment(cache, ids, chain_shape(3), range(3))]).logits.equal(expected)
 
 
-# --- which models are fused, and what is said of them ---
-
-
 WORDS = {
     "fused": ("packed weights", "fused projections", "one loop over the layers", "tabulated positions"),
     "native": ("native forward", "packed weights"),
@@ -318,97 +312,6 @@ def test_linear_weights_are_freed_and_the_embedding_stays(name: str, loop: str) 
     head = module.get_output_embeddings().weight
     assert head is module.get_input_embeddings().weight if name == "tied" else head.numel() == 0
     assert sum(weight.nbytes for weight in module.parameters()) < whole / 3
-
-
-def test_the_fastest_that_fits_is_taken() -> None:
-    """The native forward wants a compiler and heads of whole vectors, the fused loop a family that it knows."""
-    small, large = stock("llama"), weights(CONFIGS["grouped heads"]())
-    assert isinstance(HuggingFaceModel(small, None, "small", fastest_body)._body, FusedBody)
-    kind = NativeBody if built(torch.float32).library is not None else FusedBody
-    assert isinstance(HuggingFaceModel(large, None, "large", fastest_body)._body, kind)
-    plain = HuggingFaceModel(stock("llama"), None, "plain")
-    assert isinstance(plain._body, StockBody)
-    assert plain.fast_paths == ()
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma3", "mixtral", "qwen3_moe"])
-def test_other_families_are_not_fused(family: str) -> None:
-    assert isinstance(HuggingFaceModel(stock(family), None, family, fastest_body)._body, StockBody)
-
-
-class _LoudLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class _LoudEmbedding(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return 2 * super().forward(ids)
-
-
-def loud_norm(norm: Any) -> nn.Module:
-    """A norm of a class of its own, as an adapted model would have it."""
-
-    class Loud(type(norm)):  # type: ignore[misc]
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    made = Loud(norm.weight.shape[0], norm.variance_epsilon)
-    made.load_state_dict(norm.state_dict())
-    return made
-
-
-def with_replaced(part: str) -> PreTrainedModel:
-    """A Llama in which one module computes something else, as quantised and adapted models have them."""
-    model: Any = stock("llama")
-    if part == "hook":
-        model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
-        return model
-    old = model.get_submodule(part)
-    if isinstance(old, nn.Linear):
-        new: nn.Module = _LoudLinear(old.in_features, old.out_features, bias=False)
-        new.load_state_dict(old.state_dict())
-    elif isinstance(old, nn.Embedding):
-        new = _LoudEmbedding(old.num_embeddings, old.embedding_dim)
-        new.load_state_dict(old.state_dict())
-    else:
-        new = loud_norm(old)
-    model.set_submodule(part, new.requires_grad_(False))
-    return model
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        "model.layers.0.mlp.down_proj",
-        "model.layers.1.self_attn.v_proj",
-        "lm_head",
-        "model.embed_tokens",
-        "model.norm",
-        "model.layers.1.input_layernorm",
-        "hook",
-    ],
-)
-def test_a_model_with_a_replaced_part_answers_as_that_model(part: str) -> None:
-    """It runs through its own modules where the loop does not know all of them."""
-    text = [5, 9, 11, 3, 60, 2]
-    expected = stock_logits(with_replaced(part), text)
-    assert float((stock_logits(stock("llama"), text) - expected).abs().max()) > 0.1, "the example changes nothing"
-    model = HuggingFaceModel(with_replaced(part), None, part, fastest_body)
-    logits = model.forward([Segment(model.new_cache(), torch.tensor(text), chain_shape(6), range(6))]).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)
-
-
-def test_a_loop_that_computes_something_else_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of `load_model` holds the loop to the model's own forward."""
-    turn = Rotation.__call__
-    module = stock("llama")
-    check = check_against_stock(module, "llama")
-    loaded = HuggingFaceModel(module, None, "llama", fastest_body)
-    check(loaded)
-    monkeypatch.setattr(Rotation, "__call__", lambda self, heads: turn(self, heads.flip(-1)).flip(-1))
-    with pytest.raises(UnsupportedModelError, match="other logits packed than by itself"):
-        check(loaded)
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ VOCAB = 2048
 PATH = 8
 CONTEXTS = (5, 40, 130, 301, 511)
 # Where products over keys change their length (`cache.spans`): with 8 tokens behind them, these lie on both sides.
-BORDERS = (505, 508, 512, 513, 520, 1020, 1081, 1085, 1088, 1092)
+BORDERS = (505, 512, 520, 1020, 1085)
 BODIES: dict[str, BodyMaker] = {"stock": StockBody, "fused": FusedBody, "native": NativeBody}
 
 
@@ -209,7 +209,8 @@ def test_fewer_rows_of_logits(worlds: Sequence[World]) -> None:
 def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
     pairs = []
     for world in worlds:
-        for cut in {1, len(world.context) // 2, len(world.context) - 1}:
+        length = len(world.context)
+        for cut in {1, length // 2, length - 1} if length in CONTEXTS else {length // 2}:
             cache = world.prefilled(world.context, cut)
             pairs.append((world.at_once(cache), world.logits))
             world.model.release_cache(cache)
@@ -232,6 +233,7 @@ def test_a_row_that_does_depend_on_others_is_noticed(
         world.cache.rollback(len(world.context))
 
 
+@torch.inference_mode()
 def test_one_other_bit_in_a_context_is_noticed(worlds: Sequence[World]) -> None:
     """The next larger number in one value of one token in the last layer shows in some row of some world."""
     pairs = []

@@ -115,11 +115,13 @@ def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.Monk
     assert cost_of(model(), store).kept
 
 
-def test_other_fast_paths_make_it_stale(store: CostStore) -> None:
+def test_other_fast_paths_have_a_file_of_their_own(store: CostStore) -> None:
     cost_of(model(), store)
     faster = model()
     faster.fast_paths = ("packed weights",)
-    assert 'fast_paths was [], now ["packed weights"]' in cost_of(faster, store).warnings[0]
+    assert not cost_of(faster, store).kept
+    assert cost_of(faster, store).kept
+    assert cost_of(model(), store).kept
 
 
 def test_other_weights_of_the_same_name_make_it_stale(store: CostStore) -> None:

@@ -111,3 +111,13 @@ class Row:
             "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
             "token_ids": [list(tokens) for tokens in outcome.token_ids],
         }
+
+
+def time_without_core(rows: Sequence[Row]) -> float:
+    """The least fraction of their time in which this process ran on no core: 1 - CPU time / wall time, 0 or more.
+
+    Decoding on the CPU computes all the time, so anything much above 0 means that others were using the machine. With
+    several threads more may have gone unseen.
+    """
+    total_s = sum(row.total_s for row in rows)
+    return max(0.0, 1.0 - sum(row.cpu_s for row in rows) / total_s) if total_s > 0 else 0.0

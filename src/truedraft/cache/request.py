@@ -63,6 +63,7 @@ class RequestCache:
         """
         if written > self._written:
             raise CacheError(f"cannot build on {written} uncommitted tokens: {self._written} were written")
+        self._stale = max(self._stale, self.length + self._written)
         self._start = self.length + written
         self._written = count
         needed = key_span(self.length + count)

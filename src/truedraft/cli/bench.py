@@ -296,7 +296,7 @@ def _tell(
     """Print and write what was measured; the exit status."""
     from truedraft.bench.record import bench_record
     from truedraft.bench.summary import shown, summarise
-    from truedraft.cli.bench_tables import differences, print_summaries
+    from truedraft.cli.bench_tables import differences, disturbance, print_summaries
 
     names = [each.name for each in lineup.contestants]
     ours = [each.name for each in lineup.ours]
@@ -304,7 +304,7 @@ def _tell(
     parted = differences(lineup, results, groups, circumstances)
     record = bench_record(summaries, circumstances, measured.points, results.failures, results.interrupted, parted)
     best, notes = shown(summaries, lineup.best_of)
-    notes = [*lineup.notes, *notes, *parted]
+    notes = [*lineup.notes, *notes, *parted, *disturbance(results, circumstances.device)]
     wrong = [f"error: {failure}" for failure in results.failures]
     if results.interrupted:
         turns = len(names) * len(groups) * task.runs

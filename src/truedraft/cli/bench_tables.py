@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from truedraft.bench.rows import time_without_core
 from truedraft.bench.summary import differing_answers
 from truedraft.bench.table import TextTable, all_tables
 from truedraft.cli.differences import find_difference
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
 
 _SHOWN_DIFFERENCES = 5
+_DISTURBED = 0.1
 
 
 def print_summaries(
@@ -52,6 +54,14 @@ def _print_whole(table: Table, terminal: Terminal) -> None:
     endless = Console(width=10_000)
     width = max(terminal.out.width, Measurement.get(endless, endless.options, table).maximum)
     Console(highlight=False, markup=False, emoji=False, width=width).print(table)
+
+
+def disturbance(results: Results, device: str) -> list[str]:
+    """A sentence if this process often had to wait for a core."""
+    waited = time_without_core(results.rows)
+    if not device.startswith("cpu") or waited < _DISTURBED:
+        return []
+    return [f"for {waited:.2f} of the time this process had no core: others use this machine, and times are too long"]
 
 
 def differences(lineup: Lineup, results: Results, groups: Sequence[Group], circumstances: Circumstances) -> list[str]:

@@ -24,9 +24,11 @@ def info(json: opt.Json = False) -> int:
     facts = machine_facts()
     models = [_embedded(name) for name in embedded_names()]
     paths = _fast_paths() if models[0]["installed"] else None
-    _print(terminal, facts, models, paths)
+    native = _native_forward(facts["dtype_auto"])
+    _print(terminal, facts, models, paths, native)
     if json:
-        terminal.json({"command": "info"} | facts | {"fast_paths": paths, "embedded_models": models})
+        found = {"fast_paths": paths, "native_forward": native, "embedded_models": models}
+        terminal.json({"command": "info"} | facts | found)
     return DONE
 
 
@@ -35,6 +37,14 @@ def _fast_paths() -> list[str]:
     from truedraft.models.loading import load_model
 
     return list(load_model("embedded:target").fast_paths)
+
+
+def _native_forward(dtype: str) -> str:
+    """Whether Llama-like models run by the native forward on this machine's CPU, and if not, why."""
+    from truedraft.models.dtypes import pick_device, pick_dtype
+    from truedraft.models.native.build import built
+
+    return built(pick_dtype(dtype, pick_device("cpu"))).reason or "compiled for this machine"
 
 
 def _embedded(name: str) -> dict[str, Any]:
@@ -76,7 +86,9 @@ def _summary(card: Path) -> str | None:
     return next((line for line in body if line), None)
 
 
-def _print(terminal: Terminal, facts: dict[str, Any], models: list[dict[str, Any]], paths: list[str] | None) -> None:
+def _print(
+    terminal: Terminal, facts: dict[str, Any], models: list[dict[str, Any]], paths: list[str] | None, native: str
+) -> None:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -93,6 +105,7 @@ def _print(terminal: Terminal, facts: dict[str, Any], models: list[dict[str, Any
     }
     if paths is not None:
         rows["fast paths"] = "; ".join(paths) or "none; models run through the packed forward as they are"
+    rows["native forward"] = native
     for model in models:
         rows[model["name"]] = _describe(model)
     for name, value in rows.items():

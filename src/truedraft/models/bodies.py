@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft.cache import CachePool
+from truedraft.models.base import Segment
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
 
@@ -24,6 +27,29 @@ class Body(ABC):
 
     fast_paths: tuple[str, ...]
     least_rows: int
+
+    def new_pool(self, limit: int) -> CachePool:
+        """Where the model's requests get their caches; called once.
+
+        Args:
+            limit: tokens of one request (the model's context).
+        """
+        return CachePool(limit)
+
+    def forward(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Reserve room in the segments' caches, lay the segments out, and run them.
+
+        Args:
+            segments: the requests' shares of the forward.
+            device: of the model.
+
+        Returns:
+            Logits `[rows, ids]` of the wanted rows, padded ids of the embedding included, and the vectors
+            `[rows, width]` that entered the LM head.
+        """
+        plan = ForwardPlan.of(segments, device, self.least_rows)
+        logits, hidden = self.run(plan)
+        return logits[: plan.wanted], hidden[: plan.wanted]
 
     @abstractmethod
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from truedraft.models.bodies import Body
 from truedraft.models.fused import FusedBody
+from truedraft.models.graphs import GraphBody
 from truedraft.models.native import NativeBody
 from truedraft.models.packed_linear import can_pack, pack_linears
 from truedraft.models.patterns import AttentionPattern
@@ -17,8 +18,11 @@ from truedraft.models.stock import StockBody
 def fastest_body(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Body:
     """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
 
-    What was measured: docs/performance.md. On a GPU, and in dtypes that cannot be packed, the model's own modules.
+    On a CUDA device recorded forwards where they fit, else the model's own modules, as in dtypes that cannot be
+    packed. What was measured: docs/performance.md.
     """
+    if model.device.type == "cuda" and GraphBody.fits(model, patterns):
+        return GraphBody(model, patterns)
     if NativeBody.fits(model, patterns):
         return NativeBody(model, patterns)
     if FusedBody.fits(model, patterns):

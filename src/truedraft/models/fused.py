@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from truedraft.models.attention import attend_packed
 from truedraft.models.bodies import Body
 from truedraft.models.layouts import Attending
-from truedraft.models.packed_linear import PackedLinear, can_pack, fuse
+from truedraft.models.packed_linear import PackedLinear, can_pack, fuse, is_plain
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
 from truedraft.models.rotary import RotaryTable, Rotation
@@ -143,15 +143,19 @@ def is_fusible(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> 
     if type(model).__name__ not in _KNOWN:
         return False
     decoder: Any = model.model
-    return len(patterns) == len(decoder.layers) and all(map(_is_known_layer, decoder.layers))
+    norm = type(decoder.norm)
+    return (
+        len(patterns) == len(decoder.layers)
+        and norm.__module__ == type(model).__module__  # the family's own, not a class derived from it
+        and hasattr(decoder.norm, "variance_epsilon")
+        and is_plain(decoder.norm, norm)
+        and is_plain(decoder.embed_tokens, nn.Embedding)
+        and is_plain(model.get_output_embeddings(), nn.Linear)
+        and all(_is_known_layer(layer, norm) for layer in decoder.layers)
+    )
 
 
-def is_silu(activation: nn.Module) -> bool:
-    """Whether an activation is x / (1 + e^-x), by torch's class or by transformers' own."""
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-
-
-def _is_known_layer(layer: Any) -> bool:
+def _is_known_layer(layer: Any, norm: type[nn.Module]) -> bool:
     """Whether a layer's parts are plain: a part that was replaced (quantised, adapted) is not ours to fuse."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = (
@@ -163,5 +167,15 @@ def _is_known_layer(layer: Any) -> bool:
         mlp.up_proj,
         mlp.down_proj,
     )
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    return all(type(part) is nn.Linear for part in linears) and all(hasattr(part, "variance_epsilon") for part in norms)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    return (
+        all(is_plain(part, type(part)) for part in (layer, attention, mlp))
+        and all(is_plain(part, nn.Linear) for part in linears)
+        and all(is_plain(part, norm) for part in norms)
+    )
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether an activation is x / (1 + e^-x), by torch's class or by transformers' own."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"

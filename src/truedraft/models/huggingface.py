@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from truedraft.cache import CachePool, RequestCache
+from truedraft.cache import RequestCache
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.models.bodies import BodyMaker
 from truedraft.models.padding import padding_note_of
-from truedraft.models.plan import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
@@ -58,12 +57,12 @@ class HuggingFaceModel(LanguageModel):
         self.eos_token_ids = _eos_ids(model, tokenizer)
         self.device = model.device
         self.dtype = model.dtype
-        self.pool = CachePool(self.context_length)
         _refuse_shared_positions(config, name)
         _refuse_scaled_queries(config, name)
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
         self._body = body(model, probe_patterns(model))
+        self.pool = self._body.new_pool(self.context_length)
         self.fast_paths = self._body.fast_paths
         self._lock = threading.Lock()
 
@@ -83,10 +82,9 @@ class HuggingFaceModel(LanguageModel):
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward; see `LanguageModel.forward`."""
-        plan = ForwardPlan.of(segments, self.device, self._body.least_rows)
         with self._lock:
-            logits, hidden = self._body.run(plan)
-        return ForwardOutput(logits[: plan.wanted, : self.vocab_size], hidden[: plan.wanted])
+            logits, hidden = self._body.forward(segments, self.device)
+        return ForwardOutput(logits[:, : self.vocab_size], hidden)
 
 
 def _bytes_read(model: PreTrainedModel) -> int:

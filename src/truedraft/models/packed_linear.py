@@ -21,7 +21,14 @@ _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights of this kind can be packed on this device."""
-    return device.type == "cpu" and dtype in _PACKED_DTYPES and torch.backends.mkldnn.is_available()
+    if device.type != "cpu" or dtype not in _PACKED_DTYPES or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of this very class and has no hooks: then what it computes is known."""
+    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class PackedLinear(nn.Module):
@@ -83,7 +90,7 @@ def pack_linears(model: PreTrainedModel) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
+            if not is_plain(child, nn.Linear):
                 continue
             if uses[id(child.weight)] == 1:
                 setattr(parent, name, fuse([child]))

@@ -115,8 +115,13 @@ def drafter_cost(
 
 
 def _place(model: LanguageModel) -> dict[str, Any]:
-    """Machine, threads, device, model and dtype: another of these is another cost, not a newer one."""
-    return {"machine": asdict(this_machine(model.device)), "model": model.name, "dtype": str(model.dtype)}
+    """Machine, threads, device, model, dtype and fast paths: another of these is another cost, not a newer one."""
+    return {
+        "machine": asdict(this_machine(model.device)),
+        "model": model.name,
+        "dtype": str(model.dtype),
+        "fast_paths": list(model.fast_paths),
+    }
 
 
 def _kept_or_measured(

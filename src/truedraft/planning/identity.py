@@ -36,7 +36,6 @@ def model_identity(model: LanguageModel) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "context_length": model.context_length,
         "config": None if config is None else _digest(_plain(config.to_dict())),
-        "fast_paths": list(model.fast_paths),
     }
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
+from truedraft.errors import ModelError
 from truedraft.models.bodies import Body
 from truedraft.models.fused import is_fusible, is_silu
 from truedraft.models.native import structs
@@ -43,7 +44,7 @@ class NativeBody(Body):
         library = built(model.dtype).library
         assert library is not None
         self._forward = library.truedraft_forward
-        self._forward.restype = None
+        self._forward.restype = ctypes.c_int
         self._dtype = model.dtype
         self._keep: list[Tensor] = []  # what the structures point to
         self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
@@ -63,7 +64,7 @@ class NativeBody(Body):
         self._vocab = head.weight.shape[0]
         self._model = structs.Model(
             self._width, heads, self._kv_heads, self._head, mlp.gate_proj.out_features, len(layers), self._stride,
-            self._held(embedding), self._held(decoder.norm.weight), decoder.norm.variance_epsilon,
+            len(embedding), self._held(embedding), self._held(decoder.norm.weight), decoder.norm.variance_epsilon,
             self._linear([head], free=head.weight is not decoder.embed_tokens.weight), self._layers,
         )  # fmt: skip
         self._scratch = _Scratch(model.dtype, self._stride)
@@ -143,10 +144,12 @@ class NativeBody(Body):
         logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype)
         hidden = torch.empty(wanted, self._width, dtype=self._dtype)
         scratch = self._scratch.of(max(total, wanted), keys, threads)
-        self._forward(
+        unknown = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
             ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
         )  # fmt: skip
+        if unknown:
+            raise ModelError(f"a token id is outside 0 to {self._model.embedded - 1}; use ids of this model")
         return logits[:, : self._vocab], hidden
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:

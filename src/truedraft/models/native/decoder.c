@@ -21,7 +21,10 @@
 
 #define LANES 16
 #define UNIT 64  /* outputs that one thread takes at a time: 4 blocks of 16 lanes */
-#define TILE 8   /* rows of a product that are computed together */
+#define ROWS 12  /* most rows of a product that are computed together: 24 sums of two blocks fit the registers */
+#define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
+#define CHUNK 1000000 /* cells of two blocks that stay in the fastest cache while the tiles of a group use them */
+#define TILE 8   /* queries of attention that are computed together */
 
 typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
@@ -57,7 +60,7 @@ static inline ints load_cells(const cell *p) { ints v; memcpy(&v, p, sizeof v); 
 /* e^x to about 2 ulp (Cephes); 0 below -87, NaN stays. */
 static inline lanes exponential(lanes x) {
     const lanes magic = all(12582912.0f); /* adding and subtracting it rounds to a whole number */
-    lanes low = choose(x < -87.0f, all(-87.0f), x);
+    lanes low = choose(x < -87.0f, all(-87.0f), choose(x > 88.0f, all(88.0f), x)); /* silu goes that far */
     lanes n = (low * 1.44269504f + magic) - magic;
     lanes r = low - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -87,7 +90,7 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int64_t width, heads, kv_heads, head, inner, layers, stride; /* stride: of all scratch rows, in elements */
+    int64_t width, heads, kv_heads, head, inner, layers, stride, embedded; /* stride: of all scratch rows, in elements; embedded: tokens that exist */
     const element *embedding, *norm;
     float eps;
     Linear lm_head;
@@ -131,10 +134,17 @@ typedef struct {
 
 enum { STORE, ADD, GATE };
 
+/* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
+static int64_t tile_rows(int64_t rows) {
+    const int64_t tiles = (rows + ROWS - 1) / ROWS;
+    return rows ? (rows + tiles - 1) / tiles : 1;
+}
+
 /* Rows of x `[rows][stride]` as `[tiles][cells][rows of the tile]`: a product then reads them one behind another. */
 static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells, cell *out) {
-    for (int64_t r = 0; r < rows; r += TILE) {
-        const int64_t n = rows - r < TILE ? rows - r : TILE;
+    const int64_t size = tile_rows(rows);
+    for (int64_t r = 0; r < rows; r += size) {
+        const int64_t n = rows - r < size ? rows - r : size;
         for (int64_t i = 0; i < n; i++) {
             const element *from = x + (r + i) * stride;
             for (int64_t k = 0; k < cells; k++) memcpy(out + r * cells + k * n + i, from + k * PER_CELL, sizeof *out);
@@ -142,16 +152,17 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells
     }
 }
 
+/* Adds the products of some cells to the sums `[rows][4]` of a tile, for some blocks. */
 static inline __attribute__((always_inline)) void tile(
-    const cell *w, int64_t block, int64_t steps, const cell *x, const int rows, const int blocks, lanes (*sum)[TILE]) {
-    lanes acc[4][TILE];
+    const cell *w, int64_t block, int64_t cells, const cell *x, const int rows, const int blocks, lanes (*sum)[4]) {
+    lanes acc[4][ROWS];
     for (int b = 0; b < blocks; b++)
-        for (int r = 0; r < rows; r++) acc[b][r] = (lanes){0};
-    for (int64_t k = 0; k < steps; k++) {
+        for (int r = 0; r < rows; r++) acc[b][r] = sum[r][b];
+    for (int64_t k = 0; k < cells; k++) {
         ints wk[4];
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) wk[b] = load_cells(w + b * block + k * LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const cell xk = x[k * rows + r];
 #pragma GCC unroll 4
@@ -159,27 +170,51 @@ static inline __attribute__((always_inline)) void tile(
         }
     }
     for (int b = 0; b < blocks; b++)
-        for (int r = 0; r < rows; r++) sum[b][r] = acc[b][r];
+        for (int r = 0; r < rows; r++) sum[r][b] = acc[b][r];
 }
 
-/* Up to 8 rows against one unit of outputs: few rows take 4 blocks at once, many take 2, as registers allow. */
-static void unit(const Linear *l, int64_t at, const cell *x, int rows, lanes sum[4][TILE]) {
-    const int64_t steps = l->inputs / PER_CELL, block = steps * LANES;
-    const cell *w = l->weights + at * 4 * block;
+static void two_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4]) {
     switch (rows) {
-#define FOUR(R) case R: tile(w, block, steps, x, R, 4, sum); break;
-#define TWO(R) case R: tile(w, block, steps, x, R, 2, sum); tile(w + 2 * block, block, steps, x, R, 2, sum + 2); break;
-        FOUR(1) FOUR(2) FOUR(3) FOUR(4) FOUR(5) FOUR(6) TWO(7) TWO(8)
+#define CASE(R) case R: tile(w, block, cells, x, R, 2, sum); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
     }
+}
+
+static void four_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4]) {
+    switch (rows) {
+#define CASE(R) case R: tile(w, block, cells, x, R, 4, sum); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+    }
+}
+
+/* A group of rows against one unit of outputs: sums `[rows][4]` of 16 outputs each. */
+static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64_t size, lanes (*sum)[4]) {
+    const int64_t cells = l->inputs / PER_CELL, block = cells * LANES;
+    const cell *w = l->weights + at * 4 * block;
+    for (int64_t r = 0; r < rows; r++) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = (lanes){0};
+    if (rows <= ROWS / 2) {
+        four_blocks(w, block, cells, x, (int)rows, sum);
+        return;
+    }
+    for (int b = 0; b < 4; b += 2)
+        for (int64_t k = 0; k < cells; k += CHUNK) {
+            const int64_t some = cells - k < CHUNK ? cells - k : CHUNK;
+            for (int64_t r = 0; r < rows; r += size) {
+                const int n = (int)(rows - r < size ? rows - r : size);
+                two_blocks(w + b * block + k * LANES, block, some, x + r * cells + k * n, n, (lanes(*)[4])((lanes *)sum[r] + b));
+            }
+        }
 }
 
 static inline lanes silu(lanes x) { return x / (1.0f + exponential(-x)); }
 
-static void finish(int kind, lanes sum[4][TILE], int rows, const float *bias, element *y, int64_t stride, int64_t at) {
-    for (int r = 0; r < rows; r++) {
+static void finish(int kind, lanes (*sum)[4], int64_t rows, const float *bias, element *y, int64_t stride, int64_t at) {
+    for (int64_t r = 0; r < rows; r++) {
         lanes v[4];
         for (int b = 0; b < 4; b++) {
-            v[b] = sum[b][r];
+            v[b] = sum[r][b];
             if (bias) { lanes add; memcpy(&add, bias + at * UNIT + b * LANES, sizeof add); v[b] = v[b] + add; }
             v[b] = rounded(v[b]);
         }
@@ -195,15 +230,16 @@ static void finish(int kind, lanes sum[4][TILE], int rows, const float *bias, el
 
 /* y = x W (STORE), y += x W (ADD), or silu(gate) * up (GATE), for the units of this thread. */
 static void linear(const Linear *l, int kind, const element *x, element *y, int64_t y_stride, int64_t rows, const Own *own) {
-    const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->inputs / PER_CELL;
+    const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->inputs / PER_CELL, size = tile_rows(rows);
     const int64_t from = units * own->me / own->threads, to = units * (own->me + 1) / own->threads;
-    lanes sum[4][TILE];
+    const int64_t group = GROUP / size * size;
+    lanes sum[GROUP][4];
     if (from == to) return;
     gather(x, own->stride, rows, cells, own->inputs);
     for (int64_t at = from; at < to; at++)
-        for (int64_t r = 0; r < rows; r += TILE) {
-            const int n = rows - r < TILE ? (int)(rows - r) : TILE;
-            unit(l, at, own->inputs + r * cells, n, sum);
+        for (int64_t r = 0; r < rows; r += group) {
+            const int64_t n = rows - r < group ? rows - r : group;
+            unit(l, at, own->inputs + r * cells, n, size, sum);
             finish(kind, sum, n, l->bias, y + r * y_stride, y_stride, at);
         }
 }
@@ -426,7 +462,10 @@ static void run(const Model *m, const Batch *b, const Scratch *s, element *logit
     linear(&m->lm_head, STORE, normed, logits, (m->lm_head.outputs + UNIT - 1) / UNIT * UNIT, b->wanted, &own);
 }
 
-void truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
+/* Returns 0, or 1 where a token is not in the embedding and nothing was computed. */
+int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
+    for (int64_t t = 0; t < b->total; t++)
+        if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads)
     run(m, b, scratch, logits, hidden, omp_get_thread_num(), omp_get_num_threads());
@@ -434,4 +473,5 @@ void truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, e
     (void)threads;
     run(m, b, scratch, logits, hidden, 0, 1);
 #endif
+    return 0;
 }

@@ -43,6 +43,7 @@ class Model(Structure):
         ("inner", c_int64),
         ("layers", c_int64),
         ("stride", c_int64),
+        ("embedded", c_int64),
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("eps", c_float),

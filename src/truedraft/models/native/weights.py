@@ -52,7 +52,8 @@ def padded_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
 def _huge(count: int, dtype: torch.dtype) -> Tensor:
     """Zeros in memory of their own, for which huge pages are asked: reading in order is faster through them."""
     size = max(count, 1) * dtype.itemsize
-    memory = mmap.mmap(-1, size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size, **private)  # memory that may be shared gets no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,0 +1,207 @@
+"""Forwards against the memory's limit, a draft step, sampling, and starting up: `make bench-limits`.
+
+Writes one JSON object. Bandwidth is measured before and after each model, in the same process, and the best of it
+counts: B = bytes of weights / that bandwidth. Run it on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truedraft import SamplingParams, load_model
+from truedraft.core.budget import Budget
+from truedraft.core.laws import laws_from_logits
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposals import Proposal
+from truedraft.core.trees import chain_shape
+from truedraft.drafters import DraftModel
+from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.planning import read_bandwidth, this_machine
+from truedraft.verification import SpeculativeSampling
+
+CONTEXT = 256
+ROWS = (1, 2, 4, 5, 8, 12, 16)
+ROUNDS = 15
+
+
+def main() -> None:
+    """Measure everything and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/limits.json"))
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found: dict[str, Any] = {
+        "what": "forwards of one request behind 256 cached tokens, a draft step, sampling, starting up; medians",
+        "machine": vars_of(this_machine(torch.device("cpu"))),
+        "torch": torch.__version__,
+        "threads": options.threads,
+        "forwards": [forward_times(size, dtype) for size, dtype in SIZES],
+        "draft_step_s": draft_step(),
+        "sampling_s": sampling(),
+        "start_s": {"import": start("import truedraft"), "help": start("help")},
+    }
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+SIZES = ((None, "bfloat16"), ("110M", "bfloat16"), ("110M", "float32"), ("500M", "bfloat16"))
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """A frozen dataclass with slots as a dictionary."""
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def median_s(work: Callable[[], object], rounds: int = ROUNDS, times: int = 3) -> float:
+    """Seconds of one call: the median over rounds of a few calls each."""
+    found = []
+    for _ in range(rounds):
+        work()
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        found.append((time.perf_counter() - began) / times)
+    return statistics.median(found)
+
+
+def forward_times(size: str | None, dtype: str) -> dict[str, Any]:
+    """Forwards of some rows, interleaved, against B."""
+    model = load_model("embedded:target", pad_to=size, dtype=dtype)
+    bandwidth = read_bandwidth(torch.device("cpu")).bytes_per_s
+    ids = torch.randint(0, model.vocab_size, (CONTEXT + max(ROWS),), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache()
+    model.forward([Segment(cache, ids[:CONTEXT], chain_shape(CONTEXT), ())])
+    cache.commit(range(CONTEXT))
+
+    def forward(rows: int) -> None:
+        model.forward([Segment(cache, ids[CONTEXT : CONTEXT + rows], chain_shape(rows), range(rows))])
+        cache.commit([])
+
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in range(ROUNDS):
+        for rows in ROWS:
+            times[rows].append(median_s(lambda rows=rows: forward(rows), rounds=1))  # type: ignore[misc]
+    bandwidth = max(bandwidth, read_bandwidth(torch.device("cpu")).bytes_per_s)
+    least_s = model.weight_bytes / bandwidth
+    medians = {rows: statistics.median(each) for rows, each in times.items()}
+    return {
+        "model": model.name,
+        "note": model.note,
+        "dtype": dtype,
+        "fast_paths": list(model.fast_paths),
+        "weight_bytes": model.weight_bytes,
+        "bandwidth_bytes_per_s": bandwidth,
+        "B_s": least_s,
+        "forward_s": medians,
+        "forward_in_B": {rows: each / least_s for rows, each in medians.items()},
+        "eight_over_one": medians[8] / medians[1],
+    }
+
+
+def draft_step() -> dict[str, float]:
+    """Seconds of one drafted token of the embedded draft: forward, law, draw, and its share of the catch-up."""
+    target: HuggingFaceModel = load_model("embedded:target")
+    return {
+        "greedy": draft_step_of(target, SamplingParams(seed=1)),
+        "temperature 1": draft_step_of(target, SamplingParams(temperature=1.0, seed=1)),
+        "temperature 1, top-p 0.9": draft_step_of(target, SamplingParams(temperature=1.0, top_p=0.9, seed=1)),
+    }
+
+
+def draft_step_of(target: HuggingFaceModel, params: SamplingParams) -> float:
+    """The same for one kind of request, in chains of 4 that are all accepted: then the draft catches up by two."""
+    drafter = DraftModel(load_model("embedded:draft"), num_speculative_tokens=4)
+    drafter.check(target)
+    tokens = torch.randint(0, 8192, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = DraftRequest(1, params, list(tokens))
+    drafter.begin(request)
+    steps = iter(range(10**9))
+
+    def step() -> None:
+        noise = KeyedNoise(1, len(request.tokens), next(steps), greedy=params.greedy)
+        with torch.inference_mode():
+            proposal = drafter.propose([request], [Budget(4)], [noise])[0]
+            emitted = (*proposal.tree.token_list, 7)
+            request.tokens.extend(emitted)
+            drafter.observe([request], [StepOutcome(proposal, tuple(range(4)), emitted, None)])
+        if len(request.tokens) > CONTEXT + 400:
+            drafter.end(request)
+            del request.tokens[CONTEXT:]
+            drafter.begin(request)
+
+    for _ in range(100):
+        step()
+    found = []
+    for _ in range(300):
+        began = time.perf_counter()
+        step()
+        found.append((time.perf_counter() - began) / 4)
+    return statistics.median(found)
+
+
+def sampling() -> dict[str, float]:
+    """Laws, verification and noise at temperature 1, top-p 0.9, vocabulary 32,000, laws of about 3 nats, 8 rows."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    logits = rows_of_entropy(8, 32_000, 3.0)
+    draft = laws_from_logits(rows_of_entropy(7, 32_000, 3.0), [(params, 7)])[0]
+    chain = Proposal.chain(draft.argmax(dim=-1), draft)
+    rule = SpeculativeSampling()
+    steps = iter(range(10**9))
+
+    def one_request() -> None:
+        laws = laws_from_logits(logits, [(params, 8)])
+        rule.verify([chain], laws, [KeyedNoise(3, 100, next(steps))])
+
+    def eight_requests() -> None:
+        laws = laws_from_logits(logits, [(params, 1)] * 8)
+        rule.verify([Proposal.empty()] * 8, laws, [KeyedNoise(i, 100, next(steps)) for i in range(8)])
+
+    return {"chain of 7 drafts": median_s(one_request, 60), "8 requests": median_s(eight_requests, 60)}
+
+
+def rows_of_entropy(rows: int, vocab: int, nats: float) -> torch.Tensor:
+    """Gaussian logits, scaled by bisection until the law has that entropy."""
+    generator = torch.Generator().manual_seed(rows)
+    found = []
+    for _ in range(rows):
+        base = torch.randn(vocab, generator=generator)
+        low, high = 0.0, 60.0
+        for _ in range(40):
+            scale = (low + high) / 2
+            law = torch.softmax(base.double() * scale, dim=-1)
+            entropy = float(torch.special.entr(law).sum())
+            low, high = (scale, high) if entropy > nats else (low, scale)
+        found.append(base * low)
+    return torch.stack(found)
+
+
+def start(what: str) -> float:
+    """Seconds of a process that imports the package, or shows help, less those of an empty one; median of 7."""
+    command = [sys.executable, "-c", what] if what != "help" else [sys.executable, "-m", "truedraft", "--help"]
+    empty = statistics.median(process_s([sys.executable, "-c", ""]) for _ in range(7))
+    whole = statistics.median(process_s(command) for _ in range(7))
+    return whole if what == "help" else whole - empty
+
+
+def process_s(command: list[str]) -> float:
+    """Seconds of one process."""
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Ways to run a forward: as it is, or recorded once for each bucket and replayed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from truedraft.models.graphs.buckets import Bucket
+from truedraft.models.graphs.inputs import Batch, Inputs
+
+Outputs: TypeAlias = tuple[Tensor, Tensor]
+"""Logits `[wanted, ids]` and vectors before the LM head `[wanted, width]`."""
+
+Forward: TypeAlias = Callable[[Inputs], Outputs]
+MakeInputs: TypeAlias = Callable[[Bucket], Inputs]
+
+
+class Runner(ABC):
+    """Runs batches through a forward."""
+
+    @abstractmethod
+    def run(self, batch: Batch, generation: int) -> Outputs:
+        """Load a batch and run it.
+
+        Args:
+            batch: what is fed.
+            generation: of the addresses that the forward reads and writes besides its inputs; recordings made under
+                another one are void.
+
+        Returns:
+            The rows that were asked for, without padding. They belong to the caller.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Eager(Runner):
+    """Runs the forward as it is, operation by operation.
+
+    Args:
+        forward: what runs.
+        inputs: makes the inputs of a bucket.
+    """
+
+    forward: Forward
+    inputs: MakeInputs
+
+    def run(self, batch: Batch, generation: int) -> Outputs:
+        """See `Runner.run`."""
+        inputs = self.inputs(batch.bucket)
+        inputs.load(batch)
+        logits, hidden = self.forward(inputs)
+        return logits[: batch.wanted], hidden[: batch.wanted]
+
+
+class Recording(ABC):
+    """A forward whose kernels are known; replaying it computes from whatever its inputs hold by then.
+
+    Attributes:
+        outputs: at fixed addresses; the next replay overwrites them.
+    """
+
+    outputs: Outputs
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Queue all of its kernels."""
+
+
+class Recorder(ABC):
+    """Makes recordings."""
+
+    @abstractmethod
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        """Record a forward. It may run meanwhile, any number of times: it writes the same whenever it runs."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """All recordings made so far are gone; free what they shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recording, and the inputs that it reads."""
+
+    inputs: Inputs
+    recording: Recording
+
+
+class Replayed(Runner):
+    """Records the forward of a bucket when it comes back, and replays it from then on.
+
+    Many shapes, such as the ends of prompts, occur once, and recording costs far more than running: so the first
+    batch of a bucket runs as it is.
+
+    Args:
+        forward: what is recorded.
+        inputs: makes the inputs of a bucket.
+        recorder: makes the recordings.
+        most: recordings that are kept; of more, the one that was used longest ago goes.
+    """
+
+    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder, most: int = 64) -> None:
+        self._forward = forward
+        self._inputs = inputs
+        self._recorder = recorder
+        self._most = most
+        self._eager = Eager(forward, inputs)
+        self._seen: set[Bucket] = set()
+        self._kept: OrderedDict[Bucket, _Recorded] = OrderedDict()
+        self._generation = 0
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Buckets whose recordings are kept, the one used longest ago first."""
+        return list(self._kept)
+
+    def run(self, batch: Batch, generation: int) -> Outputs:
+        """See `Runner.run`."""
+        if generation != self._generation:
+            self._forget(generation)
+        if batch.bucket not in self._seen:
+            self._seen.add(batch.bucket)
+            return self._eager.run(batch, generation)
+        recorded = self._kept.get(batch.bucket)
+        if recorded is None:
+            recorded = self._record(batch)
+        else:
+            self._kept.move_to_end(batch.bucket)
+            recorded.inputs.load(batch)
+        recorded.recording.replay()
+        logits, hidden = recorded.recording.outputs
+        # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
+        return logits[: batch.wanted].clone(), hidden[: batch.wanted].clone()
+
+    def _record(self, batch: Batch) -> _Recorded:
+        inputs = self._inputs(batch.bucket)
+        inputs.load(batch)
+        recording = self._recorder.record(lambda: self._forward(inputs))
+        recorded = self._kept[batch.bucket] = _Recorded(inputs, recording)
+        if len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return recorded
+
+    def _forget(self, generation: int) -> None:
+        self._generation = generation
+        self._seen.clear()
+        if self._kept:
+            self._kept.clear()
+            self._recorder.forget()
+
+
+class CudaGraphs(Recorder):
+    """Records CUDA graphs, which share one pool of memory: one forward runs at a time.
+
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch names no public type for it
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        """See `Recorder.record`."""
+        with torch.cuda.device(self._device):
+            aside = torch.cuda.Stream(self._device)
+            aside.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(aside):
+                forward()  # libraries make themselves ready at their first call, which cannot be recorded
+            torch.cuda.current_stream(self._device).wait_stream(aside)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = forward()
+        return _CudaRecording(graph, outputs)
+
+    def forget(self) -> None:
+        """See `Recorder.forget`."""
+        self._pool = None
+
+
+class _CudaRecording(Recording):
+    """A CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
+        self._graph = graph
+        self.outputs = outputs
+
+    def replay(self) -> None:
+        """See `Recording.replay`."""
+        self._graph.replay()

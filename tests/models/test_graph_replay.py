@@ -1,0 +1,332 @@
+"""Forwards are recorded once for each bucket that comes back, and replayed at addresses that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.tiny_models import FAMILIES, VOCAB, stock
+from truedraft.cache.slab import SlabCache
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.base import Segment
+from truedraft.models.graphs import GraphBody
+from truedraft.models.graphs.batch import PlacedSegment, SlabBatch
+from truedraft.models.graphs.buckets import Bucket
+from truedraft.models.graphs.inputs import Inputs
+from truedraft.models.graphs.replay import Outputs, Recorder, Recording, Replayed
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.patterns import Full, Window
+from truedraft.models.probe import probe_patterns
+
+CPU = torch.device("cpu")
+TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
+
+
+class OnTheHost(Recording):
+    """Runs the forward again, into outputs that stay where they are, as a CUDA graph does."""
+
+    def __init__(self, forward: Callable[[], Outputs]) -> None:
+        self._forward = forward
+        logits, hidden = forward()
+        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for kept, new in zip(self.outputs, self._forward(), strict=True):
+            kept.copy_(new)
+
+
+class HostRecorder(Recorder):
+    """Keeps its recordings for the test to look at."""
+
+    def __init__(self) -> None:
+        self.made: list[OnTheHost] = []
+        self.forgotten = 0
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        self.made.append(OnTheHost(forward))
+        return self.made[-1]
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class Fixture:
+    """A small model whose forwards are recorded by a `HostRecorder`."""
+
+    def __init__(self, family: str = "llama") -> None:
+        self.recorder = HostRecorder()
+        self.bodies: list[GraphBody] = []
+
+        def made(module: object, patterns: object) -> GraphBody:
+            self.bodies.append(GraphBody(module, patterns, self.recorder))  # type: ignore[arg-type]
+            return self.bodies[-1]
+
+        self.model = HuggingFaceModel(stock(family), None, family, made)
+        self._generator = torch.Generator().manual_seed(3)
+
+    @property
+    def runner(self) -> Replayed:
+        runner = self.bodies[0]._shared
+        assert isinstance(runner, Replayed)
+        return runner
+
+    def drawn(self, count: int) -> Tensor:
+        return torch.randint(VOCAB, (count,), generator=self._generator)
+
+    def chain(self, cache: object, count: int) -> Segment:
+        return Segment(cache, self.drawn(count), chain_shape(count), range(count))  # type: ignore[arg-type]
+
+    def filled(self, count: int) -> SlabCache:
+        """A cache with `count` committed tokens, fed one by one (so that nothing is recorded for its sake)."""
+        cache = self.model.new_cache()
+        assert isinstance(cache, SlabCache)
+        self.model.forward([self.chain(cache, count)])
+        cache.commit(range(count))
+        return cache
+
+
+def test_a_bucket_is_recorded_when_it_comes_back_and_replayed_from_then_on() -> None:
+    fixture = Fixture()
+    cache = fixture.filled(9)
+    for steps, recordings in ((1, 0), (2, 1), (3, 1), (4, 1)):
+        fixture.model.forward([fixture.chain(cache, 1)])
+        cache.commit((0,))
+        assert len(fixture.recorder.made) == recordings, steps
+    assert fixture.recorder.made[0].replays == 3
+    assert fixture.runner.buckets == [Bucket(0, 1, 1, 256, 0, 1)]
+
+
+def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
+    """3 and 4 tokens do, a tree does not, and two requests do not."""
+    fixture = Fixture()
+    first, second = fixture.filled(9), fixture.filled(5)
+    model = fixture.model
+
+    def tree(cache: SlabCache) -> Segment:
+        return Segment(cache, fixture.drawn(7), TREE, range(7))
+
+    for _ in range(2):
+        for count in (3, 4):
+            model.forward([fixture.chain(first, count)])
+        model.forward([tree(first)])
+        model.forward([fixture.chain(first, 2), tree(second)])
+        model.forward([tree(first), fixture.chain(second, 5)])
+    assert set(fixture.runner.buckets) == {
+        Bucket(0, 1, 4, 256, 0, 4),
+        Bucket(0, 1, 8, 256, 1, 8),
+        Bucket(0, 2, 8, 256, 1, 16),
+    }
+    assert [recording.replays for recording in fixture.recorder.made] == [3, 3, 1]
+
+
+def test_requests_that_are_over_take_no_part() -> None:
+    """What is left moves to the lowest slots, so the last request of a batch is alone in its bucket."""
+    fixture = Fixture()
+    caches = [fixture.filled(4) for _ in range(4)]
+    for cache in caches[:3]:
+        fixture.model.release_cache(cache)
+    for _ in range(2):
+        fixture.model.forward([fixture.chain(caches[3], 2)])
+    assert fixture.runner.buckets[-1] == Bucket(0, 1, 2, 256, 0, 2)
+    assert caches[3].slot == 0
+
+
+def test_replays_compute_from_new_numbers() -> None:
+    """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
+    recorded, plain = Fixture(), Fixture()
+    plain.bodies[0]._shared = plain.bodies[0]._lone
+    kept: list[tuple[Tensor, Tensor]] = []
+    caches = {fixture: fixture.filled(6) for fixture in (recorded, plain)}
+    for step in range(12):
+        outputs = []
+        for fixture, cache in caches.items():
+            shape = TREE if step % 3 == 0 else chain_shape(7)
+            outputs.append(fixture.model.forward([Segment(cache, fixture.drawn(7), shape, (0, 2, 6))]))
+            cache.commit((0, 2, 5) if step % 3 == 0 else (0, 1))
+        assert outputs[0].logits.shape == (3, VOCAB)
+        assert outputs[0].logits.equal(outputs[1].logits)
+        assert outputs[0].hidden.equal(outputs[1].hidden)
+        kept.append((outputs[0].logits, outputs[1].logits))
+    assert all(ours.equal(theirs) for ours, theirs in kept)
+    assert len(recorded.recorder.made) == 2
+
+
+def test_addresses_stay_between_replays() -> None:
+    fixture = Fixture("mistral")
+    body, cache = fixture.bodies[0], fixture.filled(9)
+    seen: list[set[int]] = []
+    forward = body._decoder.forward
+
+    def watched(inputs: Inputs, slab: object) -> Outputs:
+        pointers = {inputs.tokens.data_ptr(), *(each.data_ptr() for each in numbers_of(inputs))}
+        pointers |= {rows.data_ptr() for call in range(2) for rows in body.slab.rows(call)}
+        pointers.add(body._decoder._rotary.table.data_ptr())
+        pointers |= {layer.qkv.weight.data_ptr() for layer in body._decoder._layers}
+        seen.append(pointers)
+        return forward(inputs, body.slab)
+
+    body._decoder.forward = watched  # type: ignore[method-assign]
+    fixture.model.forward([fixture.chain(cache, 4)])
+    seen.clear()  # the first of a bucket runs from inputs of its own
+    outputs = set()
+    for count in (4, 3, 4, 3, 3):
+        fixture.model.forward([fixture.chain(cache, count)])
+        cache.commit(range(count - 1))
+        outputs.add(tuple(each.data_ptr() for each in fixture.recorder.made[0].outputs))
+    assert len(seen) == 6
+    assert all(pointers == seen[0] for pointers in seen)
+    assert len(outputs) == 1
+
+
+def numbers_of(inputs: Inputs) -> Iterator[Tensor]:
+    for name in ("source", "positions", "target", "wanted", "length", "until", "path", "first"):
+        yield getattr(inputs.numbers, name)
+
+
+def test_when_the_slab_moves_all_recordings_are_void() -> None:
+    fixture = Fixture()
+    cache = fixture.filled(9)
+    for _ in range(2):
+        fixture.model.forward([fixture.chain(cache, 1)])
+    assert len(fixture.runner.buckets) == 1
+    second = fixture.model.new_cache()
+    fixture.model.forward([fixture.chain(second, 2)])
+    assert fixture.recorder.forgotten == 1
+    assert fixture.runner.buckets == []
+    for _ in range(2):
+        fixture.model.forward([fixture.chain(cache, 1)])
+    assert len(fixture.recorder.made) == 2
+    assert len(fixture.runner.buckets) == 1
+
+
+def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
+    fixture = Fixture()
+    cache = fixture.filled(9)
+    fixture.runner._most = 2
+    for count in (1, 1, 2, 2, 1, 4, 4):
+        fixture.model.forward([fixture.chain(cache, count)])
+    assert [bucket.tokens for bucket in fixture.runner.buckets] == [1, 4]
+    fixture.model.forward([fixture.chain(cache, 2)])
+    assert [bucket.tokens for bucket in fixture.runner.buckets] == [4, 2]
+    assert len(fixture.recorder.made) == 4
+
+
+def test_a_recording_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Fixture()
+    cache = fixture.filled(9)
+    segment = fixture.chain(cache, 1)
+    expected = fixture.model.forward([segment]).logits
+
+    def broken(_: Callable[[], Outputs]) -> Recording:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fixture.recorder, "record", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fixture.model.forward([segment])
+    assert fixture.runner.buckets == []
+    assert fixture.model.forward([segment]).logits.equal(expected)
+    assert len(fixture.runner.buckets) == 1
+
+
+class Watch(TorchDispatchMode):
+    """Notes each operation with the shapes of its tensors; refuses those that wait for the device."""
+
+    WAITS = (
+        "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal", "item",
+        "_to_copy", "lift_fresh", "bincount", "repeat_interleave.Tensor",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name.removeprefix("aten::")
+        if name in self.WAITS or f"{name}.{func._overloadname}" in self.WAITS:
+            raise AssertionError(f"{name} waits for the device, or copies to it")
+        shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
+        self.operations.append((name, shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def placed(*segments: Segment) -> list[PlacedSegment]:
+    parts = []
+    for segment in segments:
+        segment.cache.reserve(len(segment.shape), segment.written)
+        assert isinstance(segment.cache, SlabCache)
+        parts.append(PlacedSegment(segment, segment.cache.place))
+    return parts
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("shape", [chain_shape(7), TREE], ids=["chain", "tree"])
+@torch.inference_mode()
+def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str, shape: TreeShape) -> None:
+    """The same operations, whatever the numbers; none of them brings a number to the host."""
+    fixture = Fixture(family)
+    body = fixture.bodies[0]
+    short, long = fixture.filled(2), fixture.filled(60)
+    operations = []
+    for first, second in ((short, long), (long, short)):
+        parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 1 + len(operations)))
+        batch = SlabBatch.shared(parts, body.slab.capacity, body._decoder.patterns)
+        inputs = body._inputs(batch.bucket)
+        inputs.load(batch)
+        with Watch() as watch:
+            body._decoder.forward(inputs, body.slab)
+        operations.append(watch.operations)
+    assert len(operations[0]) > 20
+    assert operations[0] == operations[1]
+
+
+@torch.inference_mode()
+def test_loading_copies_the_numbers_and_the_tokens_and_nothing_else() -> None:
+    fixture = Fixture("mistral")
+    body = fixture.bodies[0]
+    caches = [fixture.filled(count) for count in (2, 12)]
+    batch = SlabBatch.shared(
+        placed(*(Segment(cache, fixture.drawn(7), TREE, range(7)) for cache in caches)),
+        body.slab.capacity,
+        body._decoder.patterns,
+    )
+    inputs = body._inputs(batch.bucket)
+    with Watch() as watch:
+        inputs.load(batch)
+    moving = [name for name, _ in watch.operations if name in ("copy_", "cat", "index_copy_", "index_put_", "fill_")]
+    assert moving == ["copy_", "cat"]
+
+
+def test_waiting_is_noticed() -> None:
+    numbers = torch.tensor([1.0, 2.0])
+    for wait in (lambda: numbers.sum().item(), lambda: bool(numbers[0] > 0), lambda: numbers.nonzero()):
+        with pytest.raises(AssertionError, match="waits for the device"), Watch():
+            wait()
+
+
+def test_what_was_merged_is_no_second_copy() -> None:
+    """The layers' own weights are views of the merged ones, and still right."""
+    module = stock("qwen3")
+    before = {name: weight.clone() for name, weight in module.named_parameters()}
+    patterns = probe_patterns(module)
+    body = GraphBody(module, patterns)
+    for name, weight in module.named_parameters():
+        assert weight.equal(before[name])
+    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}
+    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}
+    blocks = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in module.parameters()}
+    assert merged <= set(blocks)
+    assert sum(blocks.values()) == sum(weight.nbytes for weight in before.values())
+
+
+def test_patterns_of_these_families() -> None:
+    """The tests above see windows with Mistral only."""
+    found = {family: set(probe_patterns(stock(family))) for family in ("llama", "mistral", "qwen3")}
+    window = FAMILIES["mistral"].config().sliding_window
+    assert found == {"llama": {Full()}, "mistral": {Window(window)}, "qwen3": {Full()}}
