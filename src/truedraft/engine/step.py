@@ -153,13 +153,13 @@ class Step:
             rows = [(part.request.params, size) for part, size in zip(group, sizes, strict=True)]
             for part, law in zip(group, logits.split(sizes) if argmax else laws_from_logits(logits, rows), strict=True):
                 part.laws = law
+            # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
+            if not argmax and not bool(logits.sum(dtype=torch.float32).isfinite()):
+                for part in group:
+                    _isolate_broken_rows(part)
         if self._keeps_hidden:
             for part, vectors in zip(judged, output.hidden.split(counts), strict=True):
                 part.hidden = vectors
-        # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
-        if not bool(output.logits.sum(dtype=torch.float32).isfinite()):
-            for part in judged:
-                _isolate_broken_rows(part, self._takes_argmax(part))
 
     def _takes_argmax(self, part: _Part) -> bool:
         """Whether the rule only looks at the largest entry of a row: then logits do, and no law need be made."""
@@ -179,6 +179,8 @@ class Step:
     def _commit(self, part: _Part) -> StepOutcome:
         """Keep what was accepted in the cache, emit, and say what became of the proposal."""
         request = part.request
+        if part.verdict is not None and self._takes_argmax(part):
+            part.broken = _broken_choices(part.laws, part.verdict)
         verdict, broke = _before_broken_slot(part)
         assert request.cache is not None
         if verdict is None:
@@ -201,20 +203,25 @@ class Step:
         return StepOutcome(part.proposal, path, tuple(request.tokens[before:]), part.hidden)
 
 
-def _isolate_broken_rows(part: _Part, argmax: bool) -> None:
+def _isolate_broken_rows(part: _Part) -> None:
     """Note slots without a law, and put one in its place so that the others can be judged.
 
     A broken slot matters only if the verdict's path comes by it.
     """
     assert part.laws is not None
-    if argmax:
-        part.broken = frozenset((~part.laws.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
-        return
     sound = finite_rows(part.laws)
     part.broken = frozenset((~sound).nonzero().flatten().tolist())
     stand_in = torch.zeros_like(part.laws[0])
     stand_in[0] = 1.0
     part.laws = torch.where(sound[:, None], part.laws, stand_in)
+
+
+def _broken_choices(logits: Tensor | None, verdict: Verdict) -> frozenset[int]:
+    """Slots on a verdict's path whose largest logit is NaN or infinite; the argmax of a row with NaN is a NaN."""
+    assert logits is not None
+    slots = [0, *(node + 1 for node in verdict.path)]
+    sound = logits[slots, list(verdict.tokens)].isfinite().tolist()
+    return frozenset(slot for slot, finite in zip(slots, sound, strict=True) if not finite)
 
 
 def _before_broken_slot(part: _Part) -> tuple[Verdict | None, bool]:

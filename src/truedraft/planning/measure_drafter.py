@@ -40,7 +40,8 @@ def measure_drafter(
 ) -> DraftCost:
     """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
 
-    The request's text repeats itself, so that drafters that copy find something. Proposals are accepted in none, all
+    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft would be
+    found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters that copy find something. Proposals are accepted in none, all
     or half of their depth in turn, so the catch-up that follows full acceptance has its share. Each depth is asked
     for in interleaved rounds; the median counts. A proposal counts for the depth that it has, not the one allowed.
 
@@ -80,7 +81,7 @@ def measure_drafter(
             f"drafter {drafter.name!r} failed while its cost was measured ({type(error).__name__}: {error})"
         ) from error
     finally:
-        rehearsal.end()
+        rehearsal.close()
     return DraftCost(_points(found))
 
 
@@ -131,6 +132,8 @@ class _Rehearsal:
         self._limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
         self.most_depth = self._limit - self._prompt - 3
         self._vector = _last_hidden(target) if drafter.needs_hidden else None
+        self._between = target.new_cache()
+        self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
         self._begun = 0
         self._steps = 0
         self._request: DraftRequest | None = None
@@ -144,6 +147,7 @@ class _Rehearsal:
         budget = Budget(depth, limits.width, limits.nodes, limits.min_probability)
         noise = KeyedNoise(0, len(request.tokens), self._steps, greedy=self._params.greedy)
         self._steps += 1
+        self._run_target()
         started = self._now()
         proposal = self._drafter.propose([request], [budget], [noise])[0]
         proposed_s = self._now() - started
@@ -154,6 +158,11 @@ class _Rehearsal:
         return proposal, proposed_s + self._observe(
             request, StepOutcome(proposal, path, tokens, self._hidden(proposal))
         )
+
+    def _run_target(self) -> None:
+        """As between two proposals: the target's weights then fill the processor's caches, and the draft's are gone."""
+        self._target.forward([Segment(self._between, self._tokens, chain_shape(1), (0,))])
+        self._between.commit(())
 
     def _start(self) -> DraftRequest:
         """A new request, its prompt read and its first proposal made: that one reads the prompt too."""
@@ -191,6 +200,11 @@ class _Rehearsal:
         request, self._request = self._request, None
         if request is not None:
             self._drafter.end(request)
+
+    def close(self) -> None:
+        """The rehearsal is over."""
+        self.end()
+        self._target.release_cache(self._between)
 
 
 def _last_hidden(target: LanguageModel) -> Tensor:
