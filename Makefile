@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: bench results demo test test-slow test-oldest check format clean
+.PHONY: bench bench-limits results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,14 +45,16 @@ results: $(STAMP)
 	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
 
 # Speculation against plain decoding and transformers, at the cost of larger models, and single forwards against the
-# memory's limit; on an otherwise idle machine, about half an hour.
+# memory's limit; on an otherwise idle machine, about five minutes.
 BENCH := truedraft bench --json --refresh-costs --ignore-eos
-bench: $(STAMP)
-	$(BIN)/python benchmarks/limits.py > /dev/null
+bench: bench-limits
 	$(BIN)/$(BENCH) --drafter draft --drafter prompt-lookup --peer transformers --limit 8 --max-tokens 64 | tail -n 1 > $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --peer transformers --limit 6 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --peer transformers --limit 4 --max-tokens 64 --pad-to 500M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --peer transformers --limit 8 --batch 8 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
+
+bench-limits: $(STAMP)
+	$(BIN)/python benchmarks/limits.py > /dev/null
 
 check: $(STAMP)
 	$(BIN)/ruff check .

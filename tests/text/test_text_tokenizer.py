@@ -251,3 +251,15 @@ def test_the_real_model_against_itself(stories: Tokenizer) -> None:
     assert stories.vocab_size == 512
     assert stories.encode("Once upon a time")[0] == 1
     assert not stories.same_vocabulary(Tokenizer(small_llama(), "small"))
+
+
+def test_a_class_with_its_own_way_to_decode_keeps_it() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: object, **kwargs: object) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    plain = byte_level()
+    ids = plain.encode("some text")
+    shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
+    assert Tokenizer(plain).decode(ids) == plain.decode(ids, skip_special_tokens=True) == "some text"
+    assert Tokenizer(shouting).decode(ids) == "SOME TEXT"

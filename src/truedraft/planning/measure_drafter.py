@@ -41,9 +41,10 @@ def measure_drafter(
     """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
 
     The target runs before each proposal, untimed, as it does between two steps: without it, a small draft would be
-    found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters that copy find something. Proposals are accepted in none, all
-    or half of their depth in turn, so the catch-up that follows full acceptance has its share. Each depth is asked
-    for in interleaved rounds; the median counts. A proposal counts for the depth that it has, not the one allowed.
+    found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters
+    that copy find something. Proposals are accepted in none, all or half of their depth in turn, so the catch-up that
+    follows full acceptance has its share. Each depth is asked for in interleaved rounds; the median counts. A proposal
+    counts for the depth that it has, not the one allowed.
 
     Args:
         drafter: must fit the target, and not run elsewhere at the same time.

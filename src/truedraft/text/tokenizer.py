@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,20 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text; special tokens are left out and spaces stay as the model wrote them."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self._decoder(list(ids))
+
+    @cached_property
+    def _decoder(self) -> Callable[[list[int]], str]:
+        """The library's own decoder where transformers only passes ids on to it; that is called for every token."""
+        from transformers import PreTrainedTokenizerFast
+
+        kind = type(self.backend)
+        if isinstance(self.backend, PreTrainedTokenizerFast) and all(
+            getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+        ):
+            decode = self.backend.backend_tokenizer.decode
+            return lambda ids: str(decode(ids, skip_special_tokens=True))
+        return lambda ids: str(self.backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
