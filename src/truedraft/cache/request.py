@@ -82,7 +82,7 @@ class RequestCache:
     def buffers(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers themselves, for a forward that writes them by address; made where they are not there yet.
+        """The buffers themselves, for a forward that writes them by address; made on the CPU where there are none yet.
 
         Args:
             calls: attention calls of the model.
@@ -96,8 +96,8 @@ class RequestCache:
             stay where they are until the capacity changes.
         """
         for _ in range(len(self._keys), calls):
-            self._keys.append(torch.zeros(kv_heads, key_width, self._capacity, dtype=dtype))
-            self._values.append(torch.zeros(kv_heads, self._capacity, value_width, dtype=dtype))
+            self._keys.append(torch.zeros(kv_heads, key_width, self._capacity, dtype=dtype, device="cpu"))
+            self._values.append(torch.zeros(kv_heads, self._capacity, value_width, dtype=dtype, device="cpu"))
         return self._keys, self._values
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

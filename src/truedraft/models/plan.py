@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from truedraft.errors import ModelError
 from truedraft.models.base import Segment
 from truedraft.models.layouts import SegmentLayout, layout_of
 from truedraft.models.patterns import AttentionPattern
@@ -62,6 +63,9 @@ class ForwardPlan:
             device: where tokens and positions go.
             least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row
                 must not depend on how many share its forward (DESIGN section 2, row invariance).
+
+        Raises:
+            ModelError: a segment has more or fewer tokens than new nodes.
         """
         plans: list[SegmentPlan] = []
         positions: list[int] = []
@@ -70,6 +74,10 @@ class ForwardPlan:
             written = segment.written
             count = len(segment.shape) - written
             length = segment.cache.length
+            if len(segment.tokens) != count:
+                raise ModelError(
+                    f"{len(segment.tokens)} tokens were given for {count} nodes; give one for each new node"
+                )
             segment.cache.reserve(written + count, written)
             start = len(positions)
             plans.append(SegmentPlan(segment, start, count, length))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
-from truedraft.errors import ModelError
+from truedraft.errors import CacheError, ModelError
 from truedraft.models.bodies import Body
 from truedraft.models.fused import is_fusible, is_silu
 from truedraft.models.native import structs
@@ -25,8 +25,10 @@ from truedraft.models.patterns import AttentionPattern, Full
 from truedraft.models.plan import ForwardPlan, SegmentPlan
 from truedraft.models.rotary import RotaryTable
 
+_CPU = torch.device("cpu")
 _TILE = 8
 _MOST_HEAD = 256
+_HINTS = ("ids of this model", "rows of the new tokens")
 
 
 class NativeBody(Body):
@@ -80,6 +82,7 @@ class NativeBody(Body):
         attention, mlp = decoder.layers[0].self_attn, decoder.layers[0].mlp
         sizes = (model.config.hidden_size, mlp.gate_proj.out_features, attention.head_dim // 2)
         fitting = all(size % LANES == 0 for size in sizes) and attention.head_dim <= _MOST_HEAD
+        fitting = fitting and attention.head_dim % 2 == 0 and _is_uniform(model)
         silu = all(is_silu(layer.mlp.act_fn) for layer in decoder.layers)
         rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight).width == attention.head_dim
         return fitting and silu and rotary and built(model.dtype).library is not None
@@ -130,26 +133,31 @@ class NativeBody(Body):
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """See `Body.run`."""
-        total, wanted = plan.tokens.shape[1], len(plan.rows)
-        self._rotary.reach(plan.furthest)
+        tokens = plan.tokens
+        if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
+            tokens = tokens.to(torch.int64).contiguous()
+        total, wanted = tokens.shape[1], len(plan.rows)
         positions = plan.positions[0]
+        self._rotary.reach(plan.furthest)
         first = self._first_visible(plan)
-        segments = (structs.Segment * len(plan.segments))(*map(self._segment, plan.segments))
+        trees = [_slots_of(part) for part in plan.segments]  # held, for `_own_slots` may forget them meanwhile
+        segments = (structs.Segment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(part.length + len(part.segment.shape) for part in plan.segments)
         threads = torch.get_num_threads()
         batch = structs.Batch(
-            total, len(segments), wanted, plan.tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
+            total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             self._rotary.table.data_ptr(), first.data_ptr(), segments,
         )  # fmt: skip
-        logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype)
-        hidden = torch.empty(wanted, self._width, dtype=self._dtype)
+        logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
+        hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
         scratch = self._scratch.of(max(total, wanted), keys, threads)
-        unknown = self._forward(
+        refused = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
             ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
         )  # fmt: skip
-        if unknown:
-            raise ModelError(f"a token id is outside 0 to {self._model.embedded - 1}; use ids of this model")
+        if refused:
+            what, most = (("token id", self._model.embedded), ("row that needs logits", total))[refused - 1]
+            raise ModelError(f"a {what} is outside 0 to {most - 1}; use {_HINTS[refused - 1]}")
         return logits[:, : self._vocab], hidden
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:
@@ -157,12 +165,12 @@ class NativeBody(Body):
         if self._patterns == (Full(),):
             return torch.zeros_like(plan.positions)
         positions = plan.positions[0].tolist()
-        return torch.tensor([[pattern.first(position) for position in positions] for pattern in self._patterns])
+        first = [[pattern.first(position) for position in positions] for pattern in self._patterns]
+        return torch.tensor(first, device=_CPU)
 
-    def _segment(self, part: SegmentPlan) -> structs.Segment:
+    def _segment(self, part: SegmentPlan, own: tuple[Tensor, Tensor] | None) -> structs.Segment:
         segment = part.segment
         buffers = self._buffers(segment.cache)
-        own = None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
         return structs.Segment(
             part.start, part.count, part.length, segment.written, segment.cache.capacity,
             ctypes.addressof(buffers.keys), ctypes.addressof(buffers.values),
@@ -183,6 +191,11 @@ class _Buffers:
 
     def __init__(self, cache: RequestCache, calls: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         keys, values = cache.buffers(calls, *shape, dtype)
+        kv_heads, key_width, value_width = shape
+        sizes = ((kv_heads, key_width, cache.capacity), (kv_heads, cache.capacity, value_width))
+        there = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for k, v in zip(keys, values, strict=True)}
+        if len(keys) != calls or there != {(*sizes, dtype, dtype)}:
+            raise CacheError("a cache of another model was given; make it by this model's new_cache")
         self.capacity = cache.capacity
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
@@ -194,23 +207,45 @@ class _Scratch:
     def __init__(self, dtype: torch.dtype, stride: int) -> None:
         self._dtype = dtype
         self._stride = stride
-        self._room = (0, 0, 0)
+        self._room = (16, 512, 0)
         self._memory: list[Tensor] = []
         self._struct = structs.Scratch()
 
     def of(self, rows: int, keys: int, threads: int) -> structs.Scratch:
         """Enough for so many rows, keys of a request, and threads."""
         if any(asked > there for asked, there in zip((rows, keys, threads), self._room, strict=True)):
-            most = [max(pair) for pair in zip((rows, keys, threads), self._room, strict=True)]
-            rows, keys, threads = max(most[0], 16), max(most[1], 512), most[2]
+            # Keys by doubling: a context that grows by a token a step would ask for more at every step.
+            keys = max(keys, 2 * self._room[1]) if keys > self._room[1] else self._room[1]
+            rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
             self._room = (rows, keys, threads)
             span = -(-keys // 32) * 32 + 64
-            shared = [torch.zeros(rows, self._stride, dtype=self._dtype) for _ in range(4)]
-            normed, inputs = (torch.zeros(threads, rows, self._stride, dtype=self._dtype) for _ in range(2))
-            scores = torch.zeros(threads, 2 * _TILE, span)
-            self._memory = [*shared, normed, inputs, scores, torch.arange(span, dtype=torch.int32)]
+            shared = [self._zeros(rows, self._stride) for _ in range(4)]
+            normed, inputs = (self._zeros(threads, rows, self._stride) for _ in range(2))
+            scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
+            slots = torch.arange(span, dtype=torch.int32, device=_CPU)
+            self._memory = [*shared, normed, inputs, scores, slots]
             self._struct = structs.Scratch(*(each.data_ptr() for each in self._memory), rows, span)
         return self._struct
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=_CPU)
+
+
+def _is_uniform(model: PreTrainedModel) -> bool:
+    """Whether all layers have the sizes of the first, and all weights the model's dtype, on the CPU.
+
+    Models that were pruned or adapted may not; the addresses of decoder.c would then miss.
+    """
+    decoder: Any = model.model
+    sizes = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in decoder.layers}
+    return len(sizes) == 1 and all(
+        each.dtype is model.dtype and each.device.type == "cpu" for each in model.parameters()
+    )
+
+
+def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
+    segment = part.segment
+    return None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
 
 
 @lru_cache(maxsize=512)
@@ -224,4 +259,5 @@ def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
     starts = [0]
     for path in paths:
         starts.append(starts[-1] + len(path))
-    return torch.tensor(starts, dtype=torch.int32), torch.tensor([n for path in paths for n in path], dtype=torch.int32)
+    slots = [node for path in paths for node in path]
+    return torch.tensor(starts, dtype=torch.int32, device=_CPU), torch.tensor(slots, dtype=torch.int32, device=_CPU)

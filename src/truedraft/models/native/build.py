@@ -2,10 +2,14 @@
 
 There is no compiled file in the package: what a processor can do differs from machine to machine, and the compiler
 that is there knows. Where none is, or it fails, models run without this (`NativeBody.fits` is False).
+
+A kept library carries the checksum of its bytes in its name, for loading half a library would end the process. It is
+only loaded where nobody but its user (or root) could have put it there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +33,8 @@ _PLAIN = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-w")
 # From best to least: some compilers know this machine under another option, or come without OpenMP.
 _TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",))
 _TIMEOUT_S = 120.0
+_OURS_ALONE = 0o700
+_WRITABLE_BY_OTHERS = 0o022
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,70 +57,107 @@ def built(dtype: torch.dtype) -> Built:
         return Built(None, f"there is none for {str(dtype).removeprefix('torch.')}")
     if dtype is torch.bfloat16 and not has_avx512_bfloat16():
         return Built(None, "this processor has no AVX-512 instructions for bfloat16")
-    compiler = _compiler()
-    if compiler is None:
-        return Built(None, "there is no C compiler (cc, gcc or clang) on this machine")
-    path = _folder() / f"decoder-{_key(compiler, dtype)}.so"
+    given = os.environ.get("CC", "").strip()
+    compiler = _compiler(given)
+    if not compiler:
+        missing = f"CC names {given!r}, which is not" if given else "there is no C compiler (cc, gcc or clang)"
+        return Built(None, f"{missing} on this machine")
     try:
-        if not path.is_file():
-            failure = _compile(compiler, dtype, path)
-            if failure:
-                return Built(None, f"{compiler} failed ({failure})")
-        return Built(ctypes.CDLL(str(path)))
-    except OSError as error:
-        return Built(None, f"it cannot be loaded ({error})")
+        key, folder = _key(compiler, dtype), _folder()
+        kept = None if folder is None else _kept(folder, key)
+        return _compiled(compiler, dtype, folder, key) if kept is None else Built(kept)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Built(None, f"it cannot be compiled or loaded ({error})")
 
 
-def _compiler() -> str | None:
-    given = os.environ.get("CC")
-    return next((found for name in ((given,) if given else _COMPILERS) if (found := shutil.which(name))), None)
+def _compiler(given: str) -> tuple[str, ...]:
+    """The command that compiles, or nothing; `given` may hold options behind the program, as in "ccache gcc"."""
+    for command in (given, *given.split()[:1]) if given else _COMPILERS:
+        found = shutil.which(command)
+        if found:
+            return (found,) if command == given or not given else (found, *given.split()[1:])
+    return ()
 
 
-def _folder() -> Path:
-    """The cache; a temporary folder where it cannot be written."""
+def _folder() -> Path | None:
+    """Where libraries are kept; None where the cache cannot be made, or others could put libraries there."""
     folder = cache_folder() / "native"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
+        folder.mkdir(mode=_OURS_ALONE, parents=True, exist_ok=True)
+        if folder.stat().st_mode & _WRITABLE_BY_OTHERS:
+            folder.chmod(_OURS_ALONE)
+        return folder if _is_ours(folder) else None
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="truedraft-native-"))
+        return None
 
 
-def _key(compiler: str, dtype: torch.dtype) -> str:
+def _is_ours(path: Path) -> bool:
+    """Whether only this user, or root, could have written a file or folder."""
+    if not hasattr(os, "getuid"):  # on Windows, where a user's folders are that user's own
+        return True
+    status = path.stat()
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
+    """A library from earlier; None where there is none, or none that is whole and can be loaded."""
+    for path in sorted(folder.glob(f"decoder-{key}-*.so")):
+        with contextlib.suppress(OSError):  # made where other libraries were at hand, or gone meanwhile
+            if _is_ours(path) and path.stem.endswith(f"-{_checksum(path)}"):
+                return ctypes.CDLL(str(path))
+    return None
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
+
+
+def _key(compiler: Sequence[str], dtype: torch.dtype) -> str:
     """Everything that the result depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = (_SOURCE.read_text(), version, str(dtype), str(_TRIES), platform.machine(), _processor())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
+    told = (*compiler[1:], str(dtype), str(_PLAIN), str(_TRIES), platform.machine(), _processor())
+    return hashlib.sha256(b"\0".join((_SOURCE.read_bytes(), asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
 
 
 def _processor() -> str:
     """Model and abilities of the processor, as far as the system tells: a cache may be shared between machines."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
-        return platform.processor()
+        return f"{platform.processor()} of {platform.node()}"
     lines = cpuinfo.read_text(errors="replace").splitlines()
-    told = ("model name", "flags", "Features", "CPU part")
+    told = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in told)
 
 
-def _compile(compiler: str, dtype: torch.dtype, path: Path) -> str:
+def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, key: str) -> Built:
+    """Compile, load, and keep the library where there is a folder for it that can be written."""
+    keeping = folder is not None and os.access(folder, os.W_OK)
+    with tempfile.TemporaryDirectory(
+        prefix="decoder-", dir=folder if keeping else None, ignore_cleanup_errors=True
+    ) as work:
+        path = Path(work) / "decoder.so"
+        failure = _compile(compiler, dtype, path)
+        if failure:
+            return Built(None, f"{compiler[0]} failed ({failure})")
+        if folder is not None and keeping:
+            path.chmod(_OURS_ALONE)
+            # At once, for another process may be doing the same.
+            path = path.replace(folder / f"decoder-{key}-{_checksum(path)}.so")
+        return Built(ctypes.CDLL(str(path)))  # stays loaded when its file goes
+
+
+def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
     """Compile to a file; returns why it failed, or ""."""
     define = f"-DBF16={int(dtype is torch.bfloat16)}"
     failure = ""
     for options in _TRIES:
-        handle, draft = tempfile.mkstemp(suffix=".so", dir=path.parent)
-        os.close(handle)
-        command = [compiler, *_PLAIN, *options, define, str(_SOURCE), "-o", draft]
+        command = [*compiler, *_PLAIN, *options, define, str(_SOURCE), "-o", str(path)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            Path(draft).unlink(missing_ok=True)
             return type(error).__name__
         if done.returncode == 0:
-            Path(draft).replace(path)  # at once, for another process may be doing the same
             return ""
-        Path(draft).unlink(missing_ok=True)
-        failure = failure or (done.stderr.strip().splitlines() or ["no message"])[0]
+        message = done.stderr.decode(errors="replace").strip()
+        failure = failure or (message.splitlines() or ["no message"])[0]
     return failure

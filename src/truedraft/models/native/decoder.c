@@ -23,7 +23,6 @@
 #define UNIT 64  /* outputs that one thread takes at a time: 4 blocks of 16 lanes */
 #define ROWS 12  /* most rows of a product that are computed together: 24 sums of two blocks fit the registers */
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
-#define CHUNK 1000000 /* cells of two blocks that stay in the fastest cache while the tiles of a group use them */
 #define TILE 8   /* queries of attention that are computed together */
 
 typedef float lanes __attribute__((vector_size(64)));
@@ -152,9 +151,11 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells
     }
 }
 
-/* Adds the products of some cells to the sums `[rows][4]` of a tile, for some blocks. */
+/* Adds the products of some cells to the sums `[rows][4]` of a tile, for some blocks; meanwhile `fetch` of the blocks
+ * behind these, from `ahead` on, are brought near: memory would wait for the sums otherwise. */
 static inline __attribute__((always_inline)) void tile(
-    const cell *w, int64_t block, int64_t cells, const cell *x, const int rows, const int blocks, lanes (*sum)[4]) {
+    const cell *w, int64_t block, int64_t cells, const cell *x, const int rows, const int blocks, lanes (*sum)[4],
+    const cell *ahead, const int fetch) {
     lanes acc[4][ROWS];
     for (int b = 0; b < blocks; b++)
         for (int r = 0; r < rows; r++) acc[b][r] = sum[r][b];
@@ -162,6 +163,8 @@ static inline __attribute__((always_inline)) void tile(
         ints wk[4];
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) wk[b] = load_cells(w + b * block + k * LANES);
+#pragma GCC unroll 4
+        for (int b = 0; b < fetch; b++) __builtin_prefetch(ahead + b * block + k * LANES, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const cell xk = x[k * rows + r];
@@ -173,9 +176,16 @@ static inline __attribute__((always_inline)) void tile(
         for (int r = 0; r < rows; r++) sum[r][b] = acc[b][r];
 }
 
-static void two_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4]) {
+/* Two blocks and any rows; the first two tiles of a group bring one of the next blocks each. */
+static void two_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4], int number, int tiles) {
+    const cell *ahead = w + (2 + (number == 1)) * block;
+    const int fetch = tiles == 1 ? 2 : number < 2;
     switch (rows) {
-#define CASE(R) case R: tile(w, block, cells, x, R, 2, sum); break;
+#define CASE(R) case R: \
+        if (fetch == 2) tile(w, block, cells, x, R, 2, sum, ahead, 2); \
+        else if (fetch == 1) tile(w, block, cells, x, R, 2, sum, ahead, 1); \
+        else tile(w, block, cells, x, R, 2, sum, ahead, 0); \
+        break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
@@ -183,7 +193,7 @@ static void two_blocks(const cell *w, int64_t block, int64_t cells, const cell *
 
 static void four_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4]) {
     switch (rows) {
-#define CASE(R) case R: tile(w, block, cells, x, R, 4, sum); break;
+#define CASE(R) case R: tile(w, block, cells, x, R, 4, sum, w, 0); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
     }
@@ -198,13 +208,12 @@ static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64
         four_blocks(w, block, cells, x, (int)rows, sum);
         return;
     }
+    const int tiles = (int)((rows + size - 1) / size);
     for (int b = 0; b < 4; b += 2)
-        for (int64_t k = 0; k < cells; k += CHUNK) {
-            const int64_t some = cells - k < CHUNK ? cells - k : CHUNK;
-            for (int64_t r = 0; r < rows; r += size) {
-                const int n = (int)(rows - r < size ? rows - r : size);
-                two_blocks(w + b * block + k * LANES, block, some, x + r * cells + k * n, n, (lanes(*)[4])((lanes *)sum[r] + b));
-            }
+        for (int t = 0; t < tiles; t++) {
+            const int64_t r = t * size;
+            const int n = (int)(rows - r < size ? rows - r : size);
+            two_blocks(w + b * block, block, cells, x + r * cells, n, (lanes(*)[4])((lanes *)sum[r] + b), t, tiles);
         }
 }
 
@@ -462,10 +471,12 @@ static void run(const Model *m, const Batch *b, const Scratch *s, element *logit
     linear(&m->lm_head, STORE, normed, logits, (m->lm_head.outputs + UNIT - 1) / UNIT * UNIT, b->wanted, &own);
 }
 
-/* Returns 0, or 1 where a token is not in the embedding and nothing was computed. */
+/* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
 int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
     for (int64_t t = 0; t < b->total; t++)
         if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
+    for (int64_t r = 0; r < b->wanted; r++)
+        if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads)
     run(m, b, scratch, logits, hidden, omp_get_thread_num(), omp_get_num_threads());

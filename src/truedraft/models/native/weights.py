@@ -26,27 +26,31 @@ def packed(weight: Tensor) -> Tensor:
     target = _huge(blocks * LANES * inputs, weight.dtype).view(blocks, inputs // per_cell, LANES, per_cell)
     whole = outputs // LANES
     # Block by block would be slow and all at once doubles the memory, so whole blocks are written through a view.
-    target[:whole] = weight[: whole * LANES].view(whole, LANES, -1, per_cell).transpose(1, 2)
+    cells = inputs // per_cell
+    target[:whole] = weight[: whole * LANES].reshape(whole, LANES, cells, per_cell).transpose(1, 2)
     rest = weight[whole * LANES :]
     if len(rest):
-        target[whole, :, : len(rest)] = rest.view(len(rest), -1, per_cell).transpose(0, 1)
+        target[whole, :, : len(rest)] = rest.reshape(len(rest), cells, per_cell).transpose(0, 1)
     return target
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
     """Two weights `[inner, in]` in turns of 16 rows, so that both factors of an output are computed together."""
     inner, inputs = gate.shape
-    turns = torch.stack([gate.view(inner // LANES, LANES, inputs), up.view(inner // LANES, LANES, inputs)], dim=1)
-    return turns.reshape(2 * inner, inputs)
+    turns = [rows.reshape(inner // LANES, LANES, inputs) for rows in (gate, up)]
+    return torch.stack(turns, dim=1).reshape(2 * inner, inputs)
 
 
 def padded_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     """Biases one behind another, float32, up to whole units; None where there are none."""
     if all(layer.bias is None for layer in layers):
         return None
-    parts = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers]
-    bias = torch.cat(parts)
-    return torch.cat([bias, bias.new_zeros(-len(bias) % UNIT)])
+    rows = [layer.out_features for layer in layers]
+    bias = torch.zeros(-(-sum(rows) // UNIT) * UNIT, dtype=torch.float32, device="cpu")
+    for layer, part in zip(layers, bias[: sum(rows)].split(rows), strict=True):
+        if layer.bias is not None:
+            part.copy_(layer.bias.detach())
+    return bias
 
 
 def _huge(count: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,382 @@
+"""The native forward: sizes that fill no whole unit, threads, what it refuses, and how it is compiled and kept.
+
+That it gives what the model's own modules give in every shape of forward: `test_fused.py`; that rows do not depend on
+each other: `test_row_invariance.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+from support.tiny_models import build
+from truedraft import load_model
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.errors import CacheError, ModelError
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.fastest import fastest_body
+from truedraft.models.fused import FusedBody
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.native import NativeBody, body
+from truedraft.models.native import build as building
+from truedraft.models.native.build import built
+from truedraft.models.native.weights import interleaved, packed, padded_bias
+from truedraft.models.packed_linear import can_pack
+from truedraft.models.stock import StockBody
+
+needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+needs_compiler = pytest.mark.skipif(
+    sys.platform == "win32" or not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
+)
+
+
+HEADS: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32}
+WIDTHS: dict[str, Any] = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 80}
+OTHERS: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 256, "eos_token_id": None}
+SIZES = HEADS | WIDTHS | OTHERS | {"bos_token_id": None}
+
+
+def llama(**sizes: Any) -> PretrainedConfig:
+    return LlamaConfig(**SIZES | sizes)
+
+
+CONFIGS = {
+    "nothing fills a unit": llama,
+    "less than a vector of ids": lambda: llama(vocab_size=5),
+    "one vector": lambda: llama(hidden_size=16, num_attention_heads=1, intermediate_size=16, vocab_size=16),
+    "heads wider than the model": lambda: llama(head_dim=160, vocab_size=64, num_key_value_heads=3),
+    "the widest head": lambda: llama(head_dim=256, vocab_size=65),
+    "biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "five to a key head": lambda: Qwen3Config(**SIZES | {"num_attention_heads": 10, "num_key_value_heads": 2}),
+    "a window of 1": lambda: MistralConfig(**SIZES, sliding_window=1),
+    "a window of 3": lambda: MistralConfig(**SIZES, sliding_window=3),
+}
+
+
+def native(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "native", NativeBody)
+
+
+def run_forwards(model: LanguageModel) -> list[Tensor]:
+    """Ragged, with many rows and none wanted; trees by levels, in which a window begins; paths kept; one token."""
+    generator = torch.Generator().manual_seed(7)
+    caches = [model.new_cache() for _ in range(3)]
+    outputs: list[Tensor] = []
+
+    def segment(number: int, shape: TreeShape, written: int = 0, wanted: bool = True) -> Segment:
+        count = len(shape) - written
+        tokens = torch.randint(model.vocab_size, (count,), generator=generator)
+        return Segment(caches[number], tokens, shape, range(count) if wanted else (), written)
+
+    def forward(*segments: Segment) -> None:
+        output = model.forward(segments)
+        outputs.extend((output.logits.double(), output.hidden.double()))
+
+    forward(segment(0, chain_shape(131)), segment(1, chain_shape(1)), segment(2, chain_shape(38), wanted=False))
+    for cache, count in zip(caches, (131, 1, 38), strict=True):
+        cache.commit(range(count))
+    forward(segment(1, chain_shape(200), wanted=False))  # its cache grows
+    caches[1].commit(range(200))
+    first, second = TreeShape((-1, 0, 0, 1, 2, 4)), TreeShape((-1, 0, 0, 1, 2, 4, 5, 5, 3, 8))
+    forward(segment(0, first), segment(2, chain_shape(4)), segment(1, TreeShape((-1, -1))))
+    forward(segment(0, second, written=6), segment(2, chain_shape(9), written=4))
+    caches[0].commit((0, 2, 4, 5, 7))
+    caches[2].commit(range(7))
+    forward(segment(0, chain_shape(1)), segment(2, chain_shape(2)))
+    return outputs
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_library
+@pytest.mark.parametrize("name", CONFIGS)
+def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
+    stock = HuggingFaceModel(build(CONFIGS[name](), seed=3, spread=0.15), None, "stock", StockBody)
+    for ours, theirs in zip(run_forwards(native(CONFIGS[name]())), run_forwards(stock), strict=True):
+        assert ours.shape == theirs.shape
+        if theirs.numel():
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["nothing fills a unit", "heads wider than the model", "a window of 3"])
+def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype, threads: None) -> None:
+    """5 threads are more than some layers have units."""
+    if built(dtype).library is None:
+        pytest.skip(built(dtype).reason)
+    results = []
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        results.append(run_forwards(native(CONFIGS[name](), dtype)))
+    for others in results[1:]:
+        assert all(ours.equal(theirs) for ours, theirs in zip(results[0], others, strict=True))
+
+
+@pytest.mark.parametrize("token", [-1, 8192, 2**40])
+def test_an_unknown_token_is_refused_and_the_next_forward_runs(token: int) -> None:
+    model = load_model("embedded:draft", dtype="float32")
+    if not isinstance(model._body, NativeBody):
+        pytest.skip("there is no C compiler on this machine")
+    cache = model.new_cache()
+    with pytest.raises(ModelError, match="outside 0 to 8191"):
+        model.forward([Segment(cache, torch.tensor([5, token]), chain_shape(2), (1,))])
+    cache.rollback(0)
+    assert model.forward([Segment(cache, torch.tensor([5, 6]), chain_shape(2), (1,))]).logits.isfinite().all()
+
+
+@needs_library
+def test_what_would_read_foreign_memory_is_refused() -> None:
+    model, tokens = native(llama()), torch.tensor([5, 6])
+    for row in (-1, 2):
+        with pytest.raises(ModelError, match="row that needs logits is outside 0 to 1"):
+            model.forward([Segment(model.new_cache(), tokens, chain_shape(2), (row,))])
+    with pytest.raises(ModelError, match="2 tokens were given for 3 nodes"):
+        model.forward([Segment(model.new_cache(), tokens, chain_shape(3), (0,))])
+    other = native(llama(head_dim=64))
+    foreign = other.new_cache()
+    other.forward([Segment(foreign, tokens, chain_shape(2), (0,))])
+    with pytest.raises(CacheError, match="cache of another model"):
+        model.forward([Segment(foreign, tokens, chain_shape(2), (0,))])
+
+
+@needs_library
+def test_tokens_may_lie_apart_or_be_narrower() -> None:
+    model, table = native(llama()), torch.tensor([[5, 9], [6, 9], [7, 9]])
+    rows = [
+        model.forward([Segment(model.new_cache(), tokens, chain_shape(3), range(3))]).logits
+        for tokens in (torch.tensor([5, 6, 7]), table[:, 0], torch.tensor([5, 6, 7], dtype=torch.int32))
+    ]
+    assert rows[0].equal(rows[1])
+    assert rows[0].equal(rows[2])
+
+
+@needs_library
+def test_a_forward_holds_the_trees_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More different trees in a forward than are remembered, or another thread's: the memory must stay."""
+    model, generator = native(llama()), torch.Generator().manual_seed(1)
+    monkeypatch.setattr(body, "_own_slots", functools.lru_cache(maxsize=1)(body._own_slots.__wrapped__))
+    segments = []
+    for i in range(40):
+        shape = TreeShape((-1, 0, 0, i % 3, (i // 3) % 4, (i // 12) % 5))
+        tokens = torch.randint(101, (6,), generator=generator)
+        segments.append(Segment(model.new_cache(), tokens, shape, range(6)))
+    together = model.forward(segments).logits
+    alone = []
+    for segment in segments:
+        segment.cache.rollback(0)
+        alone.append(model.forward([segment]).logits)
+    assert together.equal(torch.cat(alone))
+
+
+def test_scratch_grows_by_doubling() -> None:
+    """A context grows by a token a step; new memory at every step would cost more than the step."""
+    scratch = body._Scratch(torch.float32, 64)
+    places = {scratch.of(1, keys, 1).scores for keys in range(1, 3000)}
+    assert len(places) <= 4
+    assert scratch.of(1, 3000, 1).keys >= 3000 + 32
+
+
+@needs_library
+@pytest.mark.parametrize("change", ["dtype", "size", "odd head"])
+def test_models_whose_layers_differ_do_not_fit(change: str) -> None:
+    model: Any = build(llama(), seed=0)
+    patterns = native(llama())._body._patterns * 2  # type: ignore[attr-defined]
+    assert NativeBody.fits(model, patterns)
+    if change == "dtype":
+        model.model.layers[1].input_layernorm.to(torch.bfloat16)
+    elif change == "size":
+        model.model.layers[1].mlp.gate_proj = nn.Linear(48, 96, bias=False)
+    else:
+        model.model.layers[0].self_attn.head_dim = 33
+    assert not NativeBody.fits(model, patterns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_an_entry_of_a_packed_weight_lies(dtype: torch.dtype) -> None:
+    """Entry (17, 3) at block 1, output 1; in float32 as cell 3, in bfloat16 as the second half of cell 1."""
+    weight = torch.arange(20 * 6).view(20, 6).to(dtype)
+    cells = packed(weight)
+    assert cells.shape == ((4, 6, 16, 1) if dtype is torch.float32 else (4, 3, 16, 2))
+    assert cells[(1, 3, 1, 0) if dtype is torch.float32 else (1, 1, 1, 1)] == weight[17, 3]
+    assert cells.transpose(1, 2).reshape(64, 6)[:20].equal(weight)
+    assert cells.sum() == cells.transpose(1, 2).reshape(64, 6)[:20].sum()  # all else is 0
+    assert packed(weight.t().contiguous().t()).equal(cells)
+    assert packed(weight[:5]).transpose(1, 2).reshape(64, 6)[:5].equal(weight[:5])
+
+
+def test_gate_and_up_take_turns_of_16() -> None:
+    gate, up = torch.arange(64.0).view(32, 2), -torch.arange(64.0).view(32, 2)
+    turns = interleaved(gate, up)
+    assert turns.equal(torch.cat([gate[:16], up[:16], gate[16:], up[16:]]))
+    assert turns[32 + 3].equal(gate[19])
+    assert turns[48 + 3].equal(up[19])
+
+
+def test_biases_are_float32_and_fill_whole_units() -> None:
+    with_bias, without = nn.Linear(4, 40).to(torch.bfloat16), nn.Linear(4, 30, bias=False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        bias = padded_bias([without, with_bias])
+    finally:
+        torch.set_default_dtype(before)
+    assert bias is not None
+    assert bias.dtype is torch.float32
+    assert bias.shape == (128,)
+    assert bias[30:70].equal(with_bias.bias.float())
+    assert bias[:30].abs().sum() == bias[70:].abs().sum() == 0
+    assert padded_bias([without]) is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a source that compiles quickly."""
+    source = tmp_path / "small.c"
+    source.write_text("int truedraft_forward(void) { return 7; }\n")
+    monkeypatch.setattr(building, "_SOURCE", source)
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    built.cache_clear()
+    yield tmp_path / "cache" / "native"
+    built.cache_clear()
+
+
+def compiler(path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets CC to a shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CC", str(path))
+
+
+def again() -> building.Built:
+    """What the next process would get."""
+    built.cache_clear()
+    return built(torch.float32)
+
+
+def answer(made: building.Built) -> int:
+    assert made.library is not None, made.reason
+    number: int = made.library.truedraft_forward()
+    return number
+
+
+def test_without_a_compiler_there_is_a_reason_and_the_fused_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc -O2")
+    assert built(torch.float32) == building.Built(None, "CC names '/nowhere/cc -O2', which is not on this machine")
+    assert "float16" in built(torch.float16).reason
+    if can_pack(torch.device("cpu"), torch.float32):
+        model = HuggingFaceModel(build(llama(), seed=0), None, "llama", fastest_body)
+        assert isinstance(model._body, FusedBody)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert "no C compiler (cc, gcc or clang)" in again().reason
+
+
+@needs_compiler
+def test_a_compiler_that_fails_gives_its_message(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path / "broken", "echo 'no room for \377 code' >&2; exit 3", monkeypatch)
+    assert "broken failed (no room for" in built(torch.float32).reason
+    compiler(tmp_path / "broken", "exit 3", monkeypatch)
+    assert "failed (no message)" in again().reason
+    compiler(
+        tmp_path / "broken",
+        'while [ "$1" != -o ] && [ $# -gt 0 ]; do shift; done; echo junk >"${2:-/dev/null}"',
+        monkeypatch,
+    )
+    assert "cannot be compiled or loaded" in again().reason
+    (tmp_path / "broken").write_bytes(b"\0neither script nor program")
+    assert "cannot be compiled or loaded" in again().reason
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept_until_the_source_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    compiler(
+        tmp_path / "logging", f'case "$*" in *--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"', monkeypatch
+    )
+    assert answer(built(torch.float32)) == 7
+    assert answer(again()) == 7
+    assert log.read_text().splitlines() == ["run"]
+    building._SOURCE.write_text("int truedraft_forward(void) { return 8; }\n")
+    assert answer(again()) == 8
+    assert len(log.read_text().splitlines()) == 2
+    monkeypatch.setenv("CC", f"{tmp_path / 'logging'} -DOTHER")
+    assert answer(again()) == 8
+    assert len(log.read_text().splitlines()) == 3, "other options, other library"
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 100, 5000, -8])
+def test_a_damaged_library_is_made_again(folder: Path, size: int) -> None:
+    """Loading the first half of a library may end the process, so it is not tried."""
+    assert answer(built(torch.float32)) == 7
+    (kept,) = folder.glob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # a new file: this process holds the old one in memory
+    kept.write_bytes(whole[:size])
+    assert answer(again()) == 7
+    (kept,) = folder.glob("*.so")
+    assert kept.stem.endswith(building._checksum(kept))
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_made_is_done_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left behind in the folder for temporary files either."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(building.tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert answer(built(torch.float32)) == 7
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@needs_compiler
+def test_only_the_user_can_write_what_is_loaded(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert answer(built(torch.float32)) == 7
+    (kept,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(kept.stat().st_mode) == 0o700
+    key = kept.name.split("-")[1]
+    assert building._kept(folder, key) is not None
+    kept.chmod(0o722)
+    assert building._kept(folder, key) is None
+    if os.getuid() == 0:
+        kept.chmod(0o700)
+        os.chown(kept, 12345, 12345)
+        assert building._kept(folder, key) is None
+        os.chown(folder, 12345, 12345)
+        assert building._folder() is None
+
+
+@needs_compiler
+def test_several_may_compile_at_once(folder: Path) -> None:
+    """As processes do: each runs its own compiler in a folder of its own, and they share the cache alone."""
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: built.__wrapped__(torch.float32), range(4)))
+    assert [answer(each) for each in made] == [7] * 4
+    kept = list(folder.iterdir())
+    assert kept
+    assert all(path.stem.endswith(building._checksum(path)) for path in kept), "whole libraries and nothing else"
