@@ -8,7 +8,6 @@ from importlib import metadata
 from typing import Any
 
 from truedraft import __version__
-from truedraft.training.machine import cpu_name
 
 
 def machine_facts() -> dict[str, Any]:
@@ -16,6 +15,7 @@ def machine_facts() -> dict[str, Any]:
     import torch
 
     from truedraft.models.dtypes import has_bfloat16, pick_device, pick_dtype
+    from truedraft.models.processor import cpu_name
 
     device = pick_device("auto")
     return {

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from truedraft.models.attention import attend_packed
 from truedraft.models.bodies import Body
 from truedraft.models.layouts import Attending
+from truedraft.models.norm import RootMeanSquareNorm
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse, is_plain
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
@@ -30,30 +31,15 @@ _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
-    """Root mean square norm."""
-
-    weight: Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, module: Any) -> _Norm:
-        return cls(module.weight.detach(), float(module.variance_epsilon))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """One decoder layer."""
 
-    before_attention: _Norm
+    before_attention: RootMeanSquareNorm
     qkv: PackedLinear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
+    query_norm: RootMeanSquareNorm | None
+    key_norm: RootMeanSquareNorm | None
     out: PackedLinear
-    before_mlp: _Norm
+    before_mlp: RootMeanSquareNorm
     gate_up: PackedLinear
     down: PackedLinear
     activation: Callable[[Tensor], Tensor]
@@ -70,12 +56,12 @@ class _Layer:
         heads, kv_heads = attention.q_proj.out_features // head, attention.k_proj.out_features // head
         normed = hasattr(attention, "q_norm")
         return cls(
-            before_attention=_Norm.of(layer.input_layernorm),
+            before_attention=RootMeanSquareNorm.of(layer.input_layernorm),
             qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj]),
-            query_norm=_Norm.of(attention.q_norm) if normed else None,
-            key_norm=_Norm.of(attention.k_norm) if normed else None,
+            query_norm=RootMeanSquareNorm.of(attention.q_norm) if normed else None,
+            key_norm=RootMeanSquareNorm.of(attention.k_norm) if normed else None,
             out=fuse([attention.o_proj]),
-            before_mlp=_Norm.of(layer.post_attention_layernorm),
+            before_mlp=RootMeanSquareNorm.of(layer.post_attention_layernorm),
             gate_up=fuse([mlp.gate_proj, mlp.up_proj]),
             down=fuse([mlp.down_proj]),
             activation=nn.functional.silu if is_silu(mlp.act_fn) else mlp.act_fn,
@@ -116,7 +102,7 @@ class FusedBody(Body):
         self._embedding: Tensor = decoder.embed_tokens.weight.detach()
         self._rotary = RotaryTable(decoder.rotary_emb, self._embedding)
         self._layers = [_Layer.of(layer, pattern) for layer, pattern in zip(decoder.layers, patterns, strict=True)]
-        self._norm = _Norm.of(decoder.norm)
+        self._norm = RootMeanSquareNorm.of(decoder.norm)
         head = model.get_output_embeddings()
         tied = head.weight is decoder.embed_tokens.weight
         self._head = PackedLinear(head.weight, head.bias) if tied else fuse([head])

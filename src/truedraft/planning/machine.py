@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from truedraft.models.processor import cpu_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,6 @@ def this_machine(device: str | torch.device = "cpu") -> Machine:
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
     )
-
-
-def cpu_name() -> str:
-    """The processor's name; Linux alone tells it in full."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def wait_for(device: torch.device) -> None:

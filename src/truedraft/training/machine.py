@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
+
+from truedraft.models.processor import cpu_name
 
 
 def describe_machine(device: str = "cpu") -> str:
@@ -15,13 +16,3 @@ def describe_machine(device: str = "cpu") -> str:
         return torch.cuda.get_device_name(torch.device(device))
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{cpu_name()}, {os.cpu_count()} cores ({platform.machine()}, {capability}), no GPU"
-
-
-def cpu_name() -> str:
-    """The processor's name; Linux alone tells it in full."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

@@ -19,23 +19,9 @@ from truedraft.cache.slab import Slab
 from truedraft.models.fused import is_silu
 from truedraft.models.graphs.inputs import Inputs
 from truedraft.models.graphs.masks import additive_mask, visible
+from truedraft.models.norm import RootMeanSquareNorm
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.rotary import RotaryTable, Rotation
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """Root mean square norm."""
-
-    weight: Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, module: Any) -> _Norm:
-        return cls(module.weight.detach(), float(module.variance_epsilon))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +96,12 @@ class _Memory:
 class _Layer:
     """One decoder layer."""
 
-    before_attention: _Norm
+    before_attention: RootMeanSquareNorm
     qkv: _Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
+    query_norm: RootMeanSquareNorm | None
+    key_norm: RootMeanSquareNorm | None
     out: _Linear
-    before_mlp: _Norm
+    before_mlp: RootMeanSquareNorm
     gate_up: _Linear
     down: _Linear
     activation: Callable[[Tensor], Tensor]
@@ -130,12 +116,12 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         normed = hasattr(attention, "q_norm")
         return cls(
-            before_attention=_Norm.of(layer.input_layernorm),
+            before_attention=RootMeanSquareNorm.of(layer.input_layernorm),
             qkv=_Linear.of([attention.q_proj, attention.k_proj, attention.v_proj]),
-            query_norm=_Norm.of(attention.q_norm) if normed else None,
-            key_norm=_Norm.of(attention.k_norm) if normed else None,
+            query_norm=RootMeanSquareNorm.of(attention.q_norm) if normed else None,
+            key_norm=RootMeanSquareNorm.of(attention.k_norm) if normed else None,
             out=_Linear.of([attention.o_proj]),
-            before_mlp=_Norm.of(layer.post_attention_layernorm),
+            before_mlp=RootMeanSquareNorm.of(layer.post_attention_layernorm),
             gate_up=_Linear.of([mlp.gate_proj, mlp.up_proj]),
             down=_Linear.of([mlp.down_proj]),
             activation=silu if is_silu(mlp.act_fn) else mlp.act_fn,
@@ -208,7 +194,7 @@ class Decoder:
             _Layer.of(layer, self.patterns.index(pattern))
             for layer, pattern in zip(decoder.layers, patterns, strict=True)
         ]
-        self._norm = _Norm.of(decoder.norm)
+        self._norm = RootMeanSquareNorm.of(decoder.norm)
         self._head = _Linear.of([model.get_output_embeddings()])
         first = self._layers[0]
         self._group = first.heads // first.kv_heads
