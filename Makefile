@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: bench bench-limits results demo test test-slow test-oldest check format clean
+.PHONY: bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,11 @@ bench: bench-limits
 
 bench-limits: $(STAMP)
 	$(BIN)/python benchmarks/limits.py > /dev/null
+
+# The same on a CUDA device, at the cost of a 7 B model.
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks/limits.py --device cuda --sizes 7B:bfloat16 --out $(RESULTS)/limits_gpu.json > /dev/null
+	$(BIN)/$(BENCH) --device cuda --dtype bfloat16 --drafter draft --limit 8 --max-tokens 128 --pad-to 7B | tail -n 1 > $(RESULTS)/bench_gpu.jsonl
 
 check: $(STAMP)
 	$(BIN)/ruff check .

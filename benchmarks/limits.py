@@ -1,4 +1,4 @@
-"""Forwards against the memory's limit, a draft step, sampling, and starting up: `make bench-limits`.
+"""Forwards against the memory's limit, a draft step, sampling, and starting up: `make bench-limits`, `make bench-gpu`.
 
 Writes one JSON object. Bandwidth is measured before and after each model, in the same process, and the best of it
 counts: B = bytes of weights / that bandwidth. Run it on an otherwise idle machine.
@@ -7,6 +7,7 @@ counts: B = bytes of weights / that bandwidth. Run it on an otherwise idle machi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -29,11 +30,11 @@ from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.planning import read_bandwidth, this_machine
+from truedraft.planning.machine import wait_for
 from truedraft.verification import SpeculativeSampling
 
 CONTEXT = 256
 ROWS = (1, 2, 4, 5, 8, 12, 16)
-ROUNDS = 15
 
 
 def main() -> None:
@@ -41,47 +42,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/limits.json"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=["own:bfloat16", "110M:bfloat16", "110M:float32", "500M:bfloat16"],
+        help="SIZE:DTYPE, where SIZE is a padding size or own",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    sizes = [size.split(":") for size in options.sizes]
     found: dict[str, Any] = {
         "what": "forwards of one request behind 256 cached tokens, a draft step, sampling, starting up; medians",
-        "machine": vars_of(this_machine(torch.device("cpu"))),
+        "machine": dataclasses.asdict(this_machine(device)),
         "torch": torch.__version__,
         "threads": options.threads,
-        "forwards": [forward_times(size, dtype) for size, dtype in SIZES],
-        "draft_step_s": draft_step(),
-        "sampling_s": sampling(),
+        "forwards": [forward_times(size, dtype, device, options.rounds) for size, dtype in sizes],
+        "draft_step_s": draft_step(device, 20 * options.rounds),
+        "sampling_s": sampling(device, 4 * options.rounds),
         "start_s": {"import": start("import truedraft"), "help": start("help")},
     }
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
 
 
-SIZES = ((None, "bfloat16"), ("110M", "bfloat16"), ("110M", "float32"), ("500M", "bfloat16"))
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """A frozen dataclass with slots as a dictionary."""
-    return {name: getattr(value, name) for name in value.__slots__}
-
-
-def median_s(work: Callable[[], object], rounds: int = ROUNDS, times: int = 3) -> float:
+def median_s(work: Callable[[], object], device: torch.device, rounds: int, times: int = 3) -> float:
     """Seconds of one call: the median over rounds of a few calls each."""
     found = []
     for _ in range(rounds):
         work()
+        wait_for(device)
         began = time.perf_counter()
         for _ in range(times):
             work()
+        wait_for(device)
         found.append((time.perf_counter() - began) / times)
     return statistics.median(found)
 
 
-def forward_times(size: str | None, dtype: str) -> dict[str, Any]:
+def forward_times(size: str, dtype: str, device: torch.device, rounds: int) -> dict[str, Any]:
     """Forwards of some rows, interleaved, against B."""
-    model = load_model("embedded:target", pad_to=size, dtype=dtype)
-    bandwidth = read_bandwidth(torch.device("cpu")).bytes_per_s
-    ids = torch.randint(0, model.vocab_size, (CONTEXT + max(ROWS),), generator=torch.Generator().manual_seed(0))
+    model = load_model("embedded:target", pad_to=None if size == "own" else size, dtype=dtype, device=device)
+    bandwidth = read_bandwidth(device).bytes_per_s
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (CONTEXT + max(ROWS),), generator=generator).to(device)
     cache = model.new_cache()
     model.forward([Segment(cache, ids[:CONTEXT], chain_shape(CONTEXT), ())])
     cache.commit(range(CONTEXT))
@@ -91,10 +97,10 @@ def forward_times(size: str | None, dtype: str) -> dict[str, Any]:
         cache.commit([])
 
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for rows in ROWS:
-            times[rows].append(median_s(lambda rows=rows: forward(rows), rounds=1))  # type: ignore[misc]
-    bandwidth = max(bandwidth, read_bandwidth(torch.device("cpu")).bytes_per_s)
+            times[rows].append(median_s(lambda rows=rows: forward(rows), device, 1))  # type: ignore[misc]
+    bandwidth = max(bandwidth, read_bandwidth(device).bytes_per_s)
     least_s = model.weight_bytes / bandwidth
     medians = {rows: statistics.median(each) for rows, each in times.items()}
     return {
@@ -108,23 +114,24 @@ def forward_times(size: str | None, dtype: str) -> dict[str, Any]:
         "forward_s": medians,
         "forward_in_B": {rows: each / least_s for rows, each in medians.items()},
         "eight_over_one": medians[8] / medians[1],
+        "sixteen_over_one": medians[16] / medians[1],
+        "mbu_of_one": least_s / medians[1],
     }
 
 
-def draft_step() -> dict[str, float]:
+def draft_step(device: torch.device, steps: int) -> dict[str, float]:
     """Seconds of one drafted token of the embedded draft: forward, law, draw, and its share of the catch-up."""
-    target: HuggingFaceModel = load_model("embedded:target")
+    model = load_model("embedded:draft", device=device)
     return {
-        "greedy": draft_step_of(target, SamplingParams(seed=1)),
-        "temperature 1": draft_step_of(target, SamplingParams(temperature=1.0, seed=1)),
-        "temperature 1, top-p 0.9": draft_step_of(target, SamplingParams(temperature=1.0, top_p=0.9, seed=1)),
+        "greedy": draft_step_of(model, SamplingParams(seed=1), steps),
+        "temperature 1": draft_step_of(model, SamplingParams(temperature=1.0, seed=1), steps),
+        "temperature 1, top-p 0.9": draft_step_of(model, SamplingParams(temperature=1.0, top_p=0.9, seed=1), steps),
     }
 
 
-def draft_step_of(target: HuggingFaceModel, params: SamplingParams) -> float:
+def draft_step_of(model: HuggingFaceModel, params: SamplingParams, count: int) -> float:
     """The same for one kind of request, in chains of 4 that are all accepted: then the draft catches up by two."""
-    drafter = DraftModel(load_model("embedded:draft"), num_speculative_tokens=4)
-    drafter.check(target)
+    drafter = DraftModel(model, num_speculative_tokens=4)
     tokens = torch.randint(0, 8192, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     request = DraftRequest(1, params, list(tokens))
     drafter.begin(request)
@@ -142,21 +149,21 @@ def draft_step_of(target: HuggingFaceModel, params: SamplingParams) -> float:
             del request.tokens[CONTEXT:]
             drafter.begin(request)
 
-    for _ in range(100):
+    for _ in range(count // 3):
         step()
     found = []
-    for _ in range(300):
+    for _ in range(count):
         began = time.perf_counter()
         step()
         found.append((time.perf_counter() - began) / 4)
     return statistics.median(found)
 
 
-def sampling() -> dict[str, float]:
+def sampling(device: torch.device, rounds: int) -> dict[str, float]:
     """Laws, verification and noise at temperature 1, top-p 0.9, vocabulary 32,000, laws of about 3 nats, 8 rows."""
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
-    logits = rows_of_entropy(8, 32_000, 3.0)
-    draft = laws_from_logits(rows_of_entropy(7, 32_000, 3.0), [(params, 7)])[0]
+    logits = rows_of_entropy(8, 32_000, 3.0).to(device)
+    draft = laws_from_logits(rows_of_entropy(7, 32_000, 3.0).to(device), [(params, 7)])[0]
     chain = Proposal.chain(draft.argmax(dim=-1), draft)
     rule = SpeculativeSampling()
     steps = iter(range(10**9))
@@ -169,7 +176,10 @@ def sampling() -> dict[str, float]:
         laws = laws_from_logits(logits, [(params, 1)] * 8)
         rule.verify([Proposal.empty()] * 8, laws, [KeyedNoise(i, 100, next(steps)) for i in range(8)])
 
-    return {"chain of 7 drafts": median_s(one_request, 60), "8 requests": median_s(eight_requests, 60)}
+    return {
+        "chain of 7 drafts": median_s(one_request, device, rounds),
+        "8 requests": median_s(eight_requests, device, rounds),
+    }
 
 
 def rows_of_entropy(rows: int, vocab: int, nats: float) -> torch.Tensor:
