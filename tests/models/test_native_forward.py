@@ -116,26 +116,10 @@ def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
 
 
 @needs_library
-def test_a_small_model_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = next(iter(CONFIGS))
-    assert body_of(native(CONFIGS[name]()))._most_threads == 1
-    monkeypatch.setattr("truedraft.models.native.body._BYTES_OF_ONE_THREAD", 0)
-    assert body_of(native(CONFIGS[name]()))._most_threads > 8
-
-
-def body_of(model: HuggingFaceModel) -> NativeBody:
-    assert isinstance(model._body, NativeBody)
-    return model._body
-
-
-@needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["nothing fills a unit", "heads wider than the model", "a window of 3"])
-def test_bits_do_not_depend_on_the_number_of_threads(
-    name: str, dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype, threads: None) -> None:
     """5 threads are more than some layers have units."""
-    monkeypatch.setattr("truedraft.models.native.body._BYTES_OF_ONE_THREAD", 0)  # small models would take one
     if built(dtype).library is None:
         pytest.skip(built(dtype).reason)
     results = []

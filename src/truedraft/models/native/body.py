@@ -27,9 +27,6 @@ from truedraft.models.rotary import RotaryTable
 
 _CPU = torch.device("cpu")
 _TILE = 8
-# A forward over so few weights is nearly done before a second thread is there, and must not wait for it: where the
-# machine is busy, a thread may be late by a thousand times what the forward takes.
-_BYTES_OF_ONE_THREAD = 4 << 20
 _MOST_HEAD = 256
 _HINTS = ("ids of this model", "rows of the new tokens")
 
@@ -52,7 +49,6 @@ class NativeBody(Body):
         self._forward.restype = ctypes.c_int
         self._dtype = model.dtype
         self._keep: list[Tensor] = []  # what the structures point to
-        self._bytes = 0  # of packed weights
         self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
         embedding = decoder.embed_tokens.weight.detach()
         self._rotary = RotaryTable(decoder.rotary_emb, embedding)
@@ -74,7 +70,6 @@ class NativeBody(Body):
             self._linear([head], free=head.weight is not decoder.embed_tokens.weight), self._layers,
         )  # fmt: skip
         self._scratch = _Scratch(model.dtype, self._stride)
-        self._most_threads = 1 if self._bytes < _BYTES_OF_ONE_THREAD else 1 << 10
         self.least_rows = 1
         self.fast_paths = ("native forward", "packed weights")
 
@@ -132,7 +127,6 @@ class NativeBody(Body):
     def _packed(self, weight: Tensor, bias: Tensor | None, free: Sequence[nn.Linear]) -> structs.Linear:
         outputs, inputs = weight.shape
         cells = packed(weight)
-        self._bytes += cells.nbytes
         for layer in free:
             release(layer)
         return structs.Linear(self._held(cells), None if bias is None else self._held(bias), inputs, outputs)
@@ -149,7 +143,7 @@ class NativeBody(Body):
         trees = [_slots_of(part) for part in plan.segments]  # held, for `_own_slots` may forget them meanwhile
         segments = (structs.Segment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(part.length + len(part.segment.shape) for part in plan.segments)
-        threads = min(torch.get_num_threads(), self._most_threads)
+        threads = torch.get_num_threads()
         batch = structs.Batch(
             total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             self._rotary.table.data_ptr(), first.data_ptr(), segments,
