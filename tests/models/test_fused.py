@@ -24,6 +24,7 @@ from truedraft.models.fastest import fastest_body
 from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.native import NativeBody
+from truedraft.models.native.build import built
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.rotary import Rotation
@@ -92,9 +93,20 @@ def weights(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Pre
 
 
 def native(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Body:
-    if not NativeBody.fits(model, patterns):
-        pytest.skip("the native forward is not for these sizes, or cannot be compiled here")
+    if built(model.dtype).library is None:
+        pytest.skip(f"no native forward: {built(model.dtype).reason}")
+    if not is_for_decoder_c(model.config):
+        assert not NativeBody.fits(model, patterns)
+        pytest.skip("decoder.c is not for these sizes or this activation")
+    assert NativeBody.fits(model, patterns)
     return NativeBody(model, patterns)
+
+
+def is_for_decoder_c(config: PretrainedConfig) -> bool:
+    """What decoder.c says of itself: whole vectors of 16 everywhere, half heads too, and SiLU."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = (config.hidden_size, config.intermediate_size, head // 2)
+    return all(size % 16 == 0 for size in sizes) and config.hidden_act in ("silu", "swish")
 
 
 LOOPS: dict[str, BodyMaker] = {"fused": FusedBody, "native": native}

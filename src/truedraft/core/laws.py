@@ -103,11 +103,6 @@ def finite_rows(law: Tensor) -> Tensor:
     return law.sum(dim=-1).isfinite()
 
 
-def normalise(weights: Tensor) -> Tensor:
-    """Non-negative weights `[..., vocab]` scaled to sum to 1."""
-    return weights / weights.sum(dim=-1, keepdim=True)
-
-
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """The law after q's token was rejected: norm(max(0, p - q)), and p itself where no mass is left.
 

@@ -79,7 +79,7 @@ class ChainLayout(SegmentLayout):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
         """See `SegmentLayout.attend`."""
         heads, new, _ = query.shape
-        weights = _weights(_scores(query, keys, how), self.blocked, how, values.dtype)
+        weights = _weights(_scores(query, keys), self.blocked, how, values.dtype)
         mixed = _product(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
         return mixed.view(heads, new, -1).transpose(0, 1)
 
@@ -102,7 +102,7 @@ class TreeLayout(SegmentLayout):
         """See `SegmentLayout.attend`."""
         heads, new, _ = query.shape
         kv_heads, paths = keys.shape[0], self.paths
-        scores = _scores(query, keys, how)  # [kv_heads, group, new, span of the nodes]
+        scores = _scores(query, keys)  # [kv_heads, group, new, span of the nodes]
         depth = paths.own.shape[1]
         below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
         behind = scores.new_zeros(1).expand(*scores.shape[:3], self._padding)  # masked
@@ -218,7 +218,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right)
 
 
-def _scores(query: Tensor, keys: Tensor, how: Attending) -> Tensor:
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
     """Scores `[kv_heads, group, new, keys]`, rounded as products are; heads that share keys are rows of one product."""
     heads, new, width = query.shape
     kv_heads = keys.shape[0]

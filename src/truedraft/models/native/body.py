@@ -28,7 +28,6 @@ from truedraft.models.rotary import RotaryTable
 _CPU = torch.device("cpu")
 _TILE = 8
 _MOST_HEAD = 256
-_HINTS = ("ids of this model", "rows of the new tokens")
 
 
 class NativeBody(Body):
@@ -156,8 +155,11 @@ class NativeBody(Body):
             ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
         )  # fmt: skip
         if refused:
-            what, most = (("token id", self._model.embedded), ("row that needs logits", total))[refused - 1]
-            raise ModelError(f"a {what} is outside 0 to {most - 1}; use {_HINTS[refused - 1]}")
+            reasons = (
+                f"a token id is outside 0 to {self._model.embedded - 1}; use ids of this model",
+                f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
+            )
+            raise ModelError(reasons[refused - 1])
         return logits[:, : self._vocab], hidden
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
 
@@ -99,11 +98,3 @@ class Scratch(Structure):
         ("rows", c_int64),
         ("keys", c_int64),
     )
-
-
-def address(tensor: object) -> int | None:
-    """Where a tensor's numbers lie; None for None."""
-    return None if tensor is None else tensor.data_ptr()  # type: ignore[attr-defined]
-
-
-Pointers = ctypes.Array[c_void_p]
