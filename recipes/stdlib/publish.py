@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOGS = Path(__file__).parent / "logs"
-_LICENSE_NOTE = f"""
+LICENSE_NOTE = f"""
 The weights are licensed under Apache-2.0. The training data is the source of the standard library of CPython
 {PYTHON_VERSION}, licensed under the PSF License Version 2. The recipe is `recipes/stdlib` of truedraft: the same
 command makes the model again, but for the last bits of floating point, which depend on processor and threads.
@@ -88,14 +88,14 @@ def _card(name: str, rows: dict[str, str], pair: PairReport) -> Card:
             title="truedraft embedded target",
             summary="A small Llama for Python source: the model whose answers speculation makes faster.",
             facts=rows,
-            notes=_LICENSE_NOTE,
+            notes=LICENSE_NOTE,
         )
     return Card(
         title="truedraft embedded draft",
         summary="A tiny Llama distilled from the embedded target's distributions, to guess its next tokens.",
         facts=rows | {name: value for name, value in pair_facts(pair).items() if name not in _OF_BOTH},
         notes="Steps, tokens and time are those of the last distillation, which goes on from an earlier draft.\n"
-        + _LICENSE_NOTE,
+        + LICENSE_NOTE,
     )
 
 

@@ -47,7 +47,7 @@ BAD = [
     (["x", "--device", "gpu"], "unknown device 'gpu'"),
     (["x", "--device", "cuda:99"], "is not on this machine"),
     (["x", "--rule", "speculativ"], "unknown rule 'speculativ'; did you mean 'speculative'?"),
-    (["x", "--rule", "speculative,lenience=1"], "rule 'speculative' takes no options"),
+    (["x", "--rule", "speculative,lenience=0"], "lenience must be above 0 and at most 1, got 0"),
     (["x", "--drafter", "prompt-lokup"], "unknown drafter 'prompt-lokup'; did you mean 'prompt-lookup'?"),
     (["x", "--drafter", "prompt-lookup,max_ngrams=3"], "did you mean 'max_ngram'?"),
     (["x", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),

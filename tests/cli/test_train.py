@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
-from truedraft.cli import train
+from truedraft.cli import train_draft as train
 from truedraft.training import distill
 
 Run = Callable[..., Result]

@@ -18,6 +18,7 @@ from transformers.generation import (
 )
 
 from truedraft.core import laws as L
+from truedraft.core.removal import residual_of_candidates
 from truedraft.core.sampling import SamplingParams
 
 EXACT = 1e-12
@@ -370,12 +371,12 @@ def test_residual_of_a_candidate_is_that_of_a_one_hot_law(pair: tuple[list[float
     before = p.clone()
     candidate = torch.zeros_like(p)
     candidate[token] = 1.0
-    assert torch.equal(L.residual_of_candidate(p, token), L.residual(p, candidate))
+    assert torch.equal(residual_of_candidates(p, torch.tensor([token])), L.residual(p, candidate))
     assert torch.equal(p, before)
 
 
 def test_residual_of_the_only_token_is_the_law_itself() -> None:
-    assert L.residual_of_candidate(torch.tensor([0.0, 1.0, 0.0]), 1).tolist() == [0.0, 1.0, 0.0]
+    assert residual_of_candidates(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([1])).tolist() == [0.0, 1.0, 0.0]
 
 
 def test_without_everything_is_all_zeros() -> None:

@@ -143,3 +143,24 @@ def test_paths_by_hand() -> None:
     assert tree.token_list == [5, 7, 8, 6, 9]
     assert tree.shape.parents == (-1, 0, 0, -1, 1)
     assert TokenTree.from_paths([]).token_list == []
+
+
+def test_tokens_on_a_device_are_unknown_until_they_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truedraft.core.transfers.waits", lambda device: True)
+    for known in (
+        TokenTree.chain([4, 2]),
+        TokenTree.from_paths([[1], [2, 3]]),
+        TokenTree.empty(),
+        TokenTree.of_ids([7], chain_shape(1)),
+    ):
+        assert known.is_known
+        assert known.token_list == known.tokens.tolist()
+    tree = TokenTree.chain(torch.tensor([4, 2]))
+    assert not tree.is_known
+    tree.learn([4, 2])
+    assert tree.is_known
+    assert tree.token_list == [4, 2]
+    assert tree.path_tokens(1) == (4, 2)
+    waited = TokenTree.chain(torch.tensor([5]))
+    assert waited.token_list == [5]
+    assert waited.is_known

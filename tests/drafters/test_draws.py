@@ -134,3 +134,37 @@ def test_logits_are_left_as_they_were() -> None:
     for params in (GREEDY, SAMPLED, COUPLED, SamplingParams(temperature=1.0)):
         drawing_for(params, 2).draw(scores, params, nodes(2, 1, wants=True))
     assert torch.equal(scores, before)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, COUPLED], ids=["greedy", "sampled", "coupled"])
+def test_unseen_draws_are_the_first_of_those_that_are_looked_at(params: SamplingParams) -> None:
+    for seed in range(20):
+        scores, open_nodes = logits(3, seed), nodes(1, 1, 1)
+        seen, seen_laws = drawing_for(params, 1).draw(scores, params, open_nodes)
+        tokens, laws = drawing_for(params, 1).draw_unseen(scores, params, open_nodes)
+        assert [[token] for token in tokens.tolist()] == [child.tokens for child in seen]
+        assert tokens.dtype == torch.int64
+        assert (laws is None) == (seen_laws is None)
+        assert laws is None or (seen_laws is not None and torch.equal(laws, seen_laws))
+
+
+@pytest.mark.parametrize("params", [SAMPLED, COUPLED], ids=["sampled", "coupled"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_unseen_draw_without_a_law_is_drawn_from_one_that_is_one_hot(params: SamplingParams, bad: float) -> None:
+    scores, open_nodes = logits(3), nodes(1, 1, 1)
+    clean, clean_laws = drawing_for(params, 1).draw_unseen(scores, params, open_nodes)
+    scores[1] = bad
+    tokens, laws = drawing_for(params, 1).draw_unseen(scores, params, open_nodes)
+    assert laws is not None and clean_laws is not None
+    assert tokens.tolist() == [int(clean[0]), 0, int(clean[2])]
+    assert laws[1].tolist() == [1.0] + [0.0] * (VOCAB - 1)
+    assert torch.equal(laws[[0, 2]], clean_laws[[0, 2]])
+
+
+def test_an_unseen_greedy_draw_from_broken_logits_is_a_token() -> None:
+    scores = logits(2)
+    scores[0] = math.nan
+    tokens, laws = drawing_for(GREEDY, 1).draw_unseen(scores, GREEDY, nodes(1, 1))
+    assert laws is None
+    assert 0 <= int(tokens[0]) < VOCAB
+    assert int(tokens[1]) == int(scores[1].argmax())

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.tiny_models import FAMILIES, VOCAB, stock
 from truedraft.cache.slab import SlabCache
+from truedraft.core import transfers
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.models.base import Segment
 from truedraft.models.graphs import GraphBody
@@ -164,7 +165,7 @@ def test_addresses_stay_between_replays() -> None:
     forward = body._decoder.forward
 
     def watched(inputs: Inputs, slab: object) -> Outputs:
-        pointers = {inputs.tokens.data_ptr(), *(each.data_ptr() for each in numbers_of(inputs))}
+        pointers = {each.data_ptr() for each in numbers_of(inputs)}
         pointers |= {rows.data_ptr() for call in range(2) for rows in body.slab.rows(call)}
         pointers.add(body._decoder._rotary.table.data_ptr())
         pointers |= {layer.qkv.weight.data_ptr() for layer in body._decoder._layers}
@@ -185,7 +186,7 @@ def test_addresses_stay_between_replays() -> None:
 
 
 def numbers_of(inputs: Inputs) -> Iterator[Tensor]:
-    for name in ("source", "positions", "target", "wanted", "length", "until", "path", "first"):
+    for name in ("tokens", "source", "positions", "target", "wanted", "length", "until", "path", "first"):
         yield getattr(inputs.numbers, name)
 
 
@@ -286,13 +287,19 @@ def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str
     assert operations[0] == operations[1]
 
 
+@pytest.mark.parametrize("known", [True, False])
 @torch.inference_mode()
-def test_loading_copies_the_numbers_and_the_tokens_and_nothing_else() -> None:
+def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are where they belong in either case."""
+    monkeypatch.setattr(transfers, "waits", lambda device: not known)
     fixture = Fixture("mistral")
     body = fixture.bodies[0]
     caches = [fixture.filled(count) for count in (2, 12)]
+    texts = [fixture.drawn(7) for _ in caches]
     batch = SlabBatch.shared(
-        placed(*(Segment(cache, fixture.drawn(7), TREE, range(7)) for cache in caches)),
+        placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
         body.slab.capacity,
         body._decoder.patterns,
     )
@@ -300,7 +307,8 @@ def test_loading_copies_the_numbers_and_the_tokens_and_nothing_else() -> None:
     with Watch() as watch:
         inputs.load(batch)
     moving = [name for name, _ in watch.operations if name in ("copy_", "cat", "index_copy_", "index_put_", "fill_")]
-    assert moving == ["copy_", "cat"]
+    assert moving == (["copy_"] if known else ["copy_"] * 3)
+    assert inputs.numbers.tokens[:14].equal(torch.cat(texts))
 
 
 def test_waiting_is_noticed() -> None:

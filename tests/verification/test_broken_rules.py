@@ -42,8 +42,15 @@ class DrawsFromTarget(SpeculativeSampling):
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         return p
 
-    def rejected_candidate(self, p: Tensor, token: int) -> Tensor:
+    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
         return p
+
+
+class ForgetsWhatLeft(SpeculativeSampling):
+    """Judges each of several candidates as if those before it had not been rejected."""
+
+    def left_of_candidate(self, p_x: float, taken: float) -> float:
+        return p_x
 
 
 class RestsOnlyTheToken(SpeculativeSampling):
@@ -51,22 +58,21 @@ class RestsOnlyTheToken(SpeculativeSampling):
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         rest = p * (q < p)
-        return rest / rest.sum() if rest.sum() > 0 else p
+        mass = rest.sum(dim=-1, keepdim=True)
+        return torch.where(mass > 0, rest / mass, p)
 
 
 class RemovesWithoutScaling(SpeculativeSampling):
     """q is not renormalised after a removal."""
 
-    def removed(self, q: Tensor, token: int) -> Tensor:
-        rest = q.clone()
-        rest[token] = 0.0
-        return rest
+    def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
+        return q.scatter(-1, tokens, 0.0)
 
 
 class RemovesNothing(SpeculativeSampling):
     """Draws without replacement are judged as if they had been put back."""
 
-    def removed(self, q: Tensor, token: int) -> Tensor:
+    def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
         return q
 
 
@@ -143,10 +149,10 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
             return p
 
     class HidesRemoval(Hides):
-        def removed(self, q: Tensor, token: int) -> Tensor:
+        def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
             return q
 
-    for rule, plan in [(HidesAcceptance(), A1), (HidesResidual(), A1), (HidesRemoval(), W2)]:
+    for rule, plan in [(HidesAcceptance(), A1), (HidesResidual(), A1), (HidesRemoval(), W2), (ForgetsWhatLeft(), F2)]:
         world = build("hidden", 3, [plan])
         cases = every_proposal(world)
         gaps = [gap(law, kernel_law(rule, case)) for case, law in zip(cases, cell_laws(rule, cases), strict=True)]

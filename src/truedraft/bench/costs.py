@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from truedraft.bench.drafted_trees import size_trees
 from truedraft.bench.lineup import Lineup, draft_model
 from truedraft.bench.reading import read_size
 from truedraft.bench.summary import Memory
@@ -83,6 +84,8 @@ class MachineCosts:
 def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
     """Read bandwidth, the curve V of the target and the cost of each drafter: kept ones, else measured now.
 
+    Drafters whose number of nodes was left open get as many as V favours; the lineup's notes then say how many.
+
     Args:
         lineup: whose engines are to be predicted; they do not run meanwhile.
         params: sampling options of the benchmark; drawing is a part of what drafting costs.
@@ -102,6 +105,7 @@ def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *,
     measured.warnings += forwards.warnings
     measured.kept = forwards.kept
     measured.points = shown_points(forwards.value, lineup.target.context_length)
+    size_trees(lineup, forwards.value, params, refresh=refresh)
     for number, each in enumerate(lineup.ours):
         drafting = None
         if number:  # the first is plain decoding

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.bench.contestants import PLAIN, Contestant, OurEngine
 from truedraft.bench.peers import PeerSetup, peer_contestants
+from truedraft.drafters.base import Drafter
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.specs import from_spec
 from truedraft.engine import Engine
@@ -63,6 +64,7 @@ class Lineup:
         peers: contestants of other libraries.
         best_of: titles, each with the contestants of which only the best is shown.
         notes: what readers of a report should know, a sentence each.
+        batch: prompts answered together.
     """
 
     target: HuggingFaceModel
@@ -71,11 +73,20 @@ class Lineup:
     peers: list[Contestant] = field(default_factory=list)
     best_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    batch: int = 1
 
     @property
     def contestants(self) -> list[Contestant]:
         """All of them, plain decoding first."""
         return [*self.ours, *self.peers]
+
+    def redraft(self, contestant: OurEngine, drafter: Drafter) -> None:
+        """Let one of our engines draft with another drafter.
+
+        Raises:
+            CompositionError: the drafter does not fit.
+        """
+        contestant.engine = Engine(self.target, drafter, contestant.engine.rule, max_batch=_room(self.batch))
 
 
 def load_lineup(setup: LineupSetup) -> Lineup:
@@ -88,7 +99,7 @@ def load_lineup(setup: LineupSetup) -> Lineup:
     target = load_model(
         setup.model, dtype=setup.dtype, device=setup.device, pad_to=setup.pad_to, fast_paths=setup.fast_paths
     )
-    room = max(_LEAST_BATCH, setup.batch)
+    room = _room(setup.batch)
     ours = [OurEngine(PLAIN, Engine(target, max_batch=room))]
     for spec in setup.drafters:
         if spec == _NO_DRAFTER:
@@ -96,13 +107,19 @@ def load_lineup(setup: LineupSetup) -> Lineup:
         drafter = from_spec(spec, target)
         name = _short_name(drafter.name if spec == "auto" else spec, [each.name for each in ours])
         ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(setup.rule), max_batch=room)))
-    lineup = Lineup(target, rule.lossless, ours, notes=_dtype_notes(setup.dtype, target.dtype, target.device))
+    notes = _dtype_notes(setup.dtype, target.dtype, target.device)
+    lineup = Lineup(target, rule.lossless, ours, notes=notes, batch=setup.batch)
     for peer in setup.peers:
         brought = peer_contestants(peer, _peer_setup(setup, lineup))
         lineup.peers += brought.contestants
         lineup.best_of |= brought.best_of
         lineup.notes += brought.notes
     return lineup
+
+
+def _room(batch: int) -> int:
+    """Requests that an engine must have room for."""
+    return max(_LEAST_BATCH, batch)
 
 
 def draft_model(engine: Engine) -> LanguageModel | None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from truedraft.bench.drafted_trees import DraftedTree
 from truedraft.bench.plots import check_plotting, draw_all
 from truedraft.bench.record import Circumstances
 from truedraft.bench.report import markdown
 from truedraft.bench.rows import Row
 from truedraft.bench.summary import Summary
+from truedraft.bench.tree_picture import draw_drafted
 from truedraft.errors import DataError
 
 ROWS, RECORD, REPORT = "rows.jsonl", "record.json", "report.md"
@@ -85,8 +87,17 @@ class OutputFolder:
         costs: Sequence[Mapping[str, float]],
         notes: Sequence[str],
         record: Mapping[str, Any],
+        trees: Sequence[DraftedTree] = (),
     ) -> Path:
         """Write record, plots and report; returns the report's path.
+
+        Args:
+            summaries: of the contestants to show.
+            circumstances: of the run.
+            costs: points of the target's cost curve: rows, context, seconds.
+            notes: remarks, a sentence each.
+            record: the JSON object.
+            trees: that contestants drafted.
 
         Raises:
             DataError: a file cannot be written.
@@ -98,7 +109,8 @@ class OutputFolder:
             (self.folder / RECORD).write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
             pictures = draw_all(self.folder, summaries, costs, limit_s, circumstances.line())
             report = self.folder / REPORT
-            report.write_text(markdown(summaries, circumstances, pictures, notes), encoding="utf-8")
+            drawn = [(tree, draw_drafted(self.folder, tree, circumstances.line())) for tree in trees]
+            report.write_text(markdown(summaries, circumstances, pictures, notes, drawn), encoding="utf-8")
         except OSError as error:
             raise DataError(f"cannot write into {str(self.folder)!r}: {error.strerror or error}") from error
         return report

@@ -52,23 +52,23 @@ def draw_all(
     """
     drawn = []
     if summaries:
-        _save(_speed(summaries, under), folder / "speed")
+        save(_speed(summaries, under), folder / "speed")
         drawn.append("speed")
     if costs:
-        _save(_costs(costs, limit_s, under), folder / "cost")
+        save(_costs(costs, limit_s, under), folder / "cost")
         drawn.append("cost")
     if any(summary.acceptance_per_position for summary in summaries):
-        _save(_acceptance(summaries, under), folder / "acceptance")
+        save(_acceptance(summaries, under), folder / "acceptance")
         drawn.append("acceptance")
     return drawn
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    """A figure of its own, outside pyplot's global list, drawn without a display."""
+def figure_of(height: float, width: float = 8.0) -> tuple[Figure, Axes]:
+    """A figure of its own, in inches, outside pyplot's global list, drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_axisbelow(True)
@@ -79,7 +79,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
     """Horizontal bars in the order of the table: names are long, so they stand beside the bars."""
-    figure, axes = _figure(1.9 + 0.42 * len(summaries))
+    figure, axes = figure_of(1.9 + 0.42 * len(summaries))
     places = range(len(summaries))
     medians = [each.tokens_per_s.median for each in summaries]
     below = [each.tokens_per_s.median - each.tokens_per_s.low for each in summaries]
@@ -98,13 +98,13 @@ def _speed(summaries: Sequence[Summary], under: str) -> Figure:
     axes.set_xlim(0, 1.4 * max([each.tokens_per_s.high for each in summaries] + [1e-9]))
     axes.set_xlabel("tokens per second, prefill included: median over prompts, whiskers at the quartiles", fontsize=9)
     axes.xaxis.grid(True, color=_GRID, linewidth=0.8)
-    _title(figure, axes, "Speed by method", under)
+    title(figure, axes, "Speed by method", under)
     return figure
 
 
 def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str) -> Figure:
     """One line for each context: milliseconds of a forward by its number of tokens."""
-    figure, axes = _figure(4.6)
+    figure, axes = figure_of(4.6)
     contexts = sorted({point["context"] for point in costs})
     for number, context in enumerate(contexts):
         points = sorted((point["rows"], point["seconds"]) for point in costs if point["context"] == context)
@@ -129,13 +129,13 @@ def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: s
     axes.set_ylabel("milliseconds")
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.legend(edgecolor="none", framealpha=1.0)
-    _title(figure, axes, "Cost of k tokens in one forward", under)
+    title(figure, axes, "Cost of k tokens in one forward", under)
     return figure
 
 
 def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
     """One line for each drafter: accepted over tried at each drafted position."""
-    figure, axes = _figure(4.6)
+    figure, axes = figure_of(4.6)
     drafting = [each for each in summaries if each.acceptance_per_position]
     for number, each in enumerate(drafting):
         rates = each.acceptance_per_position
@@ -152,7 +152,7 @@ def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
     axes.set_ylabel("accepted / tried (those before it were accepted)")
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.legend(edgecolor="none", framealpha=1.0, loc="best")
-    _title(figure, axes, "Acceptance by position", under)
+    title(figure, axes, "Acceptance by position", under)
     return figure
 
 
@@ -162,11 +162,13 @@ def _under_later_lines(number: int, count: int) -> dict[str, Any]:
     return {"linewidth": 1.5 + 0.9 * later, "markersize": 6.0 + 1.8 * later}
 
 
-def _title(figure: Figure, axes: Axes, title: str, under: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+def title(figure: Figure, axes: Axes, heading: str, under: str) -> None:
+    """Write the heading above the axes, and the circumstances below the picture."""
+    axes.set_title(heading, loc="left", fontsize=12, fontweight="bold")
     figure.supxlabel(under, fontsize=7.5, color="#555555", wrap=True)
 
 
-def _save(figure: Figure, stem: Path) -> None:
+def save(figure: Figure, stem: Path) -> None:
+    """Write `stem`.png and `stem`.svg."""
     figure.savefig(stem.with_suffix(".png"), dpi=150)
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})

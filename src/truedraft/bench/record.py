@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.bench.contestants import PLAIN
+from truedraft.bench.drafted_trees import DraftedTree
 from truedraft.bench.summary import Ratio, Spread, Summary
 from truedraft.core.counters import Counters
 
@@ -37,6 +38,7 @@ class Circumstances:
         bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
         weight_bytes: bytes that a forward of the target reads; None where not known.
         machine: machine and versions.
+        lossless: whether the rule keeps the target's law.
     """
 
     model: str
@@ -59,11 +61,17 @@ class Circumstances:
     bandwidth: float | None
     weight_bytes: int | None
     machine: Mapping[str, Any]
+    lossless: bool = True
 
     @property
     def peers_agree(self) -> bool:
         """Whether peers should give the same tokens, up to rounding: they draw other random numbers."""
-        return self.must_agree and not self.sampling.get("temperature", 0.0)
+        return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
+
+    @property
+    def tells_identical(self) -> bool:
+        """Whether identical tokens of ours say something: they are promised, or a lossy rule alone may change them."""
+        return self.must_agree or self.peers_agree
 
     def line(self) -> str:
         """In one line, for the head of tables and under plots; with what a padded target's figures mean."""
@@ -78,6 +86,7 @@ class Circumstances:
             where,
             f"batch {self.batch}",
             how,
+            *([] if self.lossless else [f"lossy rule {self.rule}"]),
             prompts,
             f"at most {self.sampling.get('max_tokens')} tokens",
             runs,
@@ -87,7 +96,7 @@ class Circumstances:
 
     def of_a_row(self) -> dict[str, Any]:
         """What each row in the file of rows repeats, for it may be all that is left of a run."""
-        names = ("model", "pad_to", "note", "dtype", "device", "threads", "batch")
+        names = ("model", "pad_to", "note", "rule", "lossless", "dtype", "device", "threads", "batch")
         return {name: getattr(self, name) for name in names}
 
 
@@ -98,6 +107,7 @@ def bench_record(
     failures: Sequence[str],
     interrupted: bool,
     differences: Sequence[str] = (),
+    trees: Sequence[DraftedTree] = (),
 ) -> dict[str, Any]:
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
@@ -108,6 +118,7 @@ def bench_record(
         failures: what could not be answered.
         interrupted: whether Ctrl-C ended the run.
         differences: where tokens part that must not, a sentence each.
+        trees: that contestants drafted.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
@@ -122,6 +133,7 @@ def bench_record(
         "failures": list(failures),
         "contestants": [_summary_record(each, circumstances) for each in summaries],
         "costs": [dict(point) for point in costs],
+        "trees": [tree.as_dict() for tree in trees],
         **dataclasses.asdict(circumstances),
     }
 
@@ -139,6 +151,7 @@ def _all_identical(summary: Summary) -> bool | None:
 
 def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
     must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
+    told = must_agree or (summary.ours and circumstances.tells_identical)
     return {
         "name": summary.name,
         "note": circumstances.note,
@@ -165,8 +178,21 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "mbu": summary.mbu,
         "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
         "identical": _all_identical(summary) if must_agree else None,
-        "identical_groups": summary.identical_groups if must_agree else None,
-        "compared_groups": summary.compared_groups if must_agree else None,
+        "identical_groups": summary.identical_groups if told else None,
+        "compared_groups": summary.compared_groups if told else None,
+        "lossless": not summary.lossy if summary.ours else None,
+        **_divergence(summary.counters),
+    }
+
+
+def _divergence(counters: Counters | None) -> dict[str, float | None]:
+    """How far the laws of the emitted tokens were from the target's; null after a lossless rule, and for peers."""
+    known = Counters() if counters is None else counters
+    return {
+        "mean_total_variation": known.mean_total_variation,
+        "mean_kl": known.mean_kl,
+        "mean_total_variation_greedy": known.mean_total_variation_greedy,
+        "mean_kl_greedy": known.mean_kl_greedy,
     }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from truedraft.bench.drafted_trees import DraftedTree
 from truedraft.bench.record import Circumstances
 from truedraft.bench.summary import Summary
-from truedraft.bench.table import TextTable, all_tables
+from truedraft.bench.table import TextTable, all_tables, tree_table
 
 _LIBRARIES = ("truedraft", "torch", "transformers", "python")
 _KEPT = "kept from an earlier run; shares and predictions suffer if the machine was busier then, or is now"
@@ -37,6 +38,17 @@ _MEANINGS = """\
   processor's caches may be read faster than memory.
 - *accepted at k*: how often the k-th drafted token was accepted, of the times that those before it were.
 """
+_LOSSY = """\
+- *lossy*: a rule that does not keep the target's law. *total variation* and *KL* are the mean distances between the law
+  of an emitted token, given the text before it, and the target's law there (at temperature 0: that at temperature 1),
+  over all emitted tokens; *of greedy* is what taking the likeliest token at the same places would have.
+"""
+_PROMISE = """\
+*promised*: tokens per target call that the tree was counted to bring on held-out text of the target, walked as decoding
+walks; *if independent*: what the heads' accuracies alone would promise, as if they did not err together. Neither looked
+at this run. In the pictures a node's number is the rank of the head's guess, its colour and size how often it was
+accepted on the counting text.
+"""
 
 
 def markdown(
@@ -44,6 +56,7 @@ def markdown(
     circumstances: Circumstances,
     pictures: Sequence[str],
     notes: Sequence[str],
+    trees: Sequence[tuple[DraftedTree, str]] = (),
 ) -> str:
     """The report.
 
@@ -52,6 +65,7 @@ def markdown(
         circumstances: of the run.
         pictures: names of pictures that lie beside the report as PNG and SVG, without suffix.
         notes: remarks, a sentence each.
+        trees: that contestants drafted, each with the name of its picture.
     """
     parts = [
         "# Benchmark",
@@ -61,7 +75,11 @@ def markdown(
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n\n{_CAPTIONS[name]}" for name in pictures]
-    parts += ["## How to read it", _MEANINGS.rstrip(), "## Where it was run", _where(circumstances)]
+    if trees:
+        parts += ["## Token trees", _table(tree_table([tree for tree, _ in trees])), _PROMISE.rstrip()]
+        parts += [f"![The token tree of {tree.contestant}]({name}.svg)" for tree, name in trees]
+    meanings = _MEANINGS + ("" if circumstances.lossless else _LOSSY)
+    parts += ["## How to read it", meanings.rstrip(), "## Where it was run", _where(circumstances)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -83,7 +101,7 @@ def _where(circumstances: Circumstances) -> str:
             f"{name} {value}" for name, value in circumstances.sampling.items() if value not in ((), "")
         ),
         "drafters": ", ".join(circumstances.drafters) or "none",
-        "rule": circumstances.rule,
+        "rule": circumstances.rule if circumstances.lossless else f"{circumstances.rule} (lossy)",
         "cost curves": _KEPT if circumstances.costs_kept else "measured right before this run",
     }
     if circumstances.bandwidth is not None:

@@ -126,6 +126,11 @@ class Summary:
     compared_groups: int
 
     @property
+    def lossy(self) -> bool:
+        """Whether a lossy rule judged; its counters then say how far it was from the target's law."""
+        return self.counters is not None and self.counters.divergence is not None
+
+    @property
     def acceptance_per_position(self) -> tuple[float, ...]:
         """Accepted over tried for the k-th drafted token, k from 1; positions that were never tried end it."""
         if self.counters is None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from truedraft.bench.contestants import PLAIN
+from truedraft.bench.drafted_trees import DraftedTree
 from truedraft.bench.record import Circumstances
 from truedraft.bench.summary import Summary
+from truedraft.core.counters import Counters
 
 _MISSING = "-"
 _SHOWN_POSITIONS = 8
@@ -33,8 +35,8 @@ Column = tuple[str, Callable[[Summary], str]]
 def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> list[TextTable]:
     """Those of a report, in order; what a padded target's figures mean stands at the head of each."""
     corner = "" if circumstances.note is None else circumstances.note.partition(" (")[0].replace(", ", ",\n")
-    speeds = speed_table(summaries, circumstances.must_agree, circumstances.peers_agree)
-    tables = [speeds, time_table(summaries), acceptance_table(summaries)]
+    speeds = speed_table(summaries, circumstances.tells_identical, circumstances.peers_agree)
+    tables = [speeds, divergence_table(summaries), time_table(summaries), acceptance_table(summaries)]
     return [TextTable((corner, *table.headings[1:]), table.rows) for table in tables if table.rows]
 
 
@@ -43,7 +45,7 @@ def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: boo
 
     Args:
         summaries: rows.
-        must_agree: whether our contestants' tokens are to be compared.
+        must_agree: whether our contestants' tokens are to be compared: they must be those, or a lossy rule is why not.
         peers_agree: whether those of peers are as well.
     """
     columns: list[Column] = [
@@ -57,6 +59,21 @@ def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: boo
     if must_agree:
         columns.append(("identical", lambda each: _identical(each) if each.ours or peers_agree else _MISSING))
     return _table(columns, summaries)
+
+
+def divergence_table(summaries: Sequence[Summary]) -> TextTable:
+    """What a lossy rule gave up: means over its emitted tokens; rows for those that it judged."""
+    columns: list[Column] = [
+        ("total\nvariation", lambda each: _number(_counters(each).mean_total_variation, 3)),
+        ("KL,\nnats", lambda each: _number(_counters(each).mean_kl, 3)),
+        ("the same\nof greedy", lambda each: _number(_counters(each).mean_total_variation_greedy, 3)),
+        ("KL\nof greedy", lambda each: _number(_counters(each).mean_kl_greedy, 3)),
+    ]
+    return _table(columns, [each for each in summaries if each.lossy])
+
+
+def _counters(summary: Summary) -> Counters:
+    return Counters() if summary.counters is None else summary.counters
 
 
 def time_table(summaries: Sequence[Summary]) -> TextTable:
@@ -85,14 +102,35 @@ def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
     return _table(columns, drafting)
 
 
+def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
+    """What each token tree promised, and what it brought: tokens per target call."""
+    headings = ("", "nodes", "promised", "if\nindependent", "measured", "measured/\npromised")
+    rows = tuple(
+        (
+            each.contestant,
+            str(len(each.tree)),
+            _number(each.promised, 2),
+            _number(each.product, 2),
+            _number(each.measured, 2),
+            _number(each.measured_over_promised, 2),
+        )
+        for each in trees
+    )
+    return TextTable(headings, rows)
+
+
 def _accepted_at(place: int, summary: Summary) -> str:
     rates = summary.acceptance_per_position
     return _number(rates[place] if place < len(rates) else None, 2)
 
 
 def _table(columns: Sequence[Column], summaries: Sequence[Summary]) -> TextTable:
-    rows = tuple((each.name, *(cell(each) for _, cell in columns)) for each in summaries)
+    rows = tuple((_marked(each), *(cell(each) for _, cell in columns)) for each in summaries)
     return TextTable(("", *(heading for heading, _ in columns)), rows)
+
+
+def _marked(summary: Summary) -> str:
+    return f"{summary.name} (lossy)" if summary.lossy else summary.name
 
 
 def _identical(summary: Summary) -> str:

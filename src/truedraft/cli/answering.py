@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Engine
 
-_BATCH = 8
+BATCH = 8
+"""Prompts that are answered together."""
 
 
 @dataclass(slots=True)
@@ -67,8 +68,8 @@ def answer_many(
     started = time.perf_counter()
     try:
         with terminal.progress("answering", len(prompts), beside_output=True) as progress:
-            for first in range(0, len(prompts), _BATCH):
-                batch = prompts[first : first + _BATCH]
+            for first in range(0, len(prompts), BATCH):
+                batch = prompts[first : first + BATCH]
                 answers = engine.generate(cast("list[str]", [each.prompt for each in batch]), params)
                 for prompt, answer in zip(batch, answers, strict=True):
                     answered.names.append(prompt.name)

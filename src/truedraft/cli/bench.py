@@ -140,9 +140,11 @@ def bench(
 
 def _run(setup: LineupSetup, threads: int | None, params: SamplingParams, task: _Task) -> int:
     from truedraft.bench.output import OutputFolder
+    from truedraft.cli.lossy import check_rule
     from truedraft.cli.session import as_chat, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
 
+    check_rule(setup.rule, params)
     terminal = Terminal()
     set_name, prompts = _prompts(task)
     set_threads(threads)
@@ -280,6 +282,7 @@ def _circumstances(
         bandwidth=measured.bandwidth,
         weight_bytes=target.weight_bytes or None,
         machine=machine,
+        lossless=lineup.lossless,
     )
 
 
@@ -294,6 +297,7 @@ def _tell(
     terminal: Terminal,
 ) -> int:
     """Print and write what was measured; the exit status."""
+    from truedraft.bench.drafted_trees import drafted_trees
     from truedraft.bench.record import bench_record
     from truedraft.bench.summary import shown, summarise
     from truedraft.cli.bench_tables import differences, disturbance, print_summaries
@@ -302,7 +306,10 @@ def _tell(
     ours = [each.name for each in lineup.ours]
     summaries = summarise(results.rows, names, ours, measured.memory(lineup))
     parted = differences(lineup, results, groups, circumstances)
-    record = bench_record(summaries, circumstances, measured.points, results.failures, results.interrupted, parted)
+    trees = drafted_trees(lineup, summaries, SamplingParams(**circumstances.sampling))
+    record = bench_record(
+        summaries, circumstances, measured.points, results.failures, results.interrupted, parted, trees
+    )
     best, notes = shown(summaries, lineup.best_of)
     notes = [*lineup.notes, *notes, *parted, *disturbance(results, circumstances.device)]
     wrong = [f"error: {failure}" for failure in results.failures]
@@ -314,9 +321,9 @@ def _tell(
     for each in wrong:
         say(each)
     if best:
-        print_summaries(best, circumstances, notes, terminal)
+        print_summaries(best, circumstances, [*notes, *(tree.describe() for tree in trees)], terminal)
     if folder is not None:
-        report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record)
+        report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record, trees)
         terminal.note(f"report: {report}")
     if task.json:
         terminal.json(record)

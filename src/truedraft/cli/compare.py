@@ -109,7 +109,7 @@ def _measure(
     plain: Engine, engine: Engine, prompt: NamedPrompt, params: SamplingParams, orders: Sequence[bool]
 ) -> Pair:
     pair = Pair(prompt.name, *measure(plain, engine, prompt.prompt, params, orders))
-    if pair.same_tokens or not must_agree(params):
+    if pair.same_tokens or not must_agree(engine, params):
         return pair
     first = pair.plain.token_ids
     runs = (*pair.speculative.answers, *pair.plain.answers)
@@ -117,9 +117,9 @@ def _measure(
     return dataclasses.replace(pair, difference=find_difference(engine.target, prompt.prompt, first, other))
 
 
-def must_agree(params: SamplingParams) -> bool:
+def must_agree(engine: Engine, params: SamplingParams) -> bool:
     """Whether plain and speculative tokens are promised to be the same."""
-    return params.greedy or params.coupled
+    return engine.rule.lossless and (params.greedy or params.coupled)
 
 
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:

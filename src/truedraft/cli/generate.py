@@ -74,11 +74,15 @@ def generate(
 
 
 def _run(setup: Setup, prompts: Sequence[NamedPrompt], params: SamplingParams, wishes: _Wishes) -> int:
+    from truedraft.cli.answering import BATCH
+    from truedraft.cli.lossy import check_rule
     from truedraft.cli.session import as_chat, load_engine
     from truedraft.cli.terminal import Terminal
 
+    check_rule(setup.rule, params)
     terminal = Terminal()
-    engine = load_engine(setup, terminal.err)
+    together = 1 if wishes.compare else min(len(prompts), BATCH)
+    engine = load_engine(setup, terminal.err, params, together)
     if wishes.chat:
         prompts = as_chat(engine.target, prompts)
     run = _compare if wishes.compare else _answer
@@ -128,7 +132,9 @@ def _compare(
         measured = compare_one(engine, prompts[0], params, terminal, wishes.show_drafts)
     else:
         measured = compare_many(engine, prompts, params, terminal)
-    comparison = Comparison(measured.pairs, must_agree(params)) if measured.pairs else None
+    comparison = None
+    if measured.pairs:
+        comparison = Comparison(measured.pairs, must_agree(engine, params), engine.rule.lossless)
     _remarks([pair.speculative.answers[0] for pair in measured.pairs], wishes, terminal)
     status = measured.status(comparison)
     if status == INTERRUPTED:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as json_
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE
-from truedraft.embedded import embedded_folder, embedded_names
+from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
 from truedraft.errors import ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def info(json: opt.Json = False) -> int:
 
     terminal = Terminal()
     facts = machine_facts()
-    models = [_embedded(name) for name in embedded_names()]
+    models = [_embedded(name, embedded_folder) for name in embedded_names()]
+    models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
     paths = _fast_paths() if models[0]["installed"] else None
     native = _native_forward(facts["dtype_auto"])
     _print(terminal, facts, models, paths, native)
@@ -47,9 +49,9 @@ def _native_forward(dtype: str) -> str:
     return built(pick_dtype(dtype, pick_device("cpu"))).reason or "compiled for this machine"
 
 
-def _embedded(name: str) -> dict[str, Any]:
+def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
     try:
-        folder = embedded_folder(name)
+        folder = folder_of(name)
     except ModelNotFoundError:
         return {"name": f"embedded:{name}", "installed": False}
     weights = sorted(folder.glob("*.safetensors"))

@@ -95,11 +95,13 @@ class Comparison:
 
     Attributes:
         pairs: at least one.
-        must_agree: whether the tokens are promised to be identical (temperature 0, or coupled).
+        must_agree: whether the tokens are promised to be identical (temperature 0, or coupled, and a lossless rule).
+        lossless: whether the rule keeps the target's law.
     """
 
     pairs: Sequence[Pair]
     must_agree: bool
+    lossless: bool = True
 
     @property
     def identical_prompts(self) -> int:
@@ -108,7 +110,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool | None:
-        """Whether all prompts did; None where only the law is the same."""
+        """Whether all prompts did; None where that is not promised: the law alone is the same, or not even that."""
         return self.identical_prompts == len(self.pairs) if self.must_agree else None
 
     @property
@@ -176,10 +178,14 @@ def decode_tokens_per_s(answer: Answer) -> float:
 
 
 def counts_dict(stats: Counters) -> dict[str, Any]:
-    """Counts and the rates that follow from them, for the JSON record."""
+    """Counts and the rates that follow from them, for the JSON record; divergences are null after a lossless rule."""
     rates = {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "mean_total_variation": stats.mean_total_variation,
+        "mean_kl": stats.mean_kl,
+        "mean_total_variation_greedy": stats.mean_total_variation_greedy,
+        "mean_kl_greedy": stats.mean_kl_greedy,
     }
     return dataclasses.asdict(stats) | rates
 

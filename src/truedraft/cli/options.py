@@ -48,7 +48,13 @@ Drafter: TypeAlias = Annotated[
 ]
 RuleWord: TypeAlias = Annotated[
     str,
-    option("--rule", "The rule that judges drafted tokens; speculative keeps the target's law exactly.", _MODEL, "R"),
+    option(
+        "--rule",
+        "speculative keeps the target's law exactly. Lossy ones, by name: speculative,lenience=L with L below 1, or "
+        "typical[,epsilon=0.09][,delta=0.3].",
+        _MODEL,
+        "R",
+    ),
 ]
 
 MaxTokens: TypeAlias = Annotated[int, option("--max-tokens", "The most new tokens to write.", _ANSWER, "N")]

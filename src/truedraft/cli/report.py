@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from truedraft.cli.lossy import divergence_words
 from truedraft.cli.machine import machine_facts
 from truedraft.cli.measure import Comparison, Pair, counts_dict, decode_tokens_per_s, emitted, tokens_per_s
 from truedraft.core.counters import Counters
@@ -45,6 +46,9 @@ def print_comparison(
     else:
         terminal.out.print(f"speed-up: {comparison.speedup:.2f}")
     terminal.out.print(_verdict(comparison))
+    if not comparison.lossless:
+        words = divergence_words(sum((pair.speculative.stats for pair in comparison.pairs), Counters()))
+        terminal.out.print(f"lossy rule {engine.rule.spec}: {words}", soft_wrap=True)
     for pair in [pair for pair in comparison.pairs if pair.difference is not None][:_SHOWN_DIFFERENCES]:
         assert pair.difference is not None
         terminal.out.print(f"  prompt {pair.name} {pair.difference.describe()}", soft_wrap=True)
@@ -61,6 +65,8 @@ def _circumstances(engine: Engine, drafter: str, params: SamplingParams, prompts
     threads = torch.get_num_threads()
     where = device if device != "cpu" else f"{threads} thread{'s' if threads > 1 else ''}"
     how = "greedy" if params.greedy else f"temperature {params.temperature:g}, seed {params.seed}"
+    if not engine.rule.lossless:
+        how = f"lossy rule {engine.rule.spec}, {how}"
     what = f"{prompts} prompts, one run each way" if prompts > 1 else f"medians of {runs} runs each way"
     dtype = str(target.dtype).removeprefix("torch.")
     note = target.note
@@ -92,6 +98,8 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _verdict(comparison: Comparison) -> str:
+    if not comparison.lossless:
+        return f"lossy: {comparison.identical_prompts} of {len(comparison.pairs)} answers identical to plain decoding"
     if comparison.identical is None:
         return "same law; tokens differ"
     word = "yes" if comparison.identical else "no"
@@ -111,6 +119,8 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, params: SamplingPara
     if stats.draft_tokens:
         parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
         parts.append(f"acceptance rate {stats.draft_acceptance_rate:.2f}")
+    if stats.divergence is not None:
+        parts.append(f"lossy: {divergence_words(stats)}")
     if not params.greedy:
         parts.append(f"seed {params.seed}")
     if len(answers) == 1:
@@ -125,7 +135,7 @@ def comparison_record(comparison: Comparison, runs: int) -> dict[str, Any]:
         "tokens_per_s": speculative["tokens_per_s"],
         "speedup": comparison.speedup,
         "identical": comparison.identical,
-        "identical_prompts": comparison.identical_prompts if comparison.must_agree else None,
+        "identical_prompts": comparison.identical_prompts if _is_told(comparison) else None,
         "speedup_min": min(comparison.speedups),
         "speedup_max": max(comparison.speedups),
         "share_faster": comparison.share_faster,
@@ -133,18 +143,23 @@ def comparison_record(comparison: Comparison, runs: int) -> dict[str, Any]:
         "runs": runs,
         "plain": comparison.total(lambda pair: pair.plain),
         "speculative": speculative,
-        "prompts": [_pair_record(pair, comparison.must_agree) for pair in comparison.pairs],
+        "prompts": [_pair_record(pair, _is_told(comparison)) for pair in comparison.pairs],
     }
 
 
-def _pair_record(pair: Pair, must_agree: bool) -> dict[str, Any]:
+def _is_told(comparison: Comparison) -> bool:
+    """Whether identical tokens say something: they are promised, or a lossy rule may be why they differ."""
+    return comparison.must_agree or not comparison.lossless
+
+
+def _pair_record(pair: Pair, tell_identical: bool) -> dict[str, Any]:
     answer = pair.speculative.answers[0]
     return {
         "id": pair.name,
         "prompt_tokens": answer.prompt_tokens,
         "finish_reason": answer.finish_reason,
         "speedup": pair.speedup,
-        "identical": pair.same_tokens if must_agree else None,
+        "identical": pair.same_tokens if tell_identical else None,
         "difference": None if pair.difference is None else pair.difference.as_dict(),
         "repeated_8grams": pair.repeated_8grams,
         "plain": pair.plain.as_dict(),
@@ -189,7 +204,8 @@ def circumstances_record(engine: Engine, setup: Setup, params: SamplingParams) -
         "note": target.note,
         "drafter": setup.drafter,
         "drafter_kind": engine.drafter.name,
-        "rule": engine.rule.name,
+        "rule": engine.rule.spec,
+        "lossless": engine.rule.lossless,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "fast_paths": list(target.fast_paths),

@@ -56,26 +56,43 @@ def _as_typed(message: str) -> str:
     return f"--{name.replace('_', '-')} {rest}" if name in known else message
 
 
-def load_engine(setup: Setup, console: Console) -> Engine:
+def load_engine(setup: Setup, console: Console, params: SamplingParams | None = None, requests: int = 1) -> Engine:
     """Load the target and compose it with drafter and rule.
+
+    A drafter with a counted tree whose number of nodes was left open gets as many as pay on this machine, and a line
+    on the console says so.
+
+    Args:
+        setup: what was typed.
+        console: shows what is being waited for.
+        params: of the requests to come; None is greedy.
+        requests: that will be answered together.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
     """
     from truedraft.verification.specs import rule_from_spec
 
-    with waiting(console, f"loading {setup.model}"):
+    with waiting(console, f"loading {setup.model}") as tell:
         rule = rule_from_spec(setup.rule)
         set_threads(setup.threads)
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
         from truedraft.models.loading import load_model
+        from truedraft.planning import sized
 
         with quiet_hub():
             target = load_model(
                 setup.model, dtype=setup.dtype, device=setup.device, pad_to=setup.pad_to, fast_paths=setup.fast_paths
             )
-            return Engine(target, from_spec(setup.drafter, target), rule)
+            drafter = from_spec(setup.drafter, target)
+        tell("measuring how many drafted nodes pay on this machine")
+        drafter, budget = sized(drafter, target, params, requests=requests)
+        engine = Engine(target, drafter, rule)
+    if budget is not None:
+        for line in (*(f"warning: {warning}" for warning in budget.warnings), f"{drafter.name}: {budget.describe()}"):
+            console.print(line, style="dim", soft_wrap=True)
+    return engine
 
 
 def set_threads(threads: int | None) -> None:

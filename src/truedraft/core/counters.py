@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from truedraft.core.divergence import Divergence
 
 
 @dataclass(slots=True)
@@ -19,6 +22,8 @@ class Counters:
         prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
         tried_per_position: how often a path reached the k-th drafted position.
+        divergence: how far the emitted tokens' laws were from the target's, where a lossy rule judged; None where
+            every token was emitted losslessly.
     """
 
     target_calls: int = 0
@@ -29,6 +34,7 @@ class Counters:
     prefill_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     tried_per_position: list[int] = field(default_factory=list)
+    divergence: Divergence | None = None
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -39,6 +45,30 @@ class Counters:
     def draft_acceptance_rate(self) -> float:
         """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def mean_total_variation(self) -> float | None:
+        """Between the law of an emitted token and the target's, over the tokens of lossy rules; None without any."""
+        return self._mean(lambda sums: sums.total_variation)
+
+    @property
+    def mean_kl(self) -> float | None:
+        """KL(law of an emitted token || target's law) in nats, likewise."""
+        return self._mean(lambda sums: sums.kl)
+
+    @property
+    def mean_total_variation_greedy(self) -> float | None:
+        """What greedy decoding would have at the same places: the mean of 1 - max p."""
+        return self._mean(lambda sums: sums.total_variation_greedy)
+
+    @property
+    def mean_kl_greedy(self) -> float | None:
+        """What greedy decoding would have at the same places, in nats: the mean of -log max p."""
+        return self._mean(lambda sums: sums.kl_greedy)
+
+    def _mean(self, of: Callable[[Divergence], float]) -> float | None:
+        sums = self.divergence
+        return of(sums) / sums.tokens if sums is not None and sums.tokens else None
 
     def count_call(self, nodes: int, depth: int, accepted: int, emitted: int, *, rejected: bool) -> None:
         """Count one target call.
@@ -72,6 +102,7 @@ class Counters:
             self.prefill_tokens + other.prefill_tokens,
             _sum(self.accepted_per_position, other.accepted_per_position),
             _sum(self.tried_per_position, other.tried_per_position),
+            _sum_known(self.divergence, other.divergence),
         )
 
 
@@ -82,3 +113,9 @@ def _grow(counts: list[int], length: int) -> None:
 def _sum(left: list[int], right: list[int]) -> list[int]:
     length = max(len(left), len(right))
     return [sum(counts[i] for counts in (left, right) if i < len(counts)) for i in range(length)]
+
+
+def _sum_known(left: Divergence | None, right: Divergence | None) -> Divergence | None:
+    if left is None or right is None:
+        return left or right
+    return left + right

@@ -116,13 +116,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return _scaled((p - q).clamp_min_(0.0), p)
 
 
-def residual_of_candidate(p: Tensor, token: int) -> Tensor:
-    """`residual` of a target law `[vocab]` with q one-hot at `token`."""
-    rest = p.clone()
-    rest[token] = 0.0
-    return _scaled(rest, p)
-
-
 def without(law: Tensor, token: int) -> Tensor:
     """A law `[vocab]` with one token removed and renormalised; all zeros when nothing else had mass."""
     rest = law.clone()

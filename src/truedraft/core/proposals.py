@@ -120,7 +120,8 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
     """Merge proposals for one request into one tree; at each slot the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is
-    judged. Exact, because whether a draw exists depends only on tokens above it (DESIGN section 2).
+    judged. Exact, because whether a draw exists depends only on tokens above it (DESIGN section 2). Which nodes are
+    equal depends on the tokens, so those of proposals on a device are waited for.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name
     it, and its children 1 = 7 and 2 = 8.
@@ -153,5 +154,5 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
         if proposal.laws is not None:
             laws.append(proposal.laws)
             first_law += proposal.laws.shape[0]
-    tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
+    tree = TokenTree.of_ids(tokens, TreeShape(tuple(parents)))
     return Proposal(tree, tuple(map(tuple, draws)), torch.cat(laws) if laws else None)

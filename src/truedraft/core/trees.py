@@ -14,6 +14,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -101,6 +103,8 @@ def chain_shape(length: int) -> TreeShape:
 class TokenTree:
     """Drafted tokens and how they hang together.
 
+    The tokens may lie on a device and be unknown to the host until the step reads them, all at once, by `learn`.
+
     Attributes:
         tokens: `[nodes]`, int64.
         shape: parents of the nodes.
@@ -113,12 +117,15 @@ class TokenTree:
     def chain(cls, tokens: Tensor | Sequence[int]) -> TokenTree:
         """A tree with one path."""
         ids = torch.as_tensor(tokens, dtype=torch.int64)
-        return cls(ids, chain_shape(ids.shape[0]))
+        tree = cls(ids, chain_shape(ids.shape[0]))
+        if not isinstance(tokens, Tensor):
+            tree.learn([int(token) for token in tokens])
+        return tree
 
     @classmethod
     def empty(cls) -> TokenTree:
         """No nodes: plain decoding."""
-        return cls(torch.zeros(0, dtype=torch.int64), chain_shape(0))
+        return cls.of_ids([], chain_shape(0))
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TokenTree:
@@ -135,7 +142,14 @@ class TokenTree:
                     tokens.append(token)
                     parents.append(node)
                 node = child
-        return cls(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
+        return cls.of_ids(tokens, TreeShape(tuple(parents)))
+
+    @classmethod
+    def of_ids(cls, ids: Sequence[int], shape: TreeShape) -> TokenTree:
+        """A tree of tokens that the host knows."""
+        tree = cls(torch.tensor(ids, dtype=torch.int64), shape)
+        tree.learn(ids)
+        return tree
 
     def __len__(self) -> int:
         """Number of nodes."""
@@ -143,9 +157,18 @@ class TokenTree:
 
     @cached_property
     def token_list(self) -> list[int]:
-        """The tokens on the host."""
+        """The tokens on the host; reading them from a device waits for it, unless they were learned."""
         ids: list[int] = self.tokens.tolist()
         return ids
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `token_list` is there without waiting for a device."""
+        return "token_list" in self.__dict__ or not transfers.waits(self.tokens.device)
+
+    def learn(self, ids: Sequence[int]) -> None:
+        """Take note of what the tokens are, for `token_list`: the numbers in `tokens`, read elsewhere."""
+        self.__dict__["token_list"] = list(ids)  # where cached_property would keep it; nothing else changes
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -14,10 +11,10 @@ from torch import Tensor
 from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, TreeShape, chain_shape
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.trees import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
+from truedraft.drafters.growing import Growing, draw_level, growing
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel, Segment
 
@@ -28,7 +25,9 @@ class DraftModel(Drafter):
     """Drafts with a smaller model that shares the target's tokenizer (Leviathan et al. 2211.17192).
 
     A level of the tree is one packed forward over the nodes of the level above, for all requests at once. A chain
-    is the tree with one draw at each node.
+    is the tree with one draw at each node. On a device, the host does not wait for a chain while it is drafted; it
+    waits once for each level of a tree with several draws at a node, or with `min_probability`, for their shapes
+    depend on what was drawn.
 
     Args:
         model: the draft model.
@@ -93,19 +92,19 @@ class DraftModel(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Catch up with the tokens emitted since the last proposal, then draw level by level."""
-        growing = [
-            _Growing(self._states[request.id], request, self._within(budget, request), each, self.branching)
+        trees = [
+            growing(self._states[request.id], request, self._within(budget, request), each, self.branching, self.model)
             for request, budget, each in zip(batch, budgets, noise, strict=True)
         ]
-        level = [tree for tree in growing if not tree.budget.is_zero]
+        level = [tree for tree in trees if not tree.budget.is_zero]
         for tree in level:
             # A step that failed half-way may have left more in the cache than was committed.
             tree.cache.rollback(min(tree.cache.length, len(tree.request.tokens) - 1))
         logits = self._catch_up(level) if level else None
         while logits is not None:
-            level = _draw_level(level, logits)
+            level = draw_level(level, logits)
             logits = self._forward_level(level) if level else None
-        return [tree.proposal() for tree in growing]
+        return [tree.proposal() for tree in trees]
 
     def _within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget cut to the options, and to what fits the draft model's own context."""
@@ -117,33 +116,31 @@ class DraftModel(Drafter):
             max(budget.min_probability, self.limits.min_probability),
         )
 
-    def _catch_up(self, growing: Sequence[_Growing]) -> Tensor:
+    def _catch_up(self, trees: Sequence[Growing]) -> Tensor:
         """Feed the committed tokens that the draft has not seen; logits `[requests, vocab]` at the last of each.
 
         After full acceptance these are two: the last drafted token was never fed. A long prompt is fed in parts;
         the last token of every request waits for the last forward, so that all logits come out together.
         """
         while True:
-            last = all(tree.missed <= _PREFILL_TOKENS for tree in growing)
+            last = all(tree.missed <= _PREFILL_TOKENS for tree in trees)
             segments = []
-            for tree in growing:
+            for tree in trees:
                 ids = tree.request.tokens[tree.cache.length :][:_PREFILL_TOKENS]
                 if not last and len(ids) == tree.missed:
                     ids = ids[:-1]
                 if ids:
-                    tokens = torch.tensor(ids, device=self.model.device)
                     rows = (len(ids) - 1,) if last else ()
-                    segments.append(Segment(tree.cache, tokens, chain_shape(len(ids)), rows))
+                    segments.append(Segment(tree.cache, torch.tensor(ids), chain_shape(len(ids)), rows))
             output = self.model.forward(segments)
             for segment in segments:
                 segment.cache.commit(range(len(segment.shape)))
             if last:
                 return output.logits
 
-    def _forward_level(self, growing: Sequence[_Growing]) -> Tensor:
+    def _forward_level(self, trees: Sequence[Growing]) -> Tensor:
         """Feed the nodes that were drawn last; logits `[nodes, vocab]`."""
-        segments = [tree.segment(self.model.device) for tree in growing]
-        return self.model.forward(segments).logits
+        return self.model.forward([tree.segment() for tree in trees]).logits
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the accepted path of the draft's own tree; its last level was never fed, so it cannot be kept."""
@@ -156,109 +153,3 @@ class DraftModel(Drafter):
         cache = self._states.pop(request.id, None)
         if cache is not None:
             self.model.release_cache(cache)
-
-
-@dataclass(slots=True)
-class _Growing:
-    """A tree being drawn for one request. Nodes are numbered level by level."""
-
-    cache: RequestCache
-    request: DraftRequest
-    budget: Budget
-    noise: Noise
-    branching: Sequence[int]
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    draws: dict[int, tuple[Draw, ...]] = field(default_factory=dict)  # by slot
-    laws: list[Tensor] = field(default_factory=list)
-    law_rows: int = 0
-    open: list[int] = field(default_factory=lambda: [-1])  # nodes whose children are drawn next; -1 is the root
-    depth: int = 0
-    fed: int = 0
-
-    @property
-    def missed(self) -> int:
-        """Committed tokens that the draft has not seen."""
-        return len(self.request.tokens) - self.cache.length
-
-    def open_nodes(self) -> list[OpenNode]:
-        """What is drawn next; the node budget cuts by order, so before anything is drawn."""
-        width = min(self.branching[self.depth], self.budget.width)
-        left = self.budget.nodes - len(self.tokens)
-        wants = self.budget.min_probability > 0.0
-        nodes = []
-        for number in range(len(self.open)):
-            index = len(self.tokens) + number * width
-            nodes.append(OpenNode(self.noise, self.depth, index, max(0, min(width, left - number * width)), wants))
-        return nodes
-
-    def add(self, children: Sequence[DrawnChildren], kind: DrawKind, laws: Tensor | None) -> None:
-        """Hang drawn children below the open nodes; those that may grow become open."""
-        first_law = self.law_rows
-        if laws is not None:
-            self.laws.append(laws)
-            self.law_rows += len(laws)
-        opened: list[int] = []
-        for row, (parent, drawn) in enumerate(zip(self.open, children, strict=True)):
-            draws = []
-            for token, probability in zip(drawn.tokens, drawn.probabilities, strict=True):
-                node = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(parent)
-                draws.append(Draw(node, -1 if laws is None else first_law + row, kind))
-                # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
-                if probability >= self.budget.min_probability:
-                    opened.append(node)
-            self.draws[parent + 1] = tuple(draws)
-        self.depth += 1
-        grows = self.depth < self.budget.depth and len(self.tokens) < self.budget.nodes
-        self.open = opened if grows else []
-
-    def segment(self, device: torch.device) -> Segment:
-        """The nodes not yet fed, with logits at those that are open."""
-        written, self.fed = self.fed, len(self.tokens)
-        ids = torch.tensor(self.tokens[written:], device=device)
-        rows = [node - written for node in self.open]
-        return Segment(self.cache, ids, _shape(tuple(self.parents)), rows, written)
-
-    def proposal(self) -> Proposal:
-        """What was drawn."""
-        if not self.tokens:
-            return Proposal.empty()
-        tree = TokenTree(torch.tensor(self.tokens), _shape(tuple(self.parents)))
-        draws = tuple(self.draws.get(slot, ()) for slot in range(len(self.tokens) + 1))
-        return Proposal(tree, draws, torch.cat(self.laws) if self.laws else None)
-
-
-@lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...]) -> TreeShape:
-    """Shapes recur at every step, so what is derived from them is kept."""
-    return TreeShape(parents)
-
-
-def _draws_alike(tree: _Growing) -> tuple[object, ...]:
-    params = tree.request.params
-    return (*params.law_key, params.coupled)
-
-
-def _draw_level(level: Sequence[_Growing], logits: Tensor) -> list[_Growing]:
-    """Draw the children of all open nodes; returns the trees that grow on.
-
-    Neighbours that draw alike share one computation.
-    """
-    start = 0
-    for _, trees in itertools.groupby(level, key=_draws_alike):
-        group = list(trees)
-        params = group[0].request.params
-        nodes = [tree.open_nodes() for tree in group]
-        count = sum(map(len, nodes))
-        drawing = drawing_for(params, max(group[0].branching))
-        flat = [node for each in nodes for node in each]
-        children, laws = drawing.draw(logits[start : start + count], params, flat)
-        start += count
-        done = 0
-        for tree, own in zip(group, nodes, strict=True):
-            rows = slice(done, done + len(own))
-            tree.add(children[rows], drawing.kind, None if laws is None else laws[rows])
-            done += len(own)
-    return [tree for tree in level if tree.open]

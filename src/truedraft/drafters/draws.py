@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.core.laws import draw, finite_rows, law_from_logits, most_likely
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
@@ -45,7 +45,11 @@ class DrawnChildren:
 
 
 class Drawing(ABC):
-    """A way to draw children from logits; pure functions of logits and noise."""
+    """A way to draw children from logits; pure functions of logits and noise.
+
+    How many tokens a law can give depends on its numbers, so the children of several nodes are looked at (`draw`), on
+    a device once for all of them. One token it always gives, so a chain need not be looked at (`draw_unseen`).
+    """
 
     kind: ClassVar[DrawKind]
 
@@ -64,6 +68,25 @@ class Drawing(ABC):
             The children of each node, and the laws `[nodes, vocab]` they were drawn from (None: one-hot laws).
         """
 
+    @abstractmethod
+    def draw_unseen(
+        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draw one child of each node without bringing it to the host: the first of those that `draw` draws.
+
+        A node whose logits are broken has no law; its child is token 0, drawn from the law that is one-hot there, so
+        a rule judges it as rightly as any other.
+
+        Args:
+            logits: `[nodes, vocab]` of the draft.
+            params: options that all these nodes share.
+            nodes: one for each row, of any width; nobody may want probabilities.
+
+        Returns:
+            The tokens `[nodes]`, int64, on the device of the logits, and the laws `[nodes, vocab]` they were drawn
+            from (None: one-hot laws).
+        """
+
 
 class TopTokens(Drawing):
     """The likeliest tokens, as deterministic candidates: what a greedy request needs."""
@@ -80,9 +103,14 @@ class TopTokens(Drawing):
             chosen = most_likely(logits)[:, None]
         else:
             chosen = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-        tokens = [row[: node.width] for node, row in zip(nodes, chosen.tolist(), strict=True)]
         laws = torch.softmax(logits.float(), dim=-1) if _want_probabilities(nodes) else None
-        return _children(tokens, laws), None
+        return _children(chosen, laws, nodes, logits.shape[-1]), None
+
+    def draw_unseen(
+        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The likeliest token of each row; see `Drawing.draw_unseen`. Of broken logits it is some token."""
+        return most_likely(logits), None
 
 
 class SampledTokens(Drawing):
@@ -96,20 +124,35 @@ class SampledTokens(Drawing):
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """`width` tokens of each row, never more than its law has support; see `Drawing.draw`."""
         laws = left = law_from_logits(logits, params)
-        vocab = laws.shape[-1]
-        tokens: list[list[int]] = [[] for _ in nodes]
+        vocab, wants = laws.shape[-1], _want_probabilities(nodes)
         last = max(node.width for node in nodes) - 1
+        uniforms = self._uniforms(nodes, last + 1, laws.device)
+        chosen: list[Tensor] = []
         for number in range(last + 1):
-            uniforms = [node.noise.uniform(Purpose.DRAFT, node.depth, node.index + number) for node in nodes]
-            drawn = draw(left, torch.tensor(uniforms, dtype=torch.float64).to(laws.device, non_blocking=True))
-            for own, node, token in zip(tokens, nodes, drawn.tolist(), strict=True):
-                # A row whose support is used up, or whose logits are broken, has nothing left to draw.
-                if number < node.width and token < vocab:
-                    own.append(token)
+            # A row whose support is used up, or whose logits are broken, has nothing left to draw: that is `vocab`.
+            chosen.append(draw(left, uniforms[number]))
             if number < last:
-                left = left.scatter(-1, drawn.clamp_max(vocab - 1)[:, None], 0.0)
-        laws = _without_broken_rows(laws, nodes, tokens)
-        return _children(tokens, laws if _want_probabilities(nodes) else None), laws
+                left = left.scatter(-1, chosen[-1].clamp_max(vocab - 1)[:, None], 0.0)
+        children = _children(_side_by_side(chosen, len(nodes)), laws if wants else None, nodes, vocab)
+        return children, _without_broken_rows(laws, nodes, children)
+
+    def draw_unseen(
+        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token of each row; see `Drawing.draw_unseen`."""
+        laws = law_from_logits(logits, params)
+        tokens = draw(laws, self._uniforms(nodes, 1, laws.device)[0])
+        return _with_stand_ins(tokens, laws, tokens == laws.shape[-1])
+
+    def _uniforms(self, nodes: Sequence[OpenNode], width: int, device: torch.device) -> Sequence[Tensor]:
+        """The numbers that draw the children, `width` times `[nodes]`; known beforehand, so they go up in one copy."""
+        numbers = [
+            node.noise.uniform(Purpose.DRAFT, node.depth, node.index + number)
+            for number in range(width)
+            for node in nodes
+        ]
+        uniforms = transfers.upload(numbers, device, torch.float64)
+        return (uniforms,) if width == 1 else uniforms.split(len(nodes))
 
 
 class CoupledTokens(Drawing):
@@ -122,21 +165,23 @@ class CoupledTokens(Drawing):
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """The `width` largest log q + G of each row; see `Drawing.draw`."""
         laws = law_from_logits(logits, params)
-        scores = torch.log(laws.double())
-        for row, node in zip(scores, nodes, strict=True):
-            noise = node.noise.gumbel(node.depth, laws.shape[-1], laws.device)
-            assert noise is not None, "a greedy request draws its likeliest tokens"
-            row.add_(noise)
+        scores = _perturbed(laws, nodes)
         width = max(node.width for node in nodes)
         top = scores.topk(min(width, scores.shape[-1]), dim=-1)
         # Where the law has less support than `width` the rest scores -inf and can never be the target's choice;
-        # where the logits are broken every score is NaN. Neither is above -inf.
-        tokens = [
-            [token for token, score in zip(ids[: node.width], values, strict=False) if score > -torch.inf]
-            for node, ids, values in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True)
-        ]
-        laws = _without_broken_rows(laws, nodes, tokens)
-        return _children(tokens, laws if _want_probabilities(nodes) else None), laws
+        # where the logits are broken every score is NaN. Neither is above -inf, and such a token is none.
+        none = laws.shape[-1]
+        tokens = top.indices.masked_fill(~(top.values > -torch.inf), none)
+        children = _children(tokens, laws if _want_probabilities(nodes) else None, nodes, none)
+        return children, _without_broken_rows(laws, nodes, children)
+
+    def draw_unseen(
+        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The largest log q + G of each row; see `Drawing.draw_unseen`."""
+        laws = law_from_logits(logits, params)
+        best = _perturbed(laws, nodes).max(dim=-1)
+        return _with_stand_ins(best.indices, laws, best.values.isnan())
 
 
 _TOP = TopTokens()
@@ -154,24 +199,65 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def _without_broken_rows(laws: Tensor, nodes: Sequence[OpenNode], tokens: Sequence[Sequence[int]]) -> Tensor:
+def _perturbed(laws: Tensor, nodes: Sequence[OpenNode]) -> Tensor:
+    """log q + G `[nodes, vocab]`, float64."""
+    scores = torch.log(laws.double())
+    for row, node in zip(scores, nodes, strict=True):
+        noise = node.noise.gumbel(node.depth, laws.shape[-1], laws.device)
+        assert noise is not None, "a greedy request draws its likeliest tokens"
+        row.add_(noise)
+    return scores
+
+
+def _side_by_side(tokens: Sequence[Tensor], nodes: int) -> Tensor:
+    """Draws of one number after another, each `[nodes]`, as `[nodes, draws]`."""
+    if len(tokens) == 1:
+        return tokens[0][:, None]
+    return torch.stack(list(tokens), dim=-1) if tokens else torch.zeros(nodes, 0, dtype=torch.int64)
+
+
+def _without_broken_rows(laws: Tensor, nodes: Sequence[OpenNode], children: Sequence[DrawnChildren]) -> Tensor:
     """Laws without mass where the logits were broken; nothing was drawn there, so only such rows need a look.
 
     Raising would drop the tokens already drawn above, because of what was drawn: that bends the law.
     """
-    if all(own or not node.width for node, own in zip(nodes, tokens, strict=True)):
+    if all(own.tokens or not node.width for node, own in zip(nodes, children, strict=True)):
         return laws
     return torch.where(finite_rows(laws)[:, None], laws, 0.0)
+
+
+def _with_stand_ins(tokens: Tensor, laws: Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens `[nodes]` and laws `[nodes, vocab]`; rows that are `broken` `[nodes]` get token 0 and its one-hot law.
+
+    The laws are changed in place.
+    """
+    laws.masked_fill_(broken[:, None], 0.0)[:, 0].masked_fill_(broken, 1.0)
+    return tokens.masked_fill(broken, 0), laws
 
 
 def _want_probabilities(nodes: Sequence[OpenNode]) -> bool:
     return any(node.wants_probability for node in nodes)
 
 
-def _children(tokens: Sequence[list[int]], laws: Tensor | None) -> list[DrawnChildren]:
-    """The tokens of each node with their probabilities in its law, a row of `laws` `[nodes, vocab]`; None: 1 each."""
+def _children(tokens: Tensor, laws: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[DrawnChildren]:
+    """Bring what was drawn to the host, in one transfer.
+
+    Args:
+        tokens: `[nodes, up to width]`; `vocab` is none.
+        laws: `[nodes, vocab]`, which say the children's probabilities; None: 1 each.
+        nodes: what was drawn for.
+        vocab: size of the vocabulary.
+    """
     if laws is None:
-        return [DrawnChildren(own, [1.0] * len(own)) for own in tokens]
-    rows = [row for row, own in enumerate(tokens) for _ in own]
-    found = iter(laws[rows, [token for own in tokens for token in own]].tolist())
-    return [DrawnChildren(own, list(itertools.islice(found, len(own)))) for own in tokens]
+        rows = [
+            [token for token in row[: node.width] if token < vocab]
+            for node, row in zip(nodes, tokens.tolist(), strict=True)
+        ]
+        return [DrawnChildren(row, [1.0] * len(row)) for row in rows]
+    ids, found = transfers.fetch([tokens, laws.gather(-1, tokens.clamp_max(vocab - 1))])
+    children, width = [], tokens.shape[-1]
+    for number, node in enumerate(nodes):
+        places = range(number * width, number * width + min(node.width, width))
+        drawn = [(int(ids[place]), found[place]) for place in places if ids[place] < vocab]
+        children.append(DrawnChildren([token for token, _ in drawn], [mass for _, mass in drawn]))
+    return children

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from truedraft.core.rank_tree import RankTree
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.medusa import GREEDY, SAMPLED, Medusa
 from truedraft.drafters.none import NoDrafter
 from truedraft.drafters.prompt_lookup import PromptLookup
+from truedraft.embedded import embedded_heads
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
@@ -33,13 +38,15 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
 
     `none`; `auto`, the embedded draft for the embedded target and prompt lookup for any other;
     `prompt-lookup[,num_speculative_tokens=6][,max_ngram=4][,min_ngram=2]`;
-    `draft[:MODEL][,num_speculative_tokens=4][,branching=3-2-1][,min_probability=0]`, without MODEL the embedded one.
+    `draft[:MODEL][,num_speculative_tokens=4][,branching=3-2-1][,min_probability=0]`, without MODEL the embedded one;
+    `medusa[:DIR][,nodes=N][,branching=4-3-2][,tree=FILE]`, without DIR the embedded one: the first N nodes of the
+    heads' own tree, of all paths of 4, 3 and 2 ranks, or of a JSON list of rank paths such as `[[0], [0, 0], [1]]`.
 
     Raises:
         UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
         OptionError: an unusable value.
-        ModelError: the draft model cannot be loaded.
-        VocabularyMismatchError: the draft does not share the target's tokenizer.
+        ModelError: the draft model or the heads cannot be loaded.
+        CompositionError: the draft does not share the target's tokenizer, or the heads are for another target.
     """
     parsed = _parse(spec)
     if parsed.kind == "auto":
@@ -79,7 +86,7 @@ def _draft(spec: _Spec, target: LanguageModel) -> Drafter:
     options = dict(spec.options)
     branching = options.pop("branching", None)
     least = options.pop("min_probability", "0")
-    widths = None if branching is None else [_whole("branching", width) for width in branching.split("-")]
+    widths = None if branching is None else _widths(branching)
     lengths = {name: _whole(name, value) for name, value in options.items()}
     dtype = str(target.dtype).removeprefix("torch.")
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
@@ -87,14 +94,61 @@ def _draft(spec: _Spec, target: LanguageModel) -> Drafter:
     return DraftModel(model, branching=widths, min_probability=_number("min_probability", least), **lengths)
 
 
+def _medusa(spec: _Spec, target: LanguageModel) -> Drafter:
+    _known(spec, ("nodes", "branching", "tree"))
+    branching, file = spec.options.get("branching"), spec.options.get("tree")
+    if branching is not None and file is not None:
+        raise OptionError("drafter 'medusa' takes branching or tree, not both")
+    nodes = _whole("nodes", spec.options["nodes"]) if "nodes" in spec.options else None
+    tree = None
+    if branching is not None:
+        tree = RankTree.cartesian(_widths(branching))
+    elif file is not None:
+        tree = _listed(Path(file).expanduser())
+    if tree is not None and nodes is None:
+        nodes = len(tree)
+    trees = None if tree is None else {GREEDY: tree, SAMPLED: tree}
+    return Medusa.load(_heads_folder(spec.path), nodes=nodes, trees=trees)
+
+
+def _heads_folder(path: str | None) -> str | Path:
+    """Where heads lie; without a path the embedded ones, also called `embedded:medusa`."""
+    prefix = "embedded:"
+    if path is None or path.startswith(prefix):
+        return embedded_heads((path or "medusa").removeprefix(prefix))
+    return path
+
+
+def _listed(file: Path) -> RankTree:
+    """A tree that somebody wrote by hand."""
+    try:
+        paths = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read the tree {str(file)!r} ({error}); give a JSON list of rank paths") from error
+    whole = isinstance(paths, list) and all(
+        isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
+    )
+    if not whole or not paths:
+        raise OptionError(f"the tree {str(file)!r} is no list of rank paths; write for example [[0], [0, 0], [1]]")
+    return RankTree.listed(paths)
+
+
+def _widths(branching: str) -> list[int]:
+    return [_whole("branching", width) for width in branching.split("-")]
+
+
 def _only(spec: _Spec, drafter: type[Drafter]) -> None:
     """Refuse options that the drafter does not have, and a path where it takes none."""
-    known = [name for name in inspect.signature(drafter).parameters if name != "model"]
+    _known(spec, [name for name in inspect.signature(drafter).parameters if name != "model"])
+    if spec.path is not None and drafter is not DraftModel:
+        raise OptionError(f"drafter {spec.kind!r} takes no path, got {spec.path!r}")
+
+
+def _known(spec: _Spec, known: Sequence[str]) -> None:
+    """Refuse other options than these."""
     for name in spec.options:
         if name not in known:
             raise UnknownOptionError.nearest(f"option of drafter {spec.kind!r}", name, known or ["(none)"])
-    if spec.path is not None and drafter is not DraftModel:
-        raise OptionError(f"drafter {spec.kind!r} takes no path, got {spec.path!r}")
 
 
 def _whole(name: str, value: str) -> int:
@@ -115,4 +169,5 @@ _MAKERS: dict[str, Callable[[_Spec, LanguageModel], Drafter]] = {
     "none": _none,
     "prompt-lookup": _prompt_lookup,
     "draft": _draft,
+    "medusa": _medusa,
 }

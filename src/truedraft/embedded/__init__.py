@@ -8,6 +8,7 @@ from truedraft.errors import ModelNotFoundError, UnknownOptionError
 
 _FOLDER = Path(__file__).parent / "stdlib"
 _MODELS = ("target", "draft")
+_HEADS = ("medusa",)
 
 
 def embedded_folder(name: str) -> Path:
@@ -17,17 +18,36 @@ def embedded_folder(name: str) -> Path:
         UnknownOptionError: there is none of that name.
         ModelNotFoundError: its weights are not installed.
     """
-    if name not in _MODELS:
-        raise UnknownOptionError.nearest("embedded model", name, _MODELS)
+    return _installed("embedded model", name, _MODELS)
+
+
+def embedded_heads(name: str) -> Path:
+    """The folder of embedded heads, for the embedded target.
+
+    Raises:
+        UnknownOptionError: there are none of that name.
+        ModelNotFoundError: their weights are not installed.
+    """
+    return _installed("embedded heads", name, _HEADS)
+
+
+def _installed(what: str, name: str, known: tuple[str, ...]) -> Path:
+    if name not in known:
+        raise UnknownOptionError.nearest(what, name, known)
     folder = _FOLDER / name
     if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(f"the embedded model {name!r} is not part of this installation; reinstall truedraft")
+        raise ModelNotFoundError(f"the {what} {name!r} is not part of this installation; reinstall truedraft")
     return folder
 
 
 def embedded_names() -> tuple[str, ...]:
     """Names that `load_model("embedded:NAME")` knows."""
     return _MODELS
+
+
+def embedded_heads_names() -> tuple[str, ...]:
+    """Kinds of heads that ship for the embedded target; `--drafter KIND` without a path takes them."""
+    return _HEADS
 
 
 def heldout_prompts_file() -> Path:

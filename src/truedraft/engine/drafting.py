@@ -10,6 +10,7 @@ from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.counters import Counters
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import DrawKind, Proposal, check_draws
+from truedraft.core.trees import TokenTree
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
@@ -49,7 +50,12 @@ class Drafting:
             self._give_up(request, error)
 
     def propose(
-        self, batch: Sequence[Request], noise: Sequence[KeyedNoise], judges: Sequence[frozenset[DrawKind]]
+        self,
+        batch: Sequence[Request],
+        noise: Sequence[KeyedNoise],
+        judges: Sequence[frozenset[DrawKind]],
+        *,
+        unseen: bool = False,
     ) -> list[Proposal]:
         """A proposal for each request; empty where nothing may be drafted or the drafter failed.
 
@@ -57,18 +63,19 @@ class Drafting:
             batch: the step's requests.
             noise: of each.
             judges: for each, the kinds of draws that its rule can judge.
+            unseen: whether drafted tokens may be unknown to the host; `admits` checks them once they are read.
         """
         budgets = [self._budget(request, len(batch)) for request in batch]
         asked = [_Asked(*each) for each in zip(batch, budgets, noise, judges, strict=True) if not each[1].is_zero]
         made: dict[int, Proposal] = {}
         if asked:
             try:
-                made = self._ask(asked)
+                made = self._ask(asked, unseen)
             except Exception:
                 # Whose fault it was shows when each request is asked for alone.
                 for each in asked:
                     try:
-                        made |= self._ask([each])
+                        made |= self._ask([each], unseen)
                     except Exception as error:
                         self._give_up(each.request, error)
         return [made.get(request.id, Proposal.empty()) for request in batch]
@@ -84,7 +91,7 @@ class Drafting:
         # A step emits one token more than it accepts, so the last block is cut to fit.
         return budget.cut(request.remaining - 1)
 
-    def _ask(self, asked: Sequence[_Asked]) -> dict[int, Proposal]:
+    def _ask(self, asked: Sequence[_Asked], unseen: bool) -> dict[int, Proposal]:
         """Checked proposals by request."""
         proposals = self._drafter.propose(
             [each.request.draft for each in asked], [each.budget for each in asked], [each.noise for each in asked]
@@ -95,6 +102,8 @@ class Drafting:
             )
         for proposal, each in zip(proposals, asked, strict=True):
             self._check(proposal, each)
+            if proposal.tree.is_known or not unseen:
+                self._check_ids(proposal.tree)
         return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
 
     def _check(self, proposal: Proposal, asked: _Asked) -> None:
@@ -106,14 +115,26 @@ class Drafting:
             raise DrafterError(
                 f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
             )
-        if not 0 <= min(tree.token_list) <= max(tree.token_list) < vocab:
-            raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {tree.token_list}")
         kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.laws is None else proposal.laws.shape[0])
         if not kinds <= asked.judges:
             names = ", ".join(sorted(kind.value for kind in kinds - asked.judges))
             raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
         if proposal.laws is not None and proposal.laws.shape[-1] != vocab:
             raise DrafterError(f"drafter {name!r} drew from laws over {proposal.laws.shape[-1]} ids; there are {vocab}")
+
+    def _check_ids(self, tree: TokenTree) -> None:
+        ids, last = tree.token_list, self._vocab_size - 1
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            raise DrafterError(f"drafter {self._drafter.name!r} proposed ids outside 0 to {last}: {ids}")
+
+    def admits(self, request: Request, proposal: Proposal) -> bool:
+        """Check the tokens of a proposal that came to the host after it was made; if some do not exist, give it up."""
+        try:
+            self._check_ids(proposal.tree)
+        except DrafterError as error:
+            self._give_up(request, error)
+            return False
+        return True
 
     def observe(
         self, batch: Sequence[Request], outcomes: Sequence[StepOutcome], draft_s: float, target_s: float

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from truedraft.cache import RequestCache
 from truedraft.core.counters import Counters
+from truedraft.core.divergence import Divergence, TokenDivergence
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.verdicts import Origin, Verdict
@@ -50,6 +51,7 @@ class Request:
         self.error: Exception | None = None
         self.warnings: list[str] = []
         self.origins: list[Origin] = []
+        self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
         self.pieces: list[Piece] = []  # not yet taken by a stream
         self.closed = False
         self._tokenizer = tokenizer
@@ -130,6 +132,10 @@ class Request:
             self._first_token = time.perf_counter()
         self.tokens.extend(tokens)
         self.origins.extend(origins[: len(tokens)])
+        if verdict.divergence is not None:
+            emitted = verdict.divergence[: len(tokens)]
+            self.divergences.extend(emitted)
+            self.counters.divergence = (self.counters.divergence or Divergence()) + Divergence.of(emitted)
         self.pieces.append(Piece("".join(text), tokens, list(origins[: len(tokens)])))
         return accepted
 
@@ -158,6 +164,9 @@ class Request:
         self.counters.prefill_tokens -= prefill
         self.counters.emitted_tokens -= len(behind) - prefill
         self.counters.accepted_tokens -= behind.count(Origin.ACCEPTED)
+        if behind and self.divergences:
+            del self.divergences[kept:]
+            self.counters.divergence = Divergence.of(self.divergences)
 
     def answer(self, kept: int) -> Answer:
         """The answer with the first `kept` new tokens."""

@@ -10,24 +10,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.core.laws import finite_rows, laws_from_logits
-from truedraft.core.noise import KeyedNoise
+from truedraft.core import transfers
+from truedraft.core.laws import laws_from_logits
 from truedraft.core.proposals import Proposal
+from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.core.verdicts import Verdict
 from truedraft.drafters.base import StepOutcome
 from truedraft.engine.drafting import Drafting
+from truedraft.engine.judging import Judging, LookingAsItGoes, Part, ReadingOnce
 from truedraft.engine.request import Request
 from truedraft.errors import InvalidLogitsError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.verification import CoupledSampling, Rule
 
 _COUPLED = CoupledSampling()
+_AT_TEMPERATURE_ONE = SamplingParams(temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What one step did, and how long its parts took in seconds.
+    """What one step did, and how long its parts took in seconds of the host.
+
+    On a device drafting and the forward are only queued, so what they cost there is part of `verify_s`, in which the
+    host waits.
 
     Attributes:
         requests: how many took part.
@@ -52,22 +58,8 @@ class StepTimes:
     total_s: float
 
 
-@dataclass(slots=True)
-class _Part:
-    """One request's share of a step."""
-
-    request: Request
-    proposal: Proposal
-    noise: KeyedNoise
-    segment: Segment
-    laws: Tensor | None = None  # [slots, vocab], or logits for a request that takes the argmax; None during the prompt
-    hidden: Tensor | None = None
-    broken: frozenset[int] = frozenset()  # slots whose logits were NaN or infinite
-    verdict: Verdict | None = None
-
-
 class Step:
-    """Runs steps of a target with a rule and a drafter.
+    """Runs steps of a target with a rule and a drafter. On a device the host waits once in a step.
 
     Args:
         target: the model that decides.
@@ -81,6 +73,7 @@ class Step:
         self._rule = rule
         self._drafting = drafting
         self._keeps_hidden = keeps_hidden
+        self._judging: Judging = ReadingOnce(drafting) if transfers.waits(target.device) else LookingAsItGoes()
 
     def run(self, batch: Sequence[Request], chunks: Sequence[int]) -> StepTimes:
         """One step; each request gains tokens, a part of its prompt, or an error.
@@ -94,15 +87,14 @@ class Step:
         """
         started = time.perf_counter()
         noise = [request.noise() for request in batch]
-        proposals = self._drafting.propose(batch, noise, [self.rule_for(request).judges for request in batch])
+        judges = [self.rule_for(request).judges for request in batch]
+        proposals = self._drafting.propose(batch, noise, judges, unseen=transfers.waits(self._target.device))
         drafted = time.perf_counter()
-        parts = [
-            _Part(request, proposal, each, self._segment(request, chunk, proposal))
-            for request, chunk, proposal, each in zip(batch, chunks, proposals, noise, strict=True)
-        ]
+        segments = self._segments(batch, chunks, proposals)
+        parts = [Part(*each) for each in zip(batch, proposals, noise, segments, chunks, strict=True)]
         contexts = tuple(part.segment.cache.length for part in parts)
         prefill = any(request.emitted == 0 for request in batch)
-        output = self._target.forward([part.segment for part in parts])
+        output = self._target.forward(segments)
         forwarded = time.perf_counter()
         self._read(parts, output)
         self._verify([part for part in parts if part.laws is not None])
@@ -122,65 +114,89 @@ class Step:
         )
 
     def rule_for(self, request: Request) -> Rule:
-        """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone."""
+        """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone.
+
+        A coupled request keeps its promise, the same tokens whatever drafts and judges, under a lossy rule too.
+        """
         if request.params.coupled or (request.params.greedy and self._rule.lossless):
             return _COUPLED
-        return self._rule
+        return self._rule.greedy_form if request.params.greedy else self._rule
 
-    def _segment(self, request: Request, chunk: int, proposal: Proposal) -> Segment:
-        """The last token and the tree below it, or a part of the prompt."""
-        assert request.cache is not None
-        start = request.cache.length
-        ids = torch.tensor(request.tokens[start : start + chunk], device=self._target.device)
-        if chunk > 1 or request.uncached > chunk:
-            rows = (chunk - 1,) if request.uncached == chunk else ()
-            return Segment(request.cache, ids, chain_shape(chunk), rows)
-        if len(proposal.tree):
-            ids = torch.cat([ids, proposal.tree.tokens.to(ids.device)])
-        return Segment(request.cache, ids, proposal.tree.shape.rooted, range(len(ids)))
+    def _law_params(self, request: Request) -> SamplingParams:
+        """The options that make a request's laws: at temperature 0 a lossy rule looks at p at temperature 1."""
+        lossy = request.params.greedy and self.rule_for(request) is not _COUPLED
+        return _AT_TEMPERATURE_ONE if lossy else request.params
 
-    def _read(self, parts: Sequence[_Part], output: ForwardOutput) -> None:
+    def _segments(
+        self, batch: Sequence[Request], chunks: Sequence[int], proposals: Sequence[Proposal]
+    ) -> list[Segment]:
+        """For each request the last token and the tree below it, or a part of the prompt."""
+        unseen = iter(self._unseen_tokens(batch, proposals))
+        segments = []
+        for request, chunk, proposal in zip(batch, chunks, proposals, strict=True):
+            assert request.cache is not None
+            start, tree = request.cache.length, proposal.tree
+            ids = request.tokens[start : start + chunk]
+            if chunk > 1 or request.uncached > chunk:
+                rows: Sequence[int] = (chunk - 1,) if request.uncached == chunk else ()
+                segments.append(Segment(request.cache, torch.tensor(ids), chain_shape(chunk), rows))
+                continue
+            tokens = next(unseen) if self._is_unseen(proposal) else torch.tensor([*ids, *tree.token_list])
+            segments.append(Segment(request.cache, tokens, tree.shape.rooted, range(len(tokens))))
+        return segments
+
+    def _is_unseen(self, proposal: Proposal) -> bool:
+        """Whether drafted tokens go to the target without coming to the host."""
+        return not proposal.tree.is_known and transfers.waits(self._target.device)
+
+    def _unseen_tokens(self, batch: Sequence[Request], proposals: Sequence[Proposal]) -> list[Tensor]:
+        """The last token and the drafted ones, on the device, for each request with unseen ones."""
+        unseen = [each for each in zip(batch, proposals, strict=True) if self._is_unseen(each[1])]
+        if not unseen:
+            return []
+        device, last_id = self._target.device, self._target.vocab_size - 1
+        last = transfers.upload([request.tokens[-1] for request, _ in unseen], device).split(1)
+        # A token that does not exist would break the forward; that there was one shows when the tokens are read.
+        trees = [proposal.tree.tokens.to(device).clamp(0, last_id) for _, proposal in unseen]
+        return [torch.cat(each) for each in zip(last, trees, strict=True)]
+
+    def _read(self, parts: Sequence[Part], output: ForwardOutput) -> None:
         """Give each part the laws of its slots."""
         judged = [part for part in parts if len(part.segment.rows)]
         if not judged:
             return
         counts = [len(part.segment.rows) for part in judged]
+        for part in judged:
+            part.argmax = self._takes_argmax(part)
+        lawful = self._judging.before_laws(judged, output.logits)
         first = 0
-        for argmax, run in itertools.groupby(zip(judged, counts, strict=True), lambda one: self._takes_argmax(one[0])):
+        for argmax, run in itertools.groupby(zip(judged, counts, strict=True), lambda one: one[0].argmax):
             group, sizes = zip(*run, strict=True)
-            logits = output.logits[first : first + sum(sizes)]
+            logits = (output.logits if argmax else lawful)[first : first + sum(sizes)]
             first += sum(sizes)
-            rows = [(part.request.params, size) for part, size in zip(group, sizes, strict=True)]
+            rows = [(self._law_params(part.request), size) for part, size in zip(group, sizes, strict=True)]
             for part, law in zip(group, logits.split(sizes) if argmax else laws_from_logits(logits, rows), strict=True):
                 part.laws = law
-            # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
-            if not argmax and not bool(logits.sum(dtype=torch.float32).isfinite()):
-                for part in group:
-                    _isolate_broken_rows(part)
+            self._judging.after_laws(group, logits)
         if self._keeps_hidden:
             for part, vectors in zip(judged, output.hidden.split(counts), strict=True):
                 part.hidden = vectors
 
-    def _takes_argmax(self, part: _Part) -> bool:
+    def _takes_argmax(self, part: Part) -> bool:
         """Whether the rule only looks at the largest entry of a row: then logits do, and no law need be made."""
         return part.request.params.greedy and self.rule_for(part.request) is _COUPLED
 
-    def _verify(self, parts: Sequence[_Part]) -> None:
+    def _verify(self, parts: Sequence[Part]) -> None:
         """Judge all proposals, those of one rule together."""
-        by_rule: dict[Rule, list[_Part]] = {}
+        by_rule: dict[Rule, list[Part]] = {}
         for part in parts:
             by_rule.setdefault(self.rule_for(part.request), []).append(part)
-        for rule, group in by_rule.items():
-            laws = [part.laws for part in group if part.laws is not None]
-            verdicts = rule.verify([part.proposal for part in group], laws, [part.noise for part in group])
-            for part, verdict in zip(group, verdicts, strict=True):
-                part.verdict = verdict
+        if by_rule:
+            self._judging.judge(by_rule)
 
-    def _commit(self, part: _Part) -> StepOutcome:
+    def _commit(self, part: Part) -> StepOutcome:
         """Keep what was accepted in the cache, emit, and say what became of the proposal."""
         request = part.request
-        if part.verdict is not None and self._takes_argmax(part):
-            part.broken = _broken_choices(part.laws, part.verdict)
         verdict, broke = _before_broken_slot(part)
         assert request.cache is not None
         if verdict is None:
@@ -191,8 +207,7 @@ class Step:
         shape: TreeShape = part.proposal.tree.shape
         accepted = request.emit(verdict, len(shape), shape.depth)
         path = verdict.path[:accepted]
-        fed = len(part.segment.shape) - len(shape)
-        request.cache.commit([*range(fed), *(fed + node for node in path)])
+        request.cache.commit([*range(part.fed), *(part.fed + node for node in path)])
         if broke and request.finish_reason is None:
             request.fail(
                 InvalidLogitsError(
@@ -203,28 +218,7 @@ class Step:
         return StepOutcome(part.proposal, path, tuple(request.tokens[before:]), part.hidden)
 
 
-def _isolate_broken_rows(part: _Part) -> None:
-    """Note slots without a law, and put one in its place so that the others can be judged.
-
-    A broken slot matters only if the verdict's path comes by it.
-    """
-    assert part.laws is not None
-    sound = finite_rows(part.laws)
-    part.broken = frozenset((~sound).nonzero().flatten().tolist())
-    stand_in = torch.zeros_like(part.laws[0])
-    stand_in[0] = 1.0
-    part.laws = torch.where(sound[:, None], part.laws, stand_in)
-
-
-def _broken_choices(logits: Tensor | None, verdict: Verdict) -> frozenset[int]:
-    """Slots on a verdict's path whose largest logit is NaN or infinite; the argmax of a row with NaN is a NaN."""
-    assert logits is not None
-    slots = [0, *(node + 1 for node in verdict.path)]
-    sound = logits[slots, list(verdict.tokens)].isfinite().tolist()
-    return frozenset(slot for slot, finite in zip(slots, sound, strict=True) if not finite)
-
-
-def _before_broken_slot(part: _Part) -> tuple[Verdict | None, bool]:
+def _before_broken_slot(part: Part) -> tuple[Verdict | None, bool]:
     """The verdict up to the first slot without a law, and whether there was one: what plain decoding would emit."""
     verdict = part.verdict
     if verdict is None or not part.broken:
@@ -233,4 +227,4 @@ def _before_broken_slot(part: _Part) -> tuple[Verdict | None, bool]:
     place = next((i for i, slot in enumerate(slots) if slot in part.broken), None)
     if place is None:
         return verdict, False
-    return Verdict(verdict.path[:place], verdict.tokens[:place], verdict.final), True
+    return verdict.cut(place), True

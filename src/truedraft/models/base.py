@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.ranking import largest_ids
 from truedraft.text.tokenizer import Tokenizer
+
+HeadRun: TypeAlias = Callable[[Tensor, int, int], Tensor]
+"""See `LanguageModel.shared_heads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ class Segment:
     Attributes:
         cache: holds the tokens before these; the forward writes behind them and does not commit.
         tokens: `[new]`, int64: a part of a prompt, the last committed token and a tree below it, or one more level
-            of a tree.
+            of a tree. On the host or on the model's device; the model brings host tokens up.
         shape: how all uncommitted tokens hang together, those of earlier forwards first; -1 is the last committed.
         rows: which of the new tokens need logits, rising.
         written: uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`.
@@ -62,6 +68,8 @@ class LanguageModel(ABC):
         parameters: weights; 0 where there are none.
         weight_bytes: bytes of weights that one forward reads.
         note: what every report on the model must say, such as that it was padded.
+        head_width: entries of `ForwardOutput.hidden` that heads read: all, or for a padded model those of the model
+            that it was made from, behind which there are zeros; 0 where heads cannot read them.
     """
 
     name: str
@@ -75,6 +83,16 @@ class LanguageModel(ABC):
     parameters: int = 0
     weight_bytes: int = 0
     note: str | None = None
+    head_width: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the weights, the same for every dtype, device and padding; computed when it is asked for.
+
+        Raises:
+            ModelError: there are no weights to read.
+        """
+        raise UnsupportedModelError(f"{self.name} has no weights that a fingerprint could be taken of")
 
     @abstractmethod
     def new_cache(self) -> RequestCache:
@@ -91,3 +109,52 @@ class LanguageModel(ABC):
         Raises:
             ModelError: the model failed.
         """
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """What the LM head makes of vectors, as if the model's layers had made them.
+
+        Args:
+            vectors: `[rows, head_width]`, in the model's dtype.
+
+        Returns:
+            Logits `[rows, vocab_size]`; a row does not depend on the others.
+
+        Raises:
+            UnsupportedModelError: the model has no LM head that could be used alone.
+        """
+        raise UnsupportedModelError(f"{self.name} has no LM head that heads could share")
+
+    def largest(self, vectors: Tensor, count: int) -> Tensor:
+        """The `count` ids with the largest logits of `unembed`, the largest first; ties to the lowest id.
+
+        Returns:
+            `[rows, count]`, int64.
+
+        Raises:
+            UnsupportedModelError: as `unembed`.
+        """
+        return largest_ids(self.unembed(vectors), count)
+
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
+        """Residual heads x + SiLU(W x + b) that end in the LM head, where the model runs them faster than by `largest`.
+
+        Args:
+            blocks: the linear layers of each head, as many of each, `head_width` wide; their weights are copied.
+
+        Returns:
+            A function of vectors `[rows, head_width]`, a number of heads and a number of ranks, that gives the ids
+            `[heads, rows, ranks]` which the first heads rank highest; None where there is none.
+        """
+        return None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings `[rows, head_width]` of ids `[rows]`, as they lie in the model's table.
+
+        Raises:
+            UnsupportedModelError: the model has no such table, or one of another width than heads read.
+        """
+        raise UnsupportedModelError(f"{self.name} has no embedding that heads could read")
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """What the model does to the product of its LM head (a factor, a soft cap), for a product of any shape."""
+        return logits

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
 from truedraft.models.base import Segment
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
+from truedraft.models.ranking import largest_ids
+
+
+class SharedHeads(Protocol):
+    """Residual heads x + SiLU(W x + b) that end in a model's LM head."""
+
+    def largest(self, hidden: Tensor, depth: int, ranks: int, vocab: int) -> Tensor:
+        """Ids `[depth, rows, ranks]` for vectors `[rows, width]`, by the first `depth` heads, the likeliest first.
+
+        A row's guesses depend on it alone; of equal logits the lowest id comes first.
+        """
+        ...
 
 
 class Body(ABC):
@@ -59,6 +72,38 @@ class Body(ABC):
             Logits `[rows, ids]` of the plan's rows, padded ids of the embedding included, and the vectors
             `[rows, width]` that entered the LM head; both with the plan's padding.
         """
+
+    @abstractmethod
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """What the LM head alone makes of vectors, without what the model does to its logits afterwards.
+
+        Args:
+            vectors: `[rows, up to width]`, in the model's dtype; entries behind those that are given are zeros.
+
+        Returns:
+            `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
+        """
+
+    def largest(self, vectors: Tensor, count: int, vocab: int) -> Tensor:
+        """Of the first `vocab` ids the `count` that `unembed` gives the largest logits; ties to the lowest id.
+
+        Returns:
+            `[rows, count]`, int64, the largest first.
+        """
+        return largest_ids(self.unembed(vectors)[:, :vocab], count)
+
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> SharedHeads | None:
+        """Residual heads that end in the LM head, where the body runs them faster than by `largest`; else None.
+
+        Args:
+            blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.
+        """
+        return None
+
+    def _whole_rows(self, vectors: Tensor, width: int) -> Tensor:
+        """The vectors with zeros up to the LM head's width, and with rows up to `least_rows`."""
+        rows, given = vectors.shape
+        return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
 
 BodyMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Body]

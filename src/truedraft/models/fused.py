@@ -123,6 +123,10 @@ class FusedBody(Body):
         hidden = self._norm(x.index_select(0, plan.rows))
         return self._head(hidden), hidden
 
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """See `Body.unembed`."""
+        return self._head(self._whole_rows(vectors, self._head.in_features))[: len(vectors)]
+
 
 def is_fusible(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
     """Whether the model's layers are those that this module knows, with one attention call each."""

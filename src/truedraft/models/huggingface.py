@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.cache import RequestCache
-from truedraft.errors import UnsupportedModelError
-from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.core.trees import chain_shape
+from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.bodies import BodyMaker
-from truedraft.models.padding import padding_note_of
+from truedraft.models.fingerprint import can_be_read_from, fingerprint_of
+from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
+from truedraft.models.padding import is_padded, padding_note_of, unpadded_width
 from truedraft.models.probe import probe_patterns
 from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
 
 _ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
+_CHECKED_TOKENS = 4
 
 
 class HuggingFaceModel(LanguageModel):
@@ -31,6 +37,8 @@ class HuggingFaceModel(LanguageModel):
         tokenizer: of the model, or None.
         name: what the user called it.
         body: makes what runs the forwards; `fastest_body` takes the fastest that fits.
+        reread: loads the weights again as they were before padding and packing, for the fingerprint. Without it, a
+            model that may be packed has its fingerprint taken at once, for it may have lost its weights later.
 
     Attributes:
         parameters: how many weights the model has.
@@ -41,7 +49,12 @@ class HuggingFaceModel(LanguageModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, body: BodyMaker = StockBody
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None,
+        name: str,
+        body: BodyMaker = StockBody,
+        reread: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self.name = name
@@ -61,6 +74,13 @@ class HuggingFaceModel(LanguageModel):
         _refuse_scaled_queries(config, name)
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
+        self.head_width = unpadded_width(model) or lm_head_width(head)
+        self._finish = LogitFinish.of(model)
+        self._finish_is_checked = False
+        self._reread = reread
+        self._fingerprint: str | None = None
+        if reread is None and body is not StockBody and can_be_read_from(model):
+            self._fingerprint = fingerprint_of(model)
         self._body = body(model, probe_patterns(model))
         self.pool = self._body.new_pool(self.context_length)
         self.fast_paths = self._body.fast_paths
@@ -70,6 +90,21 @@ class HuggingFaceModel(LanguageModel):
     def module(self) -> PreTrainedModel:
         """The model itself. Run it through `forward` only: its attention needs a plan."""
         return self._model
+
+    @property
+    def fingerprint(self) -> str:
+        """See `LanguageModel.fingerprint`."""
+        if self._fingerprint is None:
+            model = self._model
+            if not can_be_read_from(model) and self._reread is not None:
+                model = self._reread()
+            elif is_padded(model) and self._reread is None:
+                raise ModelError(
+                    f"the fingerprint of {self.name} is not known, for it was padded in memory; load it by load_model "
+                    "with pad_to"
+                )
+            self._fingerprint = fingerprint_of(model)
+        return self._fingerprint
 
     def new_cache(self) -> RequestCache:
         """An empty cache for one request."""
@@ -85,6 +120,63 @@ class HuggingFaceModel(LanguageModel):
         with self._lock:
             logits, hidden = self._body.forward(segments, self.device)
         return ForwardOutput(logits[:, : self.vocab_size], hidden)
+
+    @torch.inference_mode()
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """See `LanguageModel.unembed`; the first call checks it on vectors of a small forward."""
+        self._check_finish()
+        return self._unembed(vectors)
+
+    @torch.inference_mode()
+    def largest(self, vectors: Tensor, count: int) -> Tensor:
+        """See `LanguageModel.largest`; what `finish_logits` does keeps the order."""
+        self._check_finish()
+        with self._lock:
+            return self._body.largest(vectors, count, self.vocab_size)
+
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
+        """See `LanguageModel.shared_heads`."""
+        self._check_finish()
+        heads = self._body.shared_heads(blocks)
+        if heads is None:
+            return None
+
+        def run(hidden: Tensor, depth: int, ranks: int) -> Tensor:
+            with self._lock:
+                return heads.largest(hidden, depth, ranks, self.vocab_size)
+
+        return run
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LanguageModel.embed`."""
+        table = self._model.get_input_embeddings().weight
+        if table.shape[1] < self.head_width:
+            raise UnsupportedModelError(
+                f"{self.name} embeds ids in {table.shape[1]} numbers, and heads read {self.head_width}; use heads that "
+                "do not read the token"
+            )
+        return embedding(tokens, table)[:, : self.head_width]
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """See `LanguageModel.finish_logits`."""
+        return self._finish(logits)
+
+    def _unembed(self, vectors: Tensor) -> Tensor:
+        with self._lock:
+            logits = self._body.unembed(vectors)
+        return self._finish(logits[:, : self.vocab_size])
+
+    def _check_finish(self) -> None:
+        """Once, hold the LM head alone to the logits that come with its vectors."""
+        if self._finish_is_checked:
+            return
+        cache = self.new_cache()
+        ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self.device) * 7919 % self.vocab_size
+        output = self.forward([Segment(cache, ids, chain_shape(_CHECKED_TOKENS), range(_CHECKED_TOKENS))])
+        self.release_cache(cache)
+        refuse_other_logits(self._unembed(output.hidden[:, : self.head_width]), output.logits, self.name)
+        self._finish_is_checked = True
 
 
 def _bytes_read(model: PreTrainedModel) -> int:

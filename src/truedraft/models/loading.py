@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,13 @@ def load_model(
         if pad_to is not None:
             model = pad_model(model, pad_to)
         check = check_against_stock(model, shown)
-        loaded = HuggingFaceModel(model, tokenizer, shown, body=fastest_body if fast_paths else StockBody)
+        loaded = HuggingFaceModel(
+            model,
+            tokenizer,
+            shown,
+            body=fastest_body if fast_paths else StockBody,
+            reread=partial(_read_again, source, str(name), revision),
+        )
         check(loaded)
     return loaded
 
@@ -128,6 +135,11 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
             f"{missing[0]!r}; fetch the files again, or mend config.json"
         )
     return model
+
+
+def _read_again(source: str, name: str, revision: str | None) -> PreTrainedModel:
+    """The weights as they are in the checkpoint, in bfloat16 on the CPU."""
+    return load_weights(source, load_config(source, name, revision), name, torch.bfloat16, revision)
 
 
 def refuse_other_kinds(config: Any, name: str) -> None:

@@ -165,8 +165,8 @@ def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig
             f"cannot pad to {size.name}: {own.num_attention_heads} heads of {own.head_dim} entries do not fit its "
             f"width of {size.width:,}; choose another size"
         )
-    first = getattr(own, _RECORD, None) or {"parameters": parameters}
-    setattr(config, _RECORD, {"size": size.name, "parameters": first["parameters"]})
+    first = getattr(own, _RECORD, None) or {"parameters": parameters, "width": own.hidden_size}
+    setattr(config, _RECORD, {**first, "size": size.name})
     return config
 
 
@@ -199,6 +199,29 @@ def padding_note_of(model: PreTrainedModel) -> str | None:
     """
     record = getattr(model.config, _RECORD, None)
     return None if record is None else padding_note(record["parameters"], record["size"])
+
+
+def is_padded(model: PreTrainedModel) -> bool:
+    """Whether a model was padded, in memory or by `truedraft export`."""
+    return getattr(model.config, _RECORD, None) is not None
+
+
+def unpadded_width(model: PreTrainedModel) -> int | None:
+    """The width of the model that a padded one was made from; None where it is not padded or does not say.
+
+    So many entries of the padded model's hidden state are not zero.
+    """
+    return (getattr(model.config, _RECORD, None) or {}).get("width")
+
+
+def recorded_fingerprint(model: PreTrainedModel) -> str | None:
+    """The fingerprint of the model that a padded one was made from; None where it is not padded or does not say."""
+    return (getattr(model.config, _RECORD, None) or {}).get("fingerprint")
+
+
+def record_fingerprint(padded: PreTrainedModel, fingerprint: str) -> None:
+    """Let a padded model's configuration say what it was made from; it is saved with it."""
+    setattr(padded.config, _RECORD, {**getattr(padded.config, _RECORD), "fingerprint": fingerprint})
 
 
 def padded_name(name: str, size: str) -> str:

@@ -14,8 +14,16 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from truedraft.errors import ModelError, OptionError
 from truedraft.models.dtypes import pick_dtype
+from truedraft.models.fingerprint import fingerprint_of
 from truedraft.models.loading import load_config, load_weights, refuse_other_kinds, resolve_source
-from truedraft.models.padding import count_parameters, pad_model, padded_config, padded_size, padding_note_of
+from truedraft.models.padding import (
+    count_parameters,
+    pad_model,
+    padded_config,
+    padded_size,
+    padding_note_of,
+    record_fingerprint,
+)
 from truedraft.models.quiet import quiet_transformers
 from truedraft.text.tokenizer import Tokenizer
 
@@ -78,7 +86,9 @@ def _export(
     tokenizer = Tokenizer.load(source)
     if pad_to is not None:
         _refuse_full_disk(count_parameters(padded_config(model, pad_to)) * kind.itemsize, folder)
+        fingerprint = fingerprint_of(model)  # heads for the model fit the padded one too
         model = _padded(model, pad_to, on_stage)
+        record_fingerprint(model, fingerprint)
     on_stage(f"writing {folder}")
     save_padded(model, tokenizer, folder)
     return Exported(

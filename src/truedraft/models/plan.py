@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.errors import ModelError
 from truedraft.models.base import Segment
 from truedraft.models.layouts import SegmentLayout, layout_of
@@ -16,21 +17,20 @@ from truedraft.models.patterns import AttentionPattern
 
 @dataclass(slots=True)
 class SegmentPlan:
-    """One segment in the pack: rows `start .. start + count - 1`, behind `length` cached tokens."""
+    """One segment in the pack: rows `start .. start + count - 1`, behind `length` cached tokens, on a device."""
 
     segment: Segment
     start: int
     count: int
     length: int
+    device: torch.device
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
         """How the segment lies under a pattern; made once for all layers that share it."""
         if pattern not in self.layouts:
             segment = self.segment
-            self.layouts[pattern] = layout_of(
-                segment.shape, segment.written, self.length, pattern, segment.tokens.device
-            )
+            self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
         return self.layouts[pattern]
 
 
@@ -80,10 +80,10 @@ class ForwardPlan:
                 )
             segment.cache.reserve(written + count, written)
             start = len(positions)
-            plans.append(SegmentPlan(segment, start, count, length))
+            plans.append(SegmentPlan(segment, start, count, length, device))
             positions.extend(length - 1 + depth for depth in segment.shape.depths[written:])
             rows.extend(start + row for row in segment.rows)
-        tokens = [segment.tokens for segment in segments]
+        tokens = _on_device([segment.tokens for segment in segments], device)
         missing = least_rows - len(positions)
         if missing > 0:
             tokens.append(tokens[0].new_zeros(missing))
@@ -94,8 +94,20 @@ class ForwardPlan:
         return cls(
             plans,
             (torch.cat(tokens) if len(tokens) > 1 else tokens[0])[None],
-            torch.tensor([positions], device=device),
-            torch.tensor(rows, dtype=torch.int64, device=device),
+            transfers.upload(positions, device)[None],
+            transfers.upload(rows, device),
             wanted,
             max(positions),
         )
+
+
+def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The segments' tokens on the model's device; those that the host has go up together."""
+    if not transfers.waits(device):
+        return tokens
+    known = [each for each in tokens if not transfers.waits(each.device)]
+    if not known:
+        return tokens
+    counts = [len(each) for each in known]
+    uploaded = iter(transfers.upload(torch.cat(known).tolist(), device).split(counts))
+    return [each if transfers.waits(each.device) else next(uploaded) for each in tokens]

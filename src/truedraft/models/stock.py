@@ -14,6 +14,7 @@ from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.attention import attend_packed
 from truedraft.models.bodies import Body
 from truedraft.models.layouts import Attending
+from truedraft.models.lm_head import lm_head_width
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
 
@@ -39,7 +40,7 @@ class StockBody(Body):
         self._runner = _Runner(patterns)
         self._runner.register(model)
         self._captured: list[Tensor] = []
-        head = model.get_output_embeddings()
+        self._head = head = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
         # Stock kernels treat very short products differently; float32 rows differ by rounding anyway.
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
@@ -56,6 +57,12 @@ class StockBody(Body):
                 logits_to_keep=plan.rows,
             )
             return output.logits[0], self._captured.pop()[0]
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """See `Body.unembed`."""
+        logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
+        self._captured.clear()
+        return logits[: len(vectors)]
 
 
 class _Runner:

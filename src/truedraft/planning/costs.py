@@ -66,9 +66,8 @@ def target_cost(
     Raises:
         ModelError: the model failed.
     """
-    key = CostKey(f"forwards of {model.name}", _place(model), {"model": model_identity(model), "versions": versions()})
     return _kept_or_measured(
-        key,
+        _target_key(model),
         TargetCost.from_dict,
         lambda: measure_target(model, effort=effort, progress=progress),
         store or CostStore(),
@@ -102,16 +101,28 @@ def drafter_cost(
         DrafterError: the drafter failed.
     """
     params = params or SamplingParams()
-    place = _place(target) | {"drafter": drafter_identity(drafter, params)}
-    target_sizes = {"vocab_size": target.vocab_size, "context_length": target.context_length}
-    key = CostKey(f"drafter {drafter.name} for {target.name}", place, {"target": target_sizes, "versions": versions()})
     return _kept_or_measured(
-        key,
+        _drafter_key(drafter, target, params),
         DraftCost.from_dict,
         lambda: measure_drafter(drafter, target, params=params, effort=effort, progress=progress),
         store or CostStore(),
         refresh,
     )
+
+
+def kept_target_cost(model: LanguageModel, store: CostStore | None = None) -> TargetCost | None:
+    """What `target_cost` kept for a model on this machine; None where it would have to measure."""
+    return (store or CostStore()).load(_target_key(model), TargetCost.from_dict)[0]
+
+
+def _target_key(model: LanguageModel) -> CostKey:
+    return CostKey(f"forwards of {model.name}", _place(model), {"model": model_identity(model), "versions": versions()})
+
+
+def _drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> CostKey:
+    place = _place(target) | {"drafter": drafter_identity(drafter, params)}
+    sizes = {"vocab_size": target.vocab_size, "context_length": target.context_length}
+    return CostKey(f"drafter {drafter.name} for {target.name}", place, {"target": sizes, "versions": versions()})
 
 
 def _place(model: LanguageModel) -> dict[str, Any]:

@@ -156,11 +156,14 @@ class DraftCost:
     def of_nodes(self, nodes: int) -> float:
         """Seconds of a proposal with so many nodes, in the shape in which the drafter adds them; 0 for none.
 
+        A drafter with a limit on nodes may fill it at several depths; the deepest is what it proposes.
+
         Raises:
             OptionError: a negative number of nodes.
         """
         check_whole("nodes", nodes, lowest=0)
-        return self._curve([(point.nodes, point.seconds) for point in self.points], nodes)
+        deepest = {point.nodes: point.seconds for point in self.points}
+        return self._curve(list(deepest.items()), nodes)
 
     def _curve(self, points: Sequence[tuple[int, float]], size: int) -> float:
         return CostCurve.fit(points)(size) if points and size else 0.0

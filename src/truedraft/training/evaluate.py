@@ -59,13 +59,20 @@ def evaluate_model(
     max_tokens: int | None = None,
 ) -> LanguageModelReport:
     """Loss and bits per byte along the stream, whose text is `text_bytes` long in UTF-8."""
+    loss, count = mean_loss(model, stream, length=length, max_tokens=max_tokens)
+    bytes_per_token = text_bytes / len(stream)
+    return LanguageModelReport(count, loss, loss / math.log(2) / bytes_per_token)
+
+
+def mean_loss(
+    model: PreTrainedModel, stream: NDArray[np.uint32], *, length: int = 2048, max_tokens: int | None = None
+) -> tuple[float, int]:
+    """The model's loss along the stream, in nats per token, and the number of tokens."""
     total, count = 0.0, 0
     for block in _blocks(stream, length, max_tokens, model.device):
         total -= float(_label_log_probabilities(_log_law(model, block), block).sum())
         count += block.shape[1] - 1
-    loss = total / count
-    bytes_per_token = text_bytes / len(stream)
-    return LanguageModelReport(count, loss, loss / math.log(2) / bytes_per_token)
+    return total / count, count
 
 
 def evaluate_pair(

@@ -1,4 +1,4 @@
-"""The one training loop: phases of blocks, accumulation, bfloat16 autocast, checkpoints that resume exactly."""
+"""The one training loop: phases of batches, accumulation, bfloat16 autocast, checkpoints that resume exactly."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from truedraft.errors import TrainingError
+from truedraft.training.disk import writing
 from truedraft.training.identity import refuse_another_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from truedraft.training.blocks import BlockSampler
     from truedraft.training.identity import Identity
-    from truedraft.training.optimizer import MixedOptimizer
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -31,16 +30,53 @@ class Objective(Protocol):
     def accumulate(self, batch: torch.Tensor, scale: float) -> dict[str, float]:
         """Add `scale` times the gradient of the batch's mean loss to the parameters' gradients.
 
-        The batch holds blocks [sequences, length + 1]; the answer holds means over its labels, for the log.
+        The batch is what the sampler gave; the answer holds means over its labels, for the log.
         """
+
+
+class Sampler(Protocol):
+    """Where batches come from: a pure function of an index, so that resuming needs no state."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Labels of one sequence, the most where they differ."""
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Sequences number `first` to `first + count - 1` of the run: int64 [count, ...]."""
+
+
+class Optimizer(Protocol):
+    """What updates the parameters from their gradients."""
+
+    def step(self, multiplier: float) -> float:
+        """Update, and clear the gradients; returns their norm. The rates are the peak rates times the multiplier."""
+
+    def state_dict(self) -> list[Any]:
+        """For a checkpoint."""
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Something to measure now and then during training, for the log.
+
+    Attributes:
+        every: steps between two; it also follows the last.
+        values: measures; it must leave the model and torch's random numbers as they are.
+    """
+
+    every: int
+    values: Callable[[], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of steps that read blocks of one length."""
+    """A stretch of steps that read sequences of one length."""
 
     steps: int
-    sampler: BlockSampler
+    sampler: Sampler
     sequences_per_step: int
     sequences_per_pass: int
 
@@ -97,7 +133,7 @@ class TrainingLoop:
         self,
         *,
         model: torch.nn.Module,
-        optimizer: MixedOptimizer,
+        optimizer: Optimizer,
         objective: Objective,
         phases: Sequence[Phase],
         schedule: Callable[[int], float],
@@ -105,6 +141,7 @@ class TrainingLoop:
         checkpoint_every: int = 50,
         autocast: bool = True,
         identity: Identity | None = None,
+        measurement: Measurement | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -115,9 +152,11 @@ class TrainingLoop:
         self.checkpoint_every = checkpoint_every
         self.autocast = autocast
         self.identity = identity
+        self.measurement = measurement
         self.progress = Progress()
         self._refuse_another_run()
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def total_steps(self) -> int:
@@ -134,7 +173,8 @@ class TrainingLoop:
         self.model.train()
         while self.progress.step < last:
             record = self._step()
-            with (self.folder / LOG).open("a") as log:
+            self._measure(record, last)
+            with writing(self.folder / LOG), (self.folder / LOG).open("a") as log:
                 log.write(record.as_line() + "\n")
             if on_step is not None:
                 on_step(record)
@@ -165,6 +205,15 @@ class TrainingLoop:
         self.progress.elapsed_s += time.perf_counter() - started
         return StepRecord(step, self.progress.tokens, self.progress.elapsed_s, multiplier, norm, sums)
 
+    def _measure(self, record: StepRecord, last: int) -> None:
+        """Add what is measured now and then to the record of a step."""
+        wanted = self.measurement
+        if wanted is not None and (self.progress.step == last or self.progress.step % wanted.every == 0):
+            self.model.eval()
+            with torch.no_grad():
+                record.values.update(wanted.values())
+            self.model.train()
+
     def _locate(self, step: int) -> tuple[Phase, int]:
         """The phase that a step belongs to, and the step's number inside it."""
         for phase in self.phases:
@@ -182,8 +231,13 @@ class TrainingLoop:
             "identity": None if self.identity is None else dict(self.identity),
         }
         partial = self.folder / (CHECKPOINT + ".partial")
-        torch.save(state, partial)
-        partial.replace(self.folder / CHECKPOINT)  # atomic: a kill leaves the old checkpoint or the new one
+        try:
+            with writing(self.folder / CHECKPOINT):
+                with partial.open("wb") as file:  # torch hides the reason where it opens the file itself
+                    torch.save(state, file)
+                partial.replace(self.folder / CHECKPOINT)  # atomic: a kill leaves the old checkpoint or the new one
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _refuse_another_run(self) -> None:
         """Refuse a folder whose checkpoint another configuration made, before anything is written into it."""

@@ -37,19 +37,38 @@ class LawObjective:
             with torch.no_grad():
                 teacher = self._target(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
         logits = self._model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # [tokens, vocab]
-        gradient = torch.empty_like(logits)
-        values = {"loss": 0.0}
-        with torch.autocast(batch.device.type, enabled=False):
-            for start in range(0, len(labels), _CHUNK):
-                rows = slice(start, start + _CHUNK)
-                piece = logits[rows].detach().float().requires_grad_()
-                log_q = functional.log_softmax(piece, dim=-1)
-                log_p = log_q.detach() if teacher is None else functional.log_softmax(teacher[rows].float(), -1)
-                loss = self._loss(log_p, log_q, labels[rows]).sum() / len(labels)
-                (piece_gradient,) = torch.autograd.grad(loss, piece)
-                gradient[rows] = piece_gradient * scale
-                values["loss"] += float(loss.detach())
-                if teacher is not None and start == 0:
-                    values["alpha"] = float(torch.minimum(log_p, log_q.detach()).exp().sum(-1).mean())
+        gradient, values = law_gradient(logits, teacher, labels, self._loss, scale)
         logits.backward(gradient)
         return values
+
+
+def law_gradient(
+    logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, loss: DistillationLoss, scale: float
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient in the logits of `scale` times the mean loss, chunk by chunk in float32.
+
+    Args:
+        logits: `[tokens, vocab]`, of the model in training.
+        teacher: `[tokens, vocab]`: the target's logits; None where the loss looks at the labels alone.
+        labels: `[tokens]`.
+        loss: between the laws.
+        scale: of the gradient.
+
+    Returns:
+        The gradient, as `logits`; the mean loss and, with a target, `alpha` of the first chunk.
+    """
+    gradient = torch.empty_like(logits)
+    values = {"loss": 0.0}
+    with torch.autocast(logits.device.type, enabled=False):
+        for start in range(0, len(labels), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            piece = logits[rows].detach().float().requires_grad_()
+            log_q = functional.log_softmax(piece, dim=-1)
+            log_p = log_q.detach() if teacher is None else functional.log_softmax(teacher[rows].float(), -1)
+            mean = loss(log_p, log_q, labels[rows]).sum() / len(labels)
+            (piece_gradient,) = torch.autograd.grad(mean, piece)
+            gradient[rows] = piece_gradient * scale
+            values["loss"] += float(mean.detach())
+            if teacher is not None and start == 0:
+                values["alpha"] = float(torch.minimum(log_p, log_q.detach()).exp().sum(-1).mean())
+    return gradient, values

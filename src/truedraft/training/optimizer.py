@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,26 +26,37 @@ class OptimizerConfig:
 
 
 class MixedOptimizer:
-    """Two torch optimizers behind one `step`, with the rates scaled by a schedule."""
+    """Two torch optimizers behind one `step`, with the rates scaled by a schedule.
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
+    Args:
+        model: whose parameters are updated, those that require gradients.
+        config: rates and decays.
+        tables: further matrices that are for AdamW, as embeddings are: output layers, and adapters of a low rank.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, tables: Iterable[torch.Tensor] = ()) -> None:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        embeddings |= {id(table) for table in tables}
         trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.ndim == 2 and id(p) not in embeddings]
         others = [p for p in trained if p.ndim != 2 or id(p) in embeddings]
         self._parameters = trained
         self._clip_norm = config.clip_norm
-        self._peaks = (config.matrix_rate, config.vector_rate)
-        self._optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(
+        made: list[tuple[float, torch.optim.Optimizer]] = []
+        if matrices:
+            muon = torch.optim.Muon(
                 matrices,
                 lr=config.matrix_rate,
                 weight_decay=config.matrix_weight_decay,
                 momentum=config.momentum,
                 adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(others, lr=config.vector_rate, betas=config.betas, weight_decay=0.0),
-        )
+            )
+            made.append((config.matrix_rate, muon))
+        if others:
+            adam = torch.optim.AdamW(others, lr=config.vector_rate, betas=config.betas, weight_decay=0.0)
+            made.append((config.vector_rate, adam))
+        self._peaks = tuple(peak for peak, _ in made)
+        self._optimizers = tuple(optimizer for _, optimizer in made)
 
     def step(self, multiplier: float) -> float:
         """Clip, update and clear the gradients; returns the norm that the gradients had before clipping."""
@@ -63,3 +76,27 @@ class MixedOptimizer:
         """Restore what `state_dict` returned."""
         for optimizer, state in zip(self._optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+class SeparateOptimizers:
+    """Parts of a model that are updated together, each at its own rates and clipped by its own norm.
+
+    Args:
+        parts: no parameter belongs to two of them.
+    """
+
+    def __init__(self, *parts: MixedOptimizer) -> None:
+        self._parts = parts
+
+    def step(self, multiplier: float) -> float:
+        """Update all parts; returns the norm that all gradients together had before clipping."""
+        return math.hypot(*(part.step(multiplier) for part in self._parts))
+
+    def state_dict(self) -> list[Any]:
+        """The parts' states, for a checkpoint."""
+        return [part.state_dict() for part in self._parts]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)

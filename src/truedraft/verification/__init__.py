@@ -1,7 +1,9 @@
 """Verification rules: which drafted tokens stay, and what is drawn where they stop."""
 
 from truedraft.verification.coupled import CoupledSampling
+from truedraft.verification.lenience import LenientSampling
 from truedraft.verification.rule import Rule
 from truedraft.verification.speculative import SpeculativeSampling
+from truedraft.verification.typical import TypicalAcceptance
 
-__all__ = ["CoupledSampling", "Rule", "SpeculativeSampling"]
+__all__ = ["CoupledSampling", "LenientSampling", "Rule", "SpeculativeSampling", "TypicalAcceptance"]

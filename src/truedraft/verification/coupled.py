@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.core.laws import most_likely
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin, Verdict
-from truedraft.verification.rule import DrawnToken, NodeOutcome, Rule
+from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
+from truedraft.verification.rule import DrawnToken, NodeOutcome
 
 
 def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -34,7 +36,7 @@ def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
     return most_likely(torch.log(laws.double()).add_(gumbel))
 
 
-class CoupledSampling(Rule):
+class CoupledSampling(DeferredRule):
     """Follow the child that carries argmax(log p + G(seed, sample, position, token)), if there is one.
 
     Daliri et al. 2408.07978. What is emitted never depends on the proposal, so proposals of every kind are judged
@@ -46,7 +48,9 @@ class CoupledSampling(Rule):
     lossless: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def verify_here(
+        self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+    ) -> list[Verdict]:
         """Judge a batch of proposals; see `Rule.verify`.
 
         Where a request is greedy (its noise has no Gumbel numbers), `laws` may hold for it any rows
@@ -54,13 +58,16 @@ class CoupledSampling(Rule):
         some token: the caller discards it.
         """
         rows = [_choices(*each) for each in zip(proposals, laws, noise, strict=True)]
-        if not rows:
-            return []
-        choices = iter(torch.cat(rows).tolist())  # the only answer that is waited for
-        return [
-            _follow(proposal, list(itertools.islice(choices, len(row))))
-            for proposal, row in zip(proposals, rows, strict=True)
-        ]
+        return _verdicts(proposals, rows, torch.cat(rows).tolist()) if rows else []
+
+    def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
+        """The tokens of all slots; see `DeferredRule.prepare`, and `verify_here` for what `laws` may hold."""
+        rows = [_choices(*each) for each in zip(proposals, laws, noise, strict=True)]
+
+        def conclude(numbers: Numbers) -> list[Verdict]:
+            return _verdicts(proposals, rows, [int(token) for each in numbers for token in each])
+
+        return Prepared(rows, conclude)
 
     def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
         """How a node ends: with a token of law `p`, accepted where a child carries it; see `Rule.outcomes`.
@@ -78,8 +85,19 @@ def _choices(proposal: Proposal, laws: Tensor, noise: Noise) -> Tensor:
     gumbel = [noise.gumbel(depth, laws.shape[-1], laws.device) for depth in depths]
     if gumbel[0] is None:
         return coupled_choice(laws, None)
+    if transfers.waits(laws.device):
+        return coupled_choice(laws, torch.stack([own for own in gumbel if own is not None]))
     # Row by row: the float64 scores of one row stay in the processor's cache.
     return torch.cat([coupled_choice(law, own) for law, own in zip(laws.split(1), gumbel, strict=True)])
+
+
+def _verdicts(proposals: Sequence[Proposal], rows: Sequence[Tensor], choices: Sequence[int]) -> list[Verdict]:
+    """The verdicts that follow from the tokens of all requests' slots, one behind another."""
+    tokens = iter(choices)
+    return [
+        _follow(proposal, list(itertools.islice(tokens, len(row))))
+        for proposal, row in zip(proposals, rows, strict=True)
+    ]
 
 
 def _follow(proposal: Proposal, choices: Sequence[int]) -> Verdict:

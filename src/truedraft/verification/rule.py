@@ -45,13 +45,28 @@ class Rule(ABC):
     """Decides which nodes of a proposal stay; a pure function of laws and noise.
 
     Attributes:
-        lossless: whether the emitted tokens follow the target's law exactly.
+        lossless: whether the emitted tokens follow the target's law exactly. A rule for which they do not measures in
+            its verdicts how far they are from it.
         judges: the kinds of draws that the rule can judge.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
     judges: ClassVar[frozenset[DrawKind]]
+
+    @property
+    def spec(self) -> str:
+        """The words that make this rule, options included; see `truedraft.verification.specs`."""
+        return self.name
+
+    @property
+    def greedy_form(self) -> Rule:
+        """The rule that judges requests at temperature 0 where this one is lossy; the same object at every call.
+
+        It is given laws at temperature 1, without top-k, top-p or min-p: at temperature 0 p is one-hot, and a lossy
+        rule would have nothing to be lenient about. Under a lossless rule such requests take the argmax.
+        """
+        return self
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
         """Refuse a drafter whose kinds of draws this rule cannot judge.
@@ -77,7 +92,7 @@ class Rule(ABC):
             noise: for each request the noise of this step.
 
         Returns:
-            For each request the accepted path and one more token.
+            For each request the accepted path and one more token; from a lossy rule also each token's divergence.
         """
 
     @abstractmethod

@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.verification.lenience import LenientSampling
 from truedraft.verification.rule import Rule
 from truedraft.verification.speculative import SpeculativeSampling
+from truedraft.verification.typical import TypicalAcceptance
 
-_MAKERS: dict[str, Callable[[], Rule]] = {SpeculativeSampling.name: SpeculativeSampling}
+Options = Mapping[str, float]
 
 
 def rule_from_spec(spec: str) -> Rule:
-    """Make a rule from its word, as `--rule` takes it: `speculative`.
+    """Make a rule from its words, as `--rule` takes them.
+
+    `speculative` is lossless; `speculative,lenience=L` is lossy for L below 1, and so is
+    `typical[,epsilon=0.09][,delta=0.3]`.
 
     Raises:
-        UnknownOptionError: there is no such rule; names the nearest valid one.
-        OptionError: an option that the rule does not have.
+        UnknownOptionError: there is no such rule, or it has no such option; names the nearest valid one.
+        OptionError: an unusable value.
     """
-    word, *options = (part.strip() for part in spec.split(","))
+    word, *parts = (part.strip() for part in spec.split(","))
     if word not in _MAKERS:
         raise UnknownOptionError.nearest("rule", word, _MAKERS)
-    if options:
-        raise OptionError(f"rule {word!r} takes no options, got {','.join(options)!r}")
-    return _MAKERS[word]()
+    make, known = _MAKERS[word]
+    options: dict[str, float] = {}
+    for part in parts:
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not name or not value:
+            raise OptionError(f"rule {spec!r}: {part!r} is not of the form option=value")
+        if name not in known:
+            raise UnknownOptionError.nearest(f"option of rule {word!r}", name, known)
+        if name in options:
+            raise OptionError(f"rule {spec!r} has {name} twice; give it once")
+        options[name] = _number(name, value)
+    return make(options)
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise OptionError(f"{name} must be a number, got {value!r}") from error
+
+
+def _speculative(options: Options) -> Rule:
+    lenience = options.get("lenience", 1.0)
+    return SpeculativeSampling() if lenience == 1.0 else LenientSampling(lenience)
+
+
+def _typical(options: Options) -> Rule:
+    return TypicalAcceptance(**options)
+
+
+_MAKERS: dict[str, tuple[Callable[[Options], Rule], tuple[str, ...]]] = {
+    SpeculativeSampling.name: (_speculative, ("lenience",)),
+    TypicalAcceptance.name: (_typical, ("epsilon", "delta")),
+}

@@ -95,6 +95,10 @@ class GraphBody(Body):
         """Run a plan that was made elsewhere, of which only the segments are used; see `Body.run`."""
         return self.forward([part.segment for part in plan.segments], self._device)
 
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """See `Body.unembed`."""
+        return self._decoder.unembed(vectors)
+
     def _run(self, placed: Sequence[PlacedSegment]) -> Outputs:
         """Rows of all segments, in their order."""
         slab, patterns = self._slab, self._decoder.patterns

@@ -215,13 +215,17 @@ class Decoder:
             Logits `[wanted, ids]` and the vectors `[wanted, width]` that enter the LM head, padding included.
         """
         numbers = inputs.numbers
-        x = embedding(inputs.tokens.index_select(0, numbers.source), self._embedding)
+        x = embedding(numbers.tokens.index_select(0, numbers.source), self._embedding)
         rotation = Rotation(self._rotary.table.index_select(0, numbers.positions), self._rotary.width)
         masks = [additive_mask(visible(inputs, number), self._group, x.dtype) for number in range(len(self.patterns))]
         for call, layer in enumerate(self._layers):
             layer.run(x, rotation, masks[layer.pattern], _Memory.of(slab, call, inputs))
         hidden = self._norm(x.index_select(0, numbers.wanted))
         return self._head(hidden), hidden
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`, whose further entries are zeros."""
+        return linear(vectors, self._head.weight[:, : vectors.shape[1]], self._head.bias)
 
 
 def fits_decoder(model: PreTrainedModel) -> bool:

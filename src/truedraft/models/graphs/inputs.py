@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.models.graphs.buckets import Bucket
 
 Array = TypeVar("Array")
@@ -24,6 +25,7 @@ class Numbers(Generic[Array]):
     never looked at.
 
     Attributes:
+        tokens: `[rows]`: the pack of tokens, one request's behind another's; then numbers without meaning.
         source: `[rows]`: where in the pack of tokens a row's token is.
         positions: `[rows]`.
         target: `[rows]`: the slab's row that takes the token's key and value.
@@ -34,6 +36,7 @@ class Numbers(Generic[Array]):
         first: `[patterns, rows]`: of the slots below `until` only those from here on are in reach of a pattern.
     """
 
+    tokens: Array
     source: Array
     positions: Array
     target: Array
@@ -58,16 +61,18 @@ class Batch(Protocol):
         ...
 
     def tokens(self) -> list[Tensor]:
-        """New tokens of each request, int64, on the model's device."""
+        """New tokens of each request, int64, on the host or on the model's device."""
         ...
 
     def write(self, numbers: Numbers[HostNumbers]) -> None:
-        """Say where each token is and what it sees; padding is there already."""
+        """Say where each token is and what it sees; padding is there already, the tokens themselves need not be."""
         ...
 
 
 class Inputs:
-    """Memory for the inputs of one bucket. Loading them copies twice and waits for nothing.
+    """Memory for the inputs of one bucket. Loading them waits for nothing.
+
+    All numbers that the host knows go up in one copy; tokens that only the device knows are put between them there.
 
     Args:
         bucket: the shape.
@@ -77,15 +82,13 @@ class Inputs:
 
     Attributes:
         bucket: as given.
-        tokens: `[rows]`, int64: the pack of tokens, then numbers without meaning.
-        numbers: all else, on the device.
+        numbers: on the device.
     """
 
     def __init__(self, bucket: Bucket, patterns: int, nowhere: int, device: torch.device) -> None:
         self.bucket = bucket
         self._shapes = _shapes(bucket, patterns)
         self._nowhere = nowhere
-        self.tokens = torch.zeros(bucket.rows, dtype=torch.int64, device=device)
         self._flat = torch.zeros(sum(map(math.prod, self._shapes)), dtype=torch.int64, device=device)
         self.numbers: Numbers[Tensor] = _split(self._flat, self._shapes)
 
@@ -97,15 +100,24 @@ class Inputs:
         numbers.target.fill(self._nowhere)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
+        unknown: list[tuple[int, Tensor]] = []
+        start = 0
+        for tokens in batch.tokens():
+            if transfers.waits(tokens.device):
+                unknown.append((start, tokens))
+            else:
+                numbers.tokens[start : start + len(tokens)] = tokens.numpy()
+            start += len(tokens)
         self._flat.copy_(host, non_blocking=True)
-        tokens = batch.tokens()
-        torch.cat(tokens, out=self.tokens[: sum(map(len, tokens))])
+        for start, tokens in unknown:
+            self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
 
 
 def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
     """Shapes of the numbers, in the order of their names."""
     rows = (bucket.rows,)
     shapes = {
+        "tokens": rows,
         "source": rows,
         "positions": rows,
         "target": rows,

@@ -17,7 +17,7 @@ def visible(inputs: Inputs, pattern: int) -> Tensor:
     """
     bucket, numbers = inputs.bucket, inputs.numbers
     shape = (bucket.requests, bucket.tokens, 1)
-    slot = torch.arange(bucket.span, device=inputs.tokens.device)
+    slot = torch.arange(bucket.span, device=numbers.source.device)
     seen = (slot >= numbers.first[pattern].view(shape)) & (slot < numbers.until.view(shape))
     if not bucket.words:
         return seen

@@ -19,6 +19,7 @@ from truedraft.models.bodies import Body
 from truedraft.models.fused import is_fusible, is_silu
 from truedraft.models.native import structs
 from truedraft.models.native.build import built
+from truedraft.models.native.lm_head import NativeHeads, NativeLmHead
 from truedraft.models.native.weights import LANES, UNIT, interleaved, packed, padded_bias
 from truedraft.models.packed_linear import release
 from truedraft.models.patterns import AttentionPattern, Full
@@ -69,6 +70,7 @@ class NativeBody(Body):
             self._linear([head], free=head.weight is not decoder.embed_tokens.weight), self._layers,
         )  # fmt: skip
         self._scratch = _Scratch(model.dtype, self._stride)
+        self._lm_head = NativeLmHead(library, self._model, model.dtype, self._scratch.of)
         self.least_rows = 1
         self.fast_paths = ("native forward", "packed weights")
 
@@ -128,7 +130,7 @@ class NativeBody(Body):
         cells = packed(weight)
         for layer in free:
             release(layer)
-        return structs.Linear(self._held(cells), None if bias is None else self._held(bias), inputs, outputs)
+        return structs.Linear(self._held(cells), None if bias is None else self._held(bias), inputs, outputs, inputs)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """See `Body.run`."""
@@ -161,6 +163,20 @@ class NativeBody(Body):
             )
             raise ModelError(reasons[refused - 1])
         return logits[:, : self._vocab], hidden
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """See `Body.unembed`."""
+        return self._lm_head.logits(vectors)
+
+    def largest(self, vectors: Tensor, count: int, vocab: int) -> Tensor:
+        """See `Body.largest`."""
+        return self._lm_head.largest(vectors, count, vocab)
+
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> NativeHeads | None:
+        """See `Body.shared_heads`."""
+        if blocks[0][0].in_features % LANES:
+            return None
+        return NativeHeads(self._lm_head, blocks, self._dtype)
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:
         """`[patterns, rows]`: the first position that each row may see."""

@@ -78,7 +78,7 @@ static inline lanes exponential(lanes x) {
 typedef struct {
     const cell *weights;
     const float *bias; /* [outputs, up to whole units] or NULL */
-    int64_t inputs, outputs;
+    int64_t inputs, outputs, read; /* read: the first inputs that are used; the others are known to be 0 */
 } Linear;
 
 typedef struct {
@@ -131,7 +131,7 @@ typedef struct {
     const int32_t *slots;
 } Own;
 
-enum { STORE, ADD, GATE };
+enum { STORE, ADD, GATE, RESIDUAL };
 
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
 static int64_t tile_rows(int64_t rows) {
@@ -201,7 +201,7 @@ static void four_blocks(const cell *w, int64_t block, int64_t cells, const cell 
 
 /* A group of rows against one unit of outputs: sums `[rows][4]` of 16 outputs each. */
 static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64_t size, lanes (*sum)[4]) {
-    const int64_t cells = l->inputs / PER_CELL, block = cells * LANES;
+    const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * LANES;
     const cell *w = l->weights + at * 4 * block;
     for (int64_t r = 0; r < rows; r++) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = (lanes){0};
     if (rows <= ROWS / 2) {
@@ -219,7 +219,7 @@ static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64
 
 static inline lanes silu(lanes x) { return x / (1.0f + exponential(-x)); }
 
-static void finish(int kind, lanes (*sum)[4], int64_t rows, const float *bias, element *y, int64_t stride, int64_t at) {
+static void finish(int kind, lanes (*sum)[4], int64_t rows, const float *bias, const element *x, int64_t x_stride, element *y, int64_t stride, int64_t at) {
     for (int64_t r = 0; r < rows; r++) {
         lanes v[4];
         for (int b = 0; b < 4; b++) {
@@ -230,6 +230,10 @@ static void finish(int kind, lanes (*sum)[4], int64_t rows, const float *bias, e
         if (kind == GATE) {
             element *out = y + r * stride + at * (UNIT / 2);
             for (int b = 0; b < 2; b++) store(out + b * LANES, rounded(silu(v[2 * b])) * v[2 * b + 1]);
+        } else if (kind == RESIDUAL) {
+            const element *in = x + r * x_stride + at * UNIT;
+            element *out = y + r * stride + at * UNIT;
+            for (int b = 0; b < 4; b++) store(out + b * LANES, load(in + b * LANES) + rounded(silu(v[b])));
         } else {
             element *out = y + r * stride + at * UNIT;
             for (int b = 0; b < 4; b++) store(out + b * LANES, kind == ADD ? load(out + b * LANES) + v[b] : v[b]);
@@ -237,9 +241,9 @@ static void finish(int kind, lanes (*sum)[4], int64_t rows, const float *bias, e
     }
 }
 
-/* y = x W (STORE), y += x W (ADD), or silu(gate) * up (GATE), for the units of this thread. */
+/* y = x W (STORE), y += x W (ADD), silu(gate) * up (GATE), or x + silu(x W) (RESIDUAL), for the units of this thread. */
 static void linear(const Linear *l, int kind, const element *x, element *y, int64_t y_stride, int64_t rows, const Own *own) {
-    const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->inputs / PER_CELL, size = tile_rows(rows);
+    const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->read / PER_CELL, size = tile_rows(rows);
     const int64_t from = units * own->me / own->threads, to = units * (own->me + 1) / own->threads;
     const int64_t group = GROUP / size * size;
     lanes sum[GROUP][4];
@@ -249,7 +253,7 @@ static void linear(const Linear *l, int kind, const element *x, element *y, int6
         for (int64_t r = 0; r < rows; r += group) {
             const int64_t n = rows - r < group ? rows - r : group;
             unit(l, at, own->inputs + r * cells, n, size, sum);
-            finish(kind, sum, n, l->bias, y + r * y_stride, y_stride, at);
+            finish(kind, sum, n, l->bias, x + r * own->stride, own->stride, y + r * y_stride, y_stride, at);
         }
 }
 
@@ -485,4 +489,78 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
     run(m, b, scratch, logits, hidden, 0, 1);
 #endif
     return 0;
+}
+
+/* The ids of the `ranks` largest of some logits, the largest first; of equal ones the lowest id first. */
+static void largest(const element *logits, int64_t vocab, int64_t ranks, float *values, int64_t *ids) {
+    for (int64_t i = 0; i < ranks; i++) { values[i] = -__builtin_inff(); ids[i] = i; }
+    for (int64_t from = 0; from < vocab; from += LANES) {
+        const int n = vocab - from < LANES ? (int)(vocab - from) : LANES;
+        float v[LANES];
+        if (n == LANES) {
+            const lanes read = load(logits + from);
+            const ints above = read > values[ranks - 1];
+            int64_t any[8];
+            memcpy(any, &above, sizeof any);
+            if (!(any[0] | any[1] | any[2] | any[3] | any[4] | any[5] | any[6] | any[7])) continue;
+            memcpy(v, &read, sizeof v);
+        } else {
+            element last[LANES] = {0};
+            memcpy(last, logits + from, n * sizeof *last);
+            const lanes read = load(last);
+            memcpy(v, &read, sizeof v);
+        }
+        for (int i = 0; i < n; i++) {
+            if (!(v[i] > values[ranks - 1])) continue;
+            int64_t at = ranks - 1;
+            for (; at > 0 && v[i] > values[at - 1]; at--) { values[at] = values[at - 1]; ids[at] = ids[at - 1]; }
+            values[at] = v[i];
+            ids[at] = from + i;
+        }
+    }
+}
+
+/* Residual heads that end in the LM head. Their vectors lie in rows of whole units. */
+typedef struct {
+    const Linear *lm_head, *block; /* block: [layers][heads], as many outputs as inputs */
+    int64_t layers, heads, used, wide; /* used: the first heads that run; wide: of a row of vectors */
+} Heads;
+
+/* What is asked of them: of the first `vocab` logits of each row the ids of the `ranks` largest, with their values. */
+typedef struct {
+    int64_t rows, vocab, ranks;
+    const element *hidden;     /* [rows][wide] */
+    element *vectors, *logits; /* [2][used rows][wide], [used rows][outputs, up to whole units] */
+    float *values;             /* [used rows][ranks] */
+    int64_t *ids;              /* likewise */
+} Asked;
+
+static void guess(const Heads *h, const Asked *a, const Scratch *s, int64_t stride, int me, int threads) {
+    const int64_t logit_stride = (h->lm_head->outputs + UNIT - 1) / UNIT * UNIT, all_rows = h->used * a->rows;
+    const Own own = {me, threads, h->wide, 0, s->inputs + me * s->rows * stride / PER_CELL, 0, 0};
+    const int64_t each = a->rows * h->wide;
+    const element *from = a->hidden;
+    for (int64_t n = 0; n < h->layers; n++) {
+        element *to = a->vectors + n % 2 * h->used * each;
+        for (int64_t k = 0; k < h->used; k++)
+            linear(h->block + n * h->heads + k, RESIDUAL, n ? from + k * each : from, to + k * each, h->wide, a->rows, &own);
+        BARRIER
+        from = to;
+    }
+    linear(h->lm_head, STORE, from, a->logits, logit_stride, all_rows, &own);
+    if (!a->ranks) return;
+    BARRIER
+    for (int64_t r = me; r < all_rows; r += threads)
+        largest(a->logits + r * logit_stride, a->vocab, a->ranks, a->values + r * a->ranks, a->ids + r * a->ranks);
+}
+
+/* Runs heads; without layers and with one head, the LM head alone. `stride` is that of the scratch. */
+void truedraft_heads(const Heads *heads, const Asked *asked, const Scratch *scratch, int64_t stride, int threads) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    guess(heads, asked, scratch, stride, omp_get_thread_num(), omp_get_num_threads());
+#else
+    (void)threads;
+    guess(heads, asked, scratch, stride, 0, 1);
+#endif
 }

@@ -8,7 +8,13 @@ from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 class Linear(Structure):
     """A linear layer with packed weights."""
 
-    _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+    _fields_ = (
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("read", c_int64),
+    )
 
 
 class Layer(Structure):
@@ -97,4 +103,32 @@ class Scratch(Structure):
         ("slots", c_void_p),
         ("rows", c_int64),
         ("keys", c_int64),
+    )
+
+
+class Heads(Structure):
+    """Residual heads that end in the LM head."""
+
+    _fields_ = (
+        ("lm_head", POINTER(Linear)),
+        ("block", POINTER(Linear)),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("used", c_int64),
+        ("wide", c_int64),
+    )
+
+
+class Asked(Structure):
+    """What is asked of heads."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("ranks", c_int64),
+        ("hidden", c_void_p),
+        ("vectors", c_void_p),
+        ("logits", c_void_p),
+        ("values", c_void_p),
+        ("ids", c_void_p),
     )

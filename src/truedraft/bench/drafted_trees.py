@@ -1,0 +1,109 @@
+"""Token trees in a benchmark: how many nodes pay here, and what became of what a tree promised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truedraft.bench.lineup import Lineup
+from truedraft.bench.summary import Summary
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.medusa import GREEDY, SAMPLED, Medusa
+from truedraft.planning import sized
+from truedraft.theory import TargetCost, expected_tokens_if_independent
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTree:
+    """A contestant's tree, with promised and measured tokens per target call.
+
+    Attributes:
+        contestant: who drafted it.
+        tree: its nodes; with `reach` where they were counted.
+        measured: mean acceptance length in the benchmark; None where it did not run.
+        product: what the tree would promise if heads erred independently; None where that was not kept with them.
+    """
+
+    contestant: str
+    tree: RankTree
+    measured: float | None
+    product: float | None = None
+
+    @property
+    def promised(self) -> float | None:
+        """Tokens per target call by the counts; None where nobody counted."""
+        return None if math.isnan(self.tree.expected_tokens) else self.tree.expected_tokens
+
+    @property
+    def measured_over_promised(self) -> float | None:
+        """How much of the promise came true."""
+        return None if self.measured is None or self.promised is None else self.measured / self.promised
+
+    def describe(self) -> str:
+        """In one line."""
+        told = [f"{self.contestant}: a tree of {len(self.tree)} node{'s' if len(self.tree) > 1 else ''}"]
+        if self.promised is not None:
+            told.append(f"promised {self.promised:.2f} tokens per target call")
+        if self.product is not None:
+            told.append(f"{self.product:.2f} if heads erred independently")
+        if self.measured is not None:
+            told.append(f"measured {self.measured:.2f}")
+        if self.measured_over_promised is not None:
+            told.append(f"{self.measured_over_promised:.2f} of what was promised")
+        return ", ".join(told)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "contestant": self.contestant,
+            "nodes": len(self.tree),
+            "promised": self.promised,
+            "product": self.product,
+            "measured": self.measured,
+            "measured_over_promised": self.measured_over_promised,
+            "tree": self.tree.as_dict(),
+        }
+
+
+def size_trees(lineup: Lineup, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
+    """Let drafters whose number of nodes was left open draft as many as pay, and note how many, a sentence each.
+
+    Args:
+        lineup: its engines do not run meanwhile.
+        forwards: V of its target.
+        params: sampling options of the benchmark.
+        refresh: measure what drafting costs although kept costs would do.
+
+    Raises:
+        TruedraftError: target or drafter failed.
+    """
+    for each in lineup.ours:
+        drafter, budget = sized(
+            each.engine.drafter, lineup.target, params, forwards=forwards, requests=lineup.batch, refresh=refresh
+        )
+        if budget is not None:
+            lineup.redraft(each, drafter)
+            lineup.notes += [*budget.warnings, f"{each.name}: {budget.describe()}"]
+
+
+def drafted_trees(lineup: Lineup, summaries: Sequence[Summary], params: SamplingParams) -> list[DraftedTree]:
+    """The trees of those of our engines that draft by ranks, each as far as its number of nodes goes."""
+    measured = {each.name: each.mean_acceptance_length for each in summaries}
+    found = []
+    for each in lineup.ours:
+        drafter = each.engine.drafter
+        if isinstance(drafter, Medusa) and drafter.nodes:
+            tree = drafter.tree_for(params).first(drafter.nodes)
+            found.append(DraftedTree(each.name, tree, measured.get(each.name), _product(drafter, tree, params)))
+    return found
+
+
+def _product(drafter: Medusa, tree: RankTree, params: SamplingParams) -> float | None:
+    """From the accuracies that were kept with the heads, if they were."""
+    facts = drafter.facts
+    counted = facts.get("trees", {}).get(GREEDY if params.greedy else SAMPLED, {})
+    accuracy = counted.get("rank_accuracy")
+    return None if accuracy is None or not tree.reach else expected_tokens_if_independent(tree.paths, accuracy)

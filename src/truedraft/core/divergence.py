@@ -1,0 +1,80 @@
+"""How far a lossy rule's emitted tokens are from the target's law, token by token. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDivergence:
+    """The law of one emitted token, given the text before it, against the target's law p at that place.
+
+    Attributes:
+        total_variation: half the L1 distance of the two laws, a fraction.
+        kl: KL(emitted law || p), in nats.
+        total_variation_greedy: the same distance for greedy decoding, whose law is one-hot: 1 - max p.
+        kl_greedy: likewise: -log max p, in nats.
+    """
+
+    total_variation: float
+    kl: float
+    total_variation_greedy: float
+    kl_greedy: float
+
+    @classmethod
+    def of(cls, total_variation: float, kl: float, largest_p: float) -> TokenDivergence:
+        """From the two measures and max p; rounding below 0 counts as 0."""
+        return cls(max(total_variation, 0.0), max(kl, 0.0), *_of_a_point(largest_p))
+
+    @classmethod
+    def of_choice(cls, p_x: float, largest_p: float) -> TokenDivergence:
+        """Where nothing was left to chance: a one-hot law at a token of probability `p_x`, above 0."""
+        return cls(*_of_a_point(p_x), *_of_a_point(largest_p))
+
+
+def _of_a_point(p_x: float) -> tuple[float, float]:
+    """Total variation and KL of a one-hot law at a token x against p: 1 - p(x) and -log p(x)."""
+    return max(1.0 - p_x, 0.0), max(-math.log(p_x), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Sums over the emitted tokens that a lossy rule judged, the prefill's token included.
+
+    Attributes:
+        tokens: how many.
+        total_variation: sum of the tokens' total variations.
+        kl: sum of their divergences in nats.
+        total_variation_greedy: the sum that greedy decoding would have at the same places.
+        kl_greedy: likewise, in nats.
+    """
+
+    tokens: int = 0
+    total_variation: float = 0.0
+    kl: float = 0.0
+    total_variation_greedy: float = 0.0
+    kl_greedy: float = 0.0
+
+    @classmethod
+    def of(cls, tokens: Iterable[TokenDivergence]) -> Divergence:
+        """The sums over some tokens."""
+        each = list(tokens)
+        return cls(
+            len(each),
+            math.fsum(one.total_variation for one in each),
+            math.fsum(one.kl for one in each),
+            math.fsum(one.total_variation_greedy for one in each),
+            math.fsum(one.kl_greedy for one in each),
+        )
+
+    def __add__(self, other: Divergence) -> Divergence:
+        """The sums over the tokens of both."""
+        return Divergence(
+            self.tokens + other.tokens,
+            self.total_variation + other.total_variation,
+            self.kl + other.kl,
+            self.total_variation_greedy + other.total_variation_greedy,
+            self.kl_greedy + other.kl_greedy,
+        )

@@ -1,0 +1,182 @@
+"""How a step learns what its target said: looking as it goes, or reading all numbers of a step at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.laws import finite_rows
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposals import Proposal
+from truedraft.core.verdicts import Verdict
+from truedraft.engine.drafting import Drafting
+from truedraft.engine.request import Request
+from truedraft.models.base import Segment
+from truedraft.verification.deferred import DeferredRule
+from truedraft.verification.rule import Rule
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One request's share of a step.
+
+    Attributes:
+        request: whose share it is.
+        proposal: what was drafted for it.
+        noise: of this step.
+        segment: what the target is fed.
+        fed: how many of its tokens are the request's own; the others are the proposal's.
+        laws: `[slots, vocab]`, or logits where `argmax`; None during the prompt.
+        argmax: whether the rule only looks at the largest entry of a row.
+        hidden: `[slots, width]`, where the drafter wants it.
+        sound: `[slots]`, on a device: which rows of logits give a law.
+        broken: slots whose logits were NaN or infinite, as far as they matter.
+        verdict: what the rule says.
+    """
+
+    request: Request
+    proposal: Proposal
+    noise: KeyedNoise
+    segment: Segment
+    fed: int
+    laws: Tensor | None = None
+    argmax: bool = False
+    hidden: Tensor | None = None
+    sound: Tensor | None = None
+    broken: frozenset[int] = frozenset()
+    verdict: Verdict | None = None
+
+
+class Judging(ABC):
+    """From logits to verdicts. Logits that are no numbers concern only requests whose verdict comes by them."""
+
+    @abstractmethod
+    def before_laws(self, parts: Sequence[Part], logits: Tensor) -> Tensor:
+        """Called with all logits `[rows, vocab]` of a step and the parts they are of; returns what laws are made of."""
+
+    @abstractmethod
+    def after_laws(self, group: Sequence[Part], logits: Tensor) -> None:
+        """Called with each group of parts, alike in `argmax`, once they have laws, and with the logits of these."""
+
+    @abstractmethod
+    def judge(self, by_rule: Mapping[Rule, Sequence[Part]]) -> None:
+        """Set the parts' verdicts, and the broken slots on the way to them."""
+
+
+class LookingAsItGoes(Judging):
+    """For the CPU, where a look costs nothing: only what turns out to matter is worked out."""
+
+    def before_laws(self, parts: Sequence[Part], logits: Tensor) -> Tensor:
+        """See `Judging.before_laws`."""
+        return logits
+
+    def after_laws(self, group: Sequence[Part], logits: Tensor) -> None:
+        """See `Judging.after_laws`."""
+        # -inf is a legal logit, so an infinite sum only means that rows must be looked at.
+        if not group[0].argmax and not bool(logits.sum(dtype=torch.float32).isfinite()):
+            for part in group:
+                _isolate_broken_rows(part)
+
+    def judge(self, by_rule: Mapping[Rule, Sequence[Part]]) -> None:
+        """See `Judging.judge`."""
+        for rule, parts in by_rule.items():
+            verdicts = rule.verify(*_asked(parts))
+            for part, verdict in zip(parts, verdicts, strict=True):
+                part.verdict = verdict
+                if part.argmax:
+                    part.broken = _broken_choices(part.laws, verdict)
+
+
+class ReadingOnce(Judging):
+    """For a device, where each look waits: everything that may matter is worked out there and read in one transfer.
+
+    Rules that cannot say beforehand what they need (`DeferredRule.defers`) are asked afterwards, and wait on their own.
+
+    Args:
+        drafting: is told of drafted ids that turn out not to exist.
+    """
+
+    def __init__(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+
+    def before_laws(self, parts: Sequence[Part], logits: Tensor) -> Tensor:
+        """See `Judging.before_laws`. A row that gives no law is made one that gives the one-hot law of token 0."""
+        sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
+        for part, own in zip(parts, sound.split([len(part.segment.rows) for part in parts]), strict=True):
+            part.sound = own
+        if all(part.argmax for part in parts):
+            return logits
+        lawful = logits.masked_fill(~sound[:, None], -torch.inf)
+        lawful[:, 0].masked_fill_(~sound, 0.0)
+        return lawful
+
+    def after_laws(self, group: Sequence[Part], logits: Tensor) -> None:
+        """See `Judging.after_laws`: nothing is left to do."""
+
+    def judge(self, by_rule: Mapping[Rule, Sequence[Part]]) -> None:
+        """See `Judging.judge`."""
+        parts = [part for group in by_rule.values() for part in group]
+        deferred = {rule: rule.prepare(*_asked(group)) for rule, group in by_rule.items() if _defers(rule)}
+        unknown = [part for part in parts if not part.proposal.tree.is_known]
+        flags = [part.sound for part in parts if part.sound is not None]
+        wanted = [*flags, *(part.proposal.tree.tokens for part in unknown)]
+        for prepared in deferred.values():
+            wanted.extend(prepared.wanted)
+        numbers = iter(transfers.fetch(wanted))
+        for part in parts:
+            part.broken = frozenset(slot for slot, sound in enumerate(next(numbers)) if not sound)
+        refused = [part for part in unknown if not self._learn(part, next(numbers))]
+        for rule, group in by_rule.items():
+            if rule in deferred:
+                verdicts = deferred[rule].conclude([next(numbers) for _ in deferred[rule].wanted])
+            else:
+                verdicts = rule.verify(*_asked(group))
+            for part, verdict in zip(group, verdicts, strict=True):
+                # What was judged with ids that do not exist is judged again, as if nothing had been drafted.
+                part.verdict = rule.verify(*_asked([part]))[0] if part in refused else verdict
+
+    def _learn(self, part: Part, ids: Sequence[float]) -> bool:
+        """Take note of drafted tokens; where some do not exist, drop them all and return False."""
+        part.proposal.tree.learn([int(token) for token in ids])
+        if self._drafting.admits(part.request, part.proposal):
+            return True
+        assert part.laws is not None
+        part.proposal, part.laws = Proposal.empty(), part.laws[:1]
+        return False
+
+
+def _defers(rule: Rule) -> TypeGuard[DeferredRule]:
+    return isinstance(rule, DeferredRule) and rule.defers
+
+
+def _asked(parts: Sequence[Part]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
+    """What a rule is given."""
+    laws = [part.laws for part in parts if part.laws is not None]
+    return [part.proposal for part in parts], laws, [part.noise for part in parts]
+
+
+def _isolate_broken_rows(part: Part) -> None:
+    """Note slots without a law, and put one in its place so that the others can be judged.
+
+    A broken slot matters only if the verdict's path comes by it.
+    """
+    assert part.laws is not None
+    sound = finite_rows(part.laws)
+    part.broken = frozenset((~sound).nonzero().flatten().tolist())
+    stand_in = torch.zeros_like(part.laws[0])
+    stand_in[0] = 1.0
+    part.laws = torch.where(sound[:, None], part.laws, stand_in)
+
+
+def _broken_choices(logits: Tensor | None, verdict: Verdict) -> frozenset[int]:
+    """Slots on a verdict's path whose largest logit is NaN or infinite; the argmax of a row with NaN is a NaN."""
+    assert logits is not None
+    slots = [0, *(node + 1 for node in verdict.path)]
+    sound = logits[slots, list(verdict.tokens)].isfinite().tolist()
+    return frozenset(slot for slot, finite in zip(slots, sound, strict=True) if not finite)

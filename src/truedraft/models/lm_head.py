@@ -1,0 +1,146 @@
+"""A model's LM head as a function of the vector that enters it.
+
+Not every family's logits are a product with its embedding: some scale them, cap them softly, or add a bias. Whoever
+uses the LM head without the rest of the model must do the same, and is held to it by a check on real vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+
+from truedraft.errors import UnsupportedModelError
+
+_CHECKED_TOKENS = 4
+# Of the spread of the logits, and of their largest magnitude: what one product's rounding may come to.
+_OF_SPREAD = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_OF_LARGEST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 0.03}
+
+
+@dataclass(frozen=True, slots=True)
+class LogitFinish:
+    """What a model does to the product of its LM head: times a factor, then softly capped.
+
+    Both keep the order of the logits.
+
+    Attributes:
+        factor: of Cohere, Falcon-H1 (as their configurations have it) and Granite (which divides by its own).
+        cap: c of c tanh(x / c), of the Gemma families; None where there is none.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LogitFinish:
+        """As the model's configuration has it."""
+        config = model.config.get_text_config()
+        factor = 1.0
+        for name in ("logit_scale", "lm_head_multiplier"):
+            given = getattr(config, name, None)
+            factor *= float(given) if isinstance(given, int | float) else 1.0
+        factor /= float(getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(factor, float(cap) if cap else None)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Finish the LM head's product, of any shape."""
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+def lm_head_width(head: Any) -> int:
+    """How many entries the vector has that enters an LM head."""
+    return int(head.in_features) if hasattr(head, "in_features") else int(head.weight.shape[1])
+
+
+def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:
+    """Refuse a family whose logits are more than its LM head, a factor and a soft cap.
+
+    Args:
+        made: `[rows, vocab]`: by the LM head alone.
+        given: `[rows, vocab]`: that the model gave with the same vectors.
+        name: of the model.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding.
+    """
+    made, expected = made.float(), given.float()
+    spread, largest = expected.std().item(), expected.abs().max().item()
+    allowed = _OF_SPREAD[given.dtype] * spread + _OF_LARGEST[given.dtype] * largest
+    difference = (made - expected).abs().max().item()
+    if not difference <= allowed and bool(expected.isfinite().all()):
+        raise UnsupportedModelError(
+            f"the logits of {name} are not what its LM head makes of the vector that enters it (they differ by "
+            f"{difference:.2g}, with a spread of {spread:.2g}), so heads cannot share it; use another kind of drafter"
+        )
+
+
+class LmHead:
+    """The LM head of a loaded model, with gradients through the vectors; its weights are frozen.
+
+    Made by `LmHead.of`.
+
+    Attributes:
+        weight: `[vocab, width]`, the model's own tensor.
+        bias: `[vocab]`, or None.
+        finish: what the model does to the product: a factor and a soft cap.
+        embedding: `[vocab, width]`, the model's own tensor that embeds ids: in many families the weight itself.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, finish: LogitFinish, embedding: Tensor | None = None
+    ) -> None:
+        self.weight = weight.detach()
+        self.embedding = self.weight if embedding is None else embedding.detach()
+        self.bias = None if bias is None else bias.detach()
+        self.finish = finish
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LmHead:
+        """The LM head of a model as transformers loaded it, checked by one small forward.
+
+        Raises:
+            UnsupportedModelError: its weights were packed for inference, or its logits are more than its LM head, a
+                factor and a soft cap.
+        """
+        name = type(model).__name__
+        module = model.get_output_embeddings()
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, nn.Linear) or weight is None or weight.numel() == 0:
+            raise UnsupportedModelError(
+                f"the LM head of this {name} is not a linear layer with its own weights (packed for inference?); "
+                "give the model as transformers loads it"
+            )
+        head = cls(weight, module.bias, LogitFinish.of(model), model.get_input_embeddings().weight)
+        head._check(model, module, name)
+        return head
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel, module: nn.Module, name: str) -> None:
+        entered: list[Tensor] = []
+        hook = module.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0].detach()))
+        ids = torch.arange(1, _CHECKED_TOKENS + 1, device=model.device) * 7919 % self.weight.shape[0]
+        training = model.training
+        try:
+            logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0]
+        finally:
+            hook.remove()
+            model.train(training)
+        refuse_other_logits(self(entered[0].reshape(_CHECKED_TOKENS, -1)), logits, name)
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Logits `[..., vocab]` for vectors `[..., width]`, in the weights' dtype, or in autocast's where it is on."""
+        if not torch.is_autocast_enabled(vectors.device.type):
+            vectors = vectors.to(self.weight.dtype)
+        return self.finish(linear(vectors, self.weight, self.bias))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings `[..., width]` of ids, as they lie in the model's table."""
+        return embedding(tokens, self.embedding)

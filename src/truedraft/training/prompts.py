@@ -1,0 +1,161 @@
+"""Prompts cut from texts: what the target is asked to continue, so that drafters learn from its own answers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truedraft.errors import DataError
+from truedraft.models.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    from truedraft.training.blocks import Encoder
+
+_CHARACTERS_PER_TOKEN = 16  # what is encoded to get a prompt of so many tokens; more is needed only by odd texts
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """Prompts as token ids, on three sides that share no text.
+
+    Attributes:
+        train: what is trained on are the target's answers to these.
+        tree: trees are chosen, and accuracy during training is measured, on its answers to these.
+        test: acceptance is measured, at the end, in answering these.
+        text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
+    """
+
+    train: Sequence[Sequence[int]]
+    tree: Sequence[Sequence[int]]
+    test: Sequence[Sequence[int]]
+    text: NDArray[np.uint32]
+
+    def __post_init__(self) -> None:
+        """No side is empty.
+
+        Raises:
+            DataError: one is.
+        """
+        for name in ("train", "tree", "test"):
+            if not any(len(prompt) for prompt in getattr(self, name)):
+                raise DataError(f"there are no prompts to {_USES[name]}: give more text")
+
+
+_USES = {"train": "train on", "tree": "choose the tree on", "test": "measure the acceptance on"}
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """How many prompts each side takes."""
+
+    train: int
+    tree: int
+    test: int
+
+    @property
+    def held_out(self) -> int:
+        """Prompts of the two sides that are not trained on."""
+        return self.tree + self.test
+
+
+def split_prompts(
+    texts: Sequence[str], held_out: Sequence[str], tokenizer: Encoder, counts: PromptCounts, length: int
+) -> PromptSets:
+    """Cut all three sides from texts.
+
+    Args:
+        texts: to train on.
+        held_out: for the tree and the test, half of it each; without any, the last of `texts` are kept back for them.
+        tokenizer: of the target.
+        counts: how many prompts of each side.
+        length: tokens of a prompt, where its text is long enough.
+
+    Raises:
+        DataError: there is too little text.
+    """
+    if not held_out:
+        texts, held_out = _keep_back(texts, counts)
+    middle = _characters(held_out) * counts.tree // counts.held_out
+    tree_texts, test_texts = _divide(held_out, middle)
+    return PromptSets(
+        cut_prompts(texts, tokenizer, counts.train, length),
+        cut_prompts(tree_texts, tokenizer, counts.tree, length),
+        cut_prompts(test_texts, tokenizer, counts.test, length),
+        as_stream(held_out, tokenizer),
+    )
+
+
+def as_stream(texts: Sequence[str], tokenizer: Encoder) -> NDArray[np.uint32]:
+    """All tokens of texts: `<eos> text <eos> text ...`."""
+    ids: list[int] = []
+    with quiet_transformers():  # which warns of texts longer than the context
+        for text in texts:
+            ids += [tokenizer.eos_token_id, *tokenizer.encode(text, add_special_tokens=False)]
+    return np.array(ids, dtype=np.uint32)
+
+
+def cut_prompts(texts: Sequence[str], tokenizer: Encoder, count: int, length: int) -> list[list[int]]:
+    """Up to `count` pieces of up to `length` tokens, evenly over the texts, each from the start of a line.
+
+    A piece that ends with its text may be shorter; equal pieces are taken once.
+    """
+    ends = list(itertools.accumulate(len(text) for text in texts))
+    found: dict[tuple[int, ...], None] = {}
+    with quiet_transformers():
+        for number in range(count):
+            place = number * ends[-1] // count if ends else 0
+            which = int(np.searchsorted(ends, place, side="right"))
+            if which == len(texts):
+                break
+            text = texts[which]
+            start = _line_start(text, place - (ends[which] - len(text)))
+            ids = tokenizer.encode(text[start : start + _CHARACTERS_PER_TOKEN * length], add_special_tokens=False)
+            if ids:
+                found[tuple(ids[:length])] = None
+    return [list(ids) for ids in found]
+
+
+def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
+    """The sha256 of prompts, which names the data of a run."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(np.array([len(prompt), *prompt], dtype=np.uint32).tobytes())
+    return digest.hexdigest()
+
+
+def _line_start(text: str, place: int) -> int:
+    """The start of the line that holds a place."""
+    return text.rfind("\n", 0, place) + 1
+
+
+def _keep_back(texts: Sequence[str], counts: PromptCounts) -> tuple[list[str], list[str]]:
+    """The first texts to train on, and the last, in the proportion of the prompts, but a fifth at the most."""
+    share = min(0.2, counts.held_out / (counts.train + counts.held_out))
+    return _divide(texts, int(_characters(texts) * (1 - share)))
+
+
+def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
+    """Texts before and behind a character of all of them; the one that holds it is cut at the start of a line."""
+    before: list[str] = []
+    behind: list[str] = []
+    for text in texts:
+        if place >= len(text):
+            before.append(text)
+        elif place <= 0:
+            behind.append(text)
+        else:
+            cut = _line_start(text, place) or place
+            before.append(text[:cut])
+            behind.append(text[cut:])
+        place -= len(text)
+    return before, behind
+
+
+def _characters(texts: Sequence[str]) -> int:
+    return sum(map(len, texts))

@@ -1,0 +1,212 @@
+"""Let a target write the text that heads are trained on (self-distillation, Medusa 2401.10774, section 2.3.2).
+
+The answers come from our own engine, in batches. The vectors from which it draws pass through it anyway, so they are
+kept as the answers are written, and no second pass over the text is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import chain_shape
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.engine import Engine
+from truedraft.engine.request import Request
+from truedraft.errors import OptionError, TrainingError
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.training.identity import identity_of
+from truedraft.training.prompts import prompts_hash
+from truedraft.training.self_text import SelfText, SelfTextFiles, Written
+
+_CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
+
+
+@dataclass(frozen=True)
+class SelfTextConfig:
+    """How a target writes.
+
+    Attributes:
+        answer_tokens: most tokens of an answer.
+        temperatures: taken in turn, prompt by prompt; 0 is greedy.
+        batch: answers written at once; decides the speed only.
+        seed: of the noise; answer number i has noise of its own, whatever was written before.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    answer_tokens: int = 192
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batch: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what writes nothing."""
+        for name in ("answer_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if not self.temperatures:
+            raise OptionError("temperatures must hold at least one; 0 is greedy")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # refuses an unusable one
+
+    def params(self, number: int) -> SamplingParams:
+        """Of answer number `number`, from 0."""
+        temperature = float(self.temperatures[number % len(self.temperatures)])
+        seed = (self.seed * 1_000_003 + number) % (1 << 63)
+        return SamplingParams(max_tokens=self.answer_tokens, temperature=temperature, seed=seed)
+
+
+def write_self_text(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+    name: str,
+    config: SelfTextConfig,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SelfText:
+    """Let the target answer the prompts, or go on where an interruption stopped; the files come out the same.
+
+    Args:
+        target: writes.
+        prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
+        folder: where the files lie.
+        name: of the files, see `SelfTextFiles`.
+        config: how it writes.
+        on_progress: called with the number of answers that are on disk, and of all.
+
+    Raises:
+        OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
+        TrainingError: the target failed, or the files cannot be written.
+    """
+    about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
+    about.pop("batch")
+    files = SelfTextFiles(folder, name, target.head_width, about)
+    for record in files.records[files.covered :]:
+        files.append_vectors(hidden_of(target, record))
+    writer = _Writer(target, _fitting(prompts, target, config), config, files)
+    on_progress(len(files.records), len(prompts))
+    try:
+        while len(files.records) < len(prompts):
+            if writer.step():
+                on_progress(len(files.records), len(prompts))
+    finally:
+        writer.stop()
+    return files.read()
+
+
+@torch.inference_mode()
+def hidden_of(target: LanguageModel, record: Written) -> Tensor:
+    """The vectors from which the tokens of a written answer were drawn, computed anew: `[tokens, width]`."""
+    ids = torch.tensor([*record.prompt, *record.answer][:-1], device=target.device)
+    first = len(record.prompt) - 1
+    cache = target.new_cache()
+    found = []
+    for start in range(0, len(ids), _CHUNK):
+        tokens = ids[start : start + _CHUNK]
+        rows = range(max(0, first - start), len(tokens))
+        output = target.forward([Segment(cache, tokens, chain_shape(len(tokens)), rows)])
+        cache.commit(range(len(tokens)))
+        found.append(output.hidden[:, : target.head_width].clone())
+    target.release_cache(cache)
+    return torch.cat(found)[: len(record.answer)]
+
+
+class _VectorKeeper(Drafter):
+    """Never drafts; keeps the vector of every step of every request."""
+
+    name = "none"
+    limits: Budget = NO_DRAFT
+    needs_hidden = True
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._kept: dict[int, list[Tensor]] = {}
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        """None at all."""
+        return frozenset()
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Nothing."""
+        return [Proposal.empty() for _ in batch]
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Keep what the last token was drawn from; a part of a prompt that is not its last gave none."""
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if outcome.hidden is not None:
+                self._kept.setdefault(request.id, []).append(outcome.hidden[0, : self._width].clone())
+
+    def take(self, request: Request) -> Tensor:
+        """The vectors `[steps, width]` of a finished request, which are then forgotten."""
+        return torch.stack(self._kept.pop(request.id))
+
+
+class _Writer:
+    """Keeps a batch full, and writes answers in the order of their prompts."""
+
+    def __init__(
+        self, target: LanguageModel, prompts: Sequence[Sequence[int]], config: SelfTextConfig, files: SelfTextFiles
+    ) -> None:
+        self._keeper = _VectorKeeper(target.head_width)
+        self._engine = Engine(target, self._keeper, max_batch=config.batch)
+        self._prompts = prompts
+        self._config = config
+        self._files = files
+        self._stop_ids = target.eos_token_ids
+        self._next = len(files.records)
+        self._running: dict[int, Request] = {}
+        self._finished: dict[int, tuple[Written, Tensor]] = {}
+
+    def step(self) -> int:
+        """One step of the engine; returns how many answers were written to disk."""
+        while len(self._running) < self._config.batch and self._next < len(self._prompts):
+            params = self._config.params(self._next)
+            self._running[self._next] = self._engine.submit(list(self._prompts[self._next]), params)
+            self._next += 1
+        self._engine.step()
+        for number in [number for number, request in self._running.items() if request.closed]:
+            self._finished[number] = self._written(self._running.pop(number))
+        before = len(self._files.records)
+        while len(self._files.records) in self._finished:
+            self._files.append(*self._finished.pop(len(self._files.records)))
+        return len(self._files.records) - before
+
+    def stop(self) -> None:
+        """Give back what is still running."""
+        for request in self._running.values():
+            self._engine.cancel(request)
+
+    def _written(self, request: Request) -> tuple[Written, Tensor]:
+        if request.error is not None:
+            raise TrainingError(
+                f"the target failed while it wrote text to train on: {request.error}"
+            ) from request.error
+        if request.warnings:
+            raise TrainingError(f"the vectors of the target could not be kept: {request.warnings[0]}")
+        hidden = self._keeper.take(request)
+        answer = request.tokens[request.prompt_tokens :]
+        stopped = len(hidden) > len(answer)  # the last vector gave the token that ended the answer
+        if stopped:
+            answer = [*answer, self._stop_ids[0]]
+        prompt = request.tokens[: request.prompt_tokens]
+        return Written(prompt, answer, float(request.params.temperature), stopped), hidden
+
+
+def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: SelfTextConfig) -> list[list[int]]:
+    """The prompts, cut at the front where no room for the answer would be left."""
+    most = max(1, target.context_length - config.answer_tokens)
+    return [list(prompt)[-most:] for prompt in prompts]

@@ -1,0 +1,172 @@
+"""Token trees in the report: pictures, the promise beside what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from support.tiny_models import VOCAB, packed
+from truedraft.bench import drafted_trees as trees_of_a_run
+from truedraft.bench.contestants import PLAIN, OurEngine
+from truedraft.bench.drafted_trees import DraftedTree, drafted_trees, size_trees
+from truedraft.bench.lineup import Lineup
+from truedraft.bench.output import OutputFolder
+from truedraft.bench.record import Circumstances, bench_record
+from truedraft.bench.report import markdown
+from truedraft.bench.summary import Spread, Summary
+from truedraft.bench.tree_picture import draw_drafted, draw_tree
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.medusa import Medusa
+from truedraft.engine import Engine
+from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.planning import CostStore, nodes_for
+from truedraft.theory import TargetCost
+
+CHANCES = ((0.6, 0.1, 0.05, 0.02), (0.5, 0.1, 0.05, 0.02), (0.4, 0.1, 0.05, 0.02))
+
+
+def counted_tree(nodes: int) -> RankTree:
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]
+    whole = RankTree.counted({path: math.prod(CHANCES[d][rank] for d, rank in enumerate(path)) for path in paths})
+    return whole.first(nodes)
+
+
+def texts(svg: Path) -> list[str]:
+    """What matplotlib wrote beside each group of glyphs."""
+    return [line.strip()[5:-4] for line in svg.read_text().splitlines() if line.strip().startswith("<!-- ")]
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 64])
+def test_every_node_is_drawn_with_its_rank(tmp_path: Path, nodes: int) -> None:
+    tree = counted_tree(nodes)
+    draw_tree(tree, tmp_path / "tree", "A tree", "where it was measured")
+    written = texts(tmp_path / "tree.svg")
+    for rank in range(tree.width):
+        assert written.count(str(rank)) >= sum(path[-1] == rank for path in tree.paths)
+    assert "A tree" in written and "where it was measured" in written
+    assert ("accepted: 0.60" in written) == (nodes == 1)
+    assert ("0.30" in written) == (nodes == 8)  # few enough nodes to write their probabilities
+    with Image.open(tmp_path / "tree.png") as image:
+        assert image.width >= 1000 and image.height >= 300
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+
+
+def test_a_tree_that_nobody_counted_has_no_scale(tmp_path: Path) -> None:
+    draw_tree(RankTree.cartesian((2, 1)), tmp_path / "tree", "By hand", "")
+    written = texts(tmp_path / "tree.svg")
+    assert "By hand" in written and not any("accepted" in text for text in written)
+
+
+def test_names_make_file_names(tmp_path: Path) -> None:
+    name = draw_drafted(tmp_path, DraftedTree("medusa:my heads,nodes=3", counted_tree(3), None), "")
+    assert name == "tree-medusa-my-heads-nodes=3"
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png", f"{name}.svg"}
+
+
+def test_promise_and_measurement() -> None:
+    drafted = DraftedTree("medusa", counted_tree(3), 1.9, product=2.2)
+    assert drafted.promised == pytest.approx(1 + 0.6 + 0.3 + 0.12)
+    assert drafted.measured_over_promised == pytest.approx(1.9 / 2.02)
+    assert drafted.describe() == (
+        "medusa: a tree of 3 nodes, promised 2.02 tokens per target call, 2.20 if heads erred independently, "
+        "measured 1.90, 0.94 of what was promised"
+    )
+    by_hand = DraftedTree("medusa", RankTree.cartesian((2,)), None)
+    assert by_hand.promised is None and by_hand.measured_over_promised is None
+    assert by_hand.describe() == "medusa: a tree of 2 nodes"
+    assert json.loads(json.dumps(by_hand.as_dict(), allow_nan=False))["tree"]["paths"] == [[0], [1]]
+
+
+def summary(name: str, length: float) -> Summary:
+    spread = Spread(10.0, 9.0, 11.0)
+    return Summary(name, True, 1, 5, spread, spread, spread, 4, length, None, None, None, *[None] * 4, 1.0, 1, 1)
+
+
+def circumstances() -> Circumstances:
+    return Circumstances(
+        model="m",
+        note=None,
+        pad_to=None,
+        drafters=("medusa",),
+        peers=(),
+        rule="speculative",
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        fast_paths=(),
+        batch=1,
+        prompt_set="heldout",
+        prompts=1,
+        runs=1,
+        sampling={"max_tokens": 5, "temperature": 0.0},
+        must_agree=True,
+        costs_kept=False,
+        bandwidth=None,
+        weight_bytes=None,
+        machine={},
+    )
+
+
+def test_report_and_record_show_the_trees(tmp_path: Path) -> None:
+    trees = [DraftedTree("medusa", counted_tree(8), 2.1, product=2.4)]
+    summaries = [summary(PLAIN, 1.0), summary("medusa", 2.1)]
+    record = bench_record(summaries, circumstances(), [], [], False, (), trees)
+    assert record["trees"][0]["measured_over_promised"] == pytest.approx(2.1 / counted_tree(8).expected_tokens)
+    with OutputFolder(tmp_path) as folder:
+        report = folder.finish(summaries, circumstances(), [], [], record, trees).read_text()
+    assert f"| medusa | 8 | {counted_tree(8).expected_tokens:.2f} | 2.40 | 2.10 |" in report
+    assert "](tree-medusa.svg)" in report and (tmp_path / "tree-medusa.svg").is_file()
+    assert "Token trees" not in markdown(summaries, circumstances(), [], [])
+
+
+def medusa(nodes: int | None = None) -> Medusa:
+    tree = counted_tree(40)
+    return Medusa(MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), {"greedy": tree, "sampled": tree}, nodes=nodes)
+
+
+def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
+    target = packed("llama")
+    ours = [OurEngine(PLAIN, Engine(target))]
+    ours += [OurEngine(name, Engine(target, drafter)) for name, drafter in (("open", medusa()), ("fixed", medusa(4)))]
+    lineup = Lineup(target, True, ours, batch=40)
+    level = TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0})
+    size_trees(lineup, level, SamplingParams())
+    assert lineup.notes == [f"open: {nodes_for(target, medusa(), forwards=level, store=CostStore()).describe()}"]
+    found = drafted_trees(lineup, [summary("open", 1.5)], SamplingParams())
+    assert [(each.contestant, len(each.tree), each.measured) for each in found] == [
+        ("open", 40, 1.5),
+        ("fixed", 4, None),
+    ]
+    prompts = [[5, 9, 11], [3]]
+    drafted = ours[1].answer(prompts, SamplingParams(max_tokens=8))
+    assert drafted.token_ids == ours[0].answer(prompts, SamplingParams(max_tokens=8)).token_ids
+    assert drafted.counters is not None and drafted.counters.draft_tokens > 0
+
+
+def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
+    target = packed("llama")
+    ours = [OurEngine(PLAIN, Engine(target)), OurEngine("medusa", Engine(target, medusa()))]
+    lineup = Lineup(target, True, ours)
+    dear = TargetCost.fit({(1, 8): 1.0, (64, 8): 1000.0})
+    size_trees(lineup, dear, SamplingParams())
+    assert "no tree is predicted to pay" in lineup.notes[0]
+    assert drafted_trees(lineup, [], SamplingParams()) == []
+    outcome = ours[1].answer([[5, 9, 11]], SamplingParams(max_tokens=8))
+    assert outcome.counters is not None and outcome.counters.draft_tokens == 0
+
+
+def test_accuracies_kept_with_the_heads_give_the_product() -> None:
+    target, drafter = packed("llama"), medusa(6)
+    drafter.facts = {"trees": {"greedy": {"rank_accuracy": CHANCES}}}
+    lineup = Lineup(target, True, [OurEngine("medusa", Engine(target, drafter))])
+    found = trees_of_a_run.drafted_trees(lineup, [], SamplingParams())
+    assert found[0].product == pytest.approx(counted_tree(6).expected_tokens)  # these counts are a product
+    assert trees_of_a_run.drafted_trees(lineup, [], SamplingParams(temperature=1.0))[0].product is None

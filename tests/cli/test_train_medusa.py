@@ -1,0 +1,115 @@
+"""`truedraft train medusa`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.cli import train_medusa as command
+from truedraft.training import medusa
+
+Run = Callable[..., Result]
+SMALL = ("--tokens", "300", "--prompt-tokens", "16", "--answer-tokens", "12", "--heads", "2", "--steps", "3")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
+    return str(file)
+
+
+def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "heads")
+    words = ("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL)
+    result = run(*words, "--json")
+    assert (result.status, result.err) == (0, "")
+    record = result.record
+    assert record["steps"] == 3 and record["command"] == "train medusa" and record["machine"]
+    assert [each["temperature"] for each in record["served"]] == sorted(e["temperature"] for e in record["served"])
+    for phrase in ("tokens per target call", "promised by the tree", "heads right at temperature 0"):
+        assert phrase in result.out
+    assert f"{record['served'][0]['mean_acceptance_length']:.2f}" in result.out
+    answer = run("generate", "hello", "--model", target, "--drafter", f"medusa:{out},nodes=4", "--max-tokens", "8")
+    assert answer.status == 0
+
+    again = run(*words)
+    assert again.status == 2 and "holds a training; add --resume" in again.err
+    assert run(*words, "--resume").status == 0
+    other = run(*words, "--resume", "--heads", "3", "--free", "--learning-rate", "0.5")
+    assert other.status == 2 and other.err.count("\n") == 1
+    for phrase in ("--heads was 2 and is now 3", "--tied was True and is now False", "--learning-rate was"):
+        assert phrase in other.err
+    other = run(*words, "--resume", "--answer-tokens", "13", "--temperature", "1")
+    assert "--answer-tokens was 12 and is now 13; --temperature was (0.0, 1.0) and is now (1.0,)" in other.err
+    other = run(*words, "--resume", "--prompt-tokens", "15")
+    assert other.status == 2 and "the prompts (--data, --held-out, --tokens, --prompt-tokens) was" in other.err
+
+
+def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "heads")
+    few = ("--stage", "2", "--joint-steps", "1", "--lora-rank", "0")
+    result = run("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL, *few, "--json")
+    assert (result.status, result.err) == (0, "")
+    joint = result.record["joint"]
+    assert f"{joint['loss_before']:.4f} nats per token, and is {joint['loss_after']:.4f}" in result.out
+    assert f"--model {out}/target --drafter medusa:{out}" in result.out
+    assert run("generate", "x", "--model", f"{out}/target", "--drafter", f"medusa:{out},nodes=2").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--heads", "0"), "--heads must be a whole number of 1 or more, got 0"),
+        (("--stage", "3"), "--stage must be 1 (heads alone) or 2"),
+        (("--learning-rate", "0"), "--learning-rate must be a number above 0"),
+        (("--backbone-rate", "nan"), "--backbone-rate must be a number above 0"),
+        (("--epochs", "-1"), "--epochs must be a number above 0"),
+        (("--law-share", "1.5"), "--law-share must lie in [0, 1]"),
+        (("--temperature", "-1"), "--temperature must be a number, 0 or more"),
+        (("--answer-tokens", "0"), "--answer-tokens must be 1 or more"),
+        (("--joint-steps", "0"), "--joint-steps must be"),
+        (("--lora-rank", "-1"), "--lora-rank must be"),
+        (("--seed", "-1"), "--seed must be"),
+        (("--answer-tokens", "2"), "2 heads learn from answers of at least 3"),
+        (("--resume",), "holds no training to go on with; leave --resume out"),
+        (("--data", "nowhere.txt"), "cannot read the data file nowhere.txt"),
+    ],
+)
+def test_unusable_words(run: Run, target: str, text: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    given = ("train", "medusa", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
+    result = run(*given, *words)
+    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert message in result.err
+
+
+def test_a_model_is_not_overwritten_and_a_file_is_no_folder(run: Run, target: str, text: str) -> None:
+    result = run("train", "medusa", "--model", target, "--data", text, "--out", target)
+    assert result.status == 2 and "holds a model, which would be overwritten" in result.err
+    result = run("train", "medusa", "--model", target, "--data", text, "--out", text)
+    assert result.status == 2 and "is a file; name a folder" in result.err
+
+
+def test_another_target_needs_text(run: Run, target: str, tmp_path: Path) -> None:
+    result = run("train", "medusa", "--model", target, "--out", str(tmp_path / "out"))
+    assert result.status == 2 and "with --data FILE" in result.err and not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_says_how_to_go_on(
+    run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(medusa, "train_medusa", interrupted)
+    words = ("train", "medusa", "--model", target, "--data", text, "--out", str(tmp_path / "out"))
+    result = run(*words)
+    assert result.status == 130 and "before anything was written; the same command begins again" in result.err
+    (tmp_path / "out" / "work").mkdir(parents=True)
+    result = run(*words, "--resume")
+    assert result.status == 130 and "interrupted; the same command goes on" in result.err
+    job = command._Job("m", [], [], tmp_path / "out", resume=False)
+    assert command._how_to_go_on(job).startswith("interrupted; the same command with --resume goes on")

@@ -1,0 +1,193 @@
+"""Requests under lossy rules: which laws they are judged by, what their statistics say, and what stays exact."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams
+from truedraft.core.divergence import Divergence
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.engine import Answer
+from truedraft.errors import InvalidLogitsError
+from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.verification import LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance
+
+VOCAB = 8
+PROMPT = [3, 1, 4]
+RULES = [LenientSampling(0.5), LenientSampling(0.05), TypicalAcceptance(), TypicalAcceptance(0.02, 0.1)]
+DRAFTERS = {
+    "none": lambda: None,
+    "prompt lookup": lambda: PromptLookup(min_ngram=1),
+    "chain": lambda: DraftModel(MarkovModel.random(VOCAB, seed=2)),
+    "tree": lambda: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2, 1)),
+}
+OPTIONS = {
+    "greedy": SamplingParams(max_tokens=40),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.9, seed=5),
+    "nucleus": SamplingParams(max_tokens=40, temperature=1.3, top_p=0.8, top_k=5, seed=5),
+}
+
+
+@pytest.fixture
+def target() -> MarkovModel:
+    return MarkovModel.random(VOCAB, seed=1)
+
+
+@pytest.fixture(params=DRAFTERS)
+def drafter(request: pytest.FixtureRequest) -> Drafter | None:
+    return DRAFTERS[request.param]()
+
+
+@pytest.fixture(params=RULES, ids=lambda rule: rule.spec)
+def rule(request: pytest.FixtureRequest) -> Rule:
+    return request.param
+
+
+def laws_on(target: MarkovModel, answer: Answer) -> list[torch.Tensor]:
+    """The target's law at temperature 1 before each token of an answer."""
+    return [target.law_after([*PROMPT, *answer.token_ids[:i]]) for i in range(len(answer.token_ids))]
+
+
+def tokens_judged(answer: Answer) -> int:
+    assert answer.stats.divergence is not None
+    return answer.stats.divergence.tokens
+
+
+# ------------------------------------------------------------------------------- the statistics
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_emitted_token_is_measured_once(
+    target: MarkovModel, drafter: Drafter | None, rule: Rule, options: str
+) -> None:
+    stats = Engine(target, drafter, rule).generate(PROMPT, OPTIONS[options]).stats
+    assert stats.divergence is not None
+    assert stats.divergence.tokens == 40 == stats.emitted_tokens + stats.prefill_tokens
+    assert stats.mean_total_variation == pytest.approx(stats.divergence.total_variation / 40)
+    assert stats.mean_kl == pytest.approx(stats.divergence.kl / 40)
+    assert 0.0 <= stats.mean_total_variation <= 1.0 and 0.0 <= stats.mean_kl < math.inf
+    assert stats.mean_total_variation_greedy is not None and stats.mean_kl_greedy is not None
+
+
+@pytest.mark.parametrize("rule", [TypicalAcceptance(), LenientSampling(0.5).greedy_form], ids=["typical", "lenient"])
+def test_the_figures_of_a_greedy_answer_follow_from_its_tokens(target: MarkovModel, rule: Rule) -> None:
+    """At temperature 0 the laws are those at temperature 1: 1 - p(x) and -log p(x) of the tokens that came out."""
+    answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, OPTIONS["greedy"])
+    laws = laws_on(target, answer)
+    p_x = [float(law[token]) for law, token in zip(laws, answer.token_ids, strict=True)]
+    largest = [float(law.max()) for law in laws]
+    stats = answer.stats
+    assert stats.mean_total_variation == pytest.approx(1 - sum(p_x) / 40)
+    assert stats.mean_kl == pytest.approx(-sum(map(math.log, p_x)) / 40)
+    assert stats.mean_total_variation_greedy == pytest.approx(1 - sum(largest) / 40)
+    assert stats.mean_kl_greedy == pytest.approx(-sum(map(math.log, largest)) / 40)
+    assert p_x != largest  # the rule was lenient somewhere
+
+
+def test_plain_decoding_under_lenience_is_exact_and_under_typical_acceptance_greedy(target: MarkovModel) -> None:
+    lenient = Engine(target, None, LenientSampling(0.1)).generate(PROMPT, OPTIONS["sampled"])
+    assert lenient.token_ids == Engine(target).generate(PROMPT, OPTIONS["sampled"]).token_ids
+    assert lenient.stats.mean_total_variation == lenient.stats.mean_kl == 0.0
+    typical = Engine(target, None, TypicalAcceptance()).generate(PROMPT, OPTIONS["sampled"])
+    assert typical.token_ids == Engine(target).generate(PROMPT, OPTIONS["greedy"]).token_ids
+    assert typical.stats.mean_total_variation == typical.stats.mean_total_variation_greedy
+
+
+def test_tokens_behind_a_stop_count_nowhere(target: MarkovModel, rule: Rule) -> None:
+    full = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, OPTIONS["greedy"])
+    for stop in range(VOCAB):
+        params = SamplingParams(max_tokens=40, stop_token_ids=(stop,))
+        answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, params)
+        kept = full.token_ids.index(stop) if stop in full.token_ids else 40
+        assert answer.token_ids == full.token_ids[:kept]
+        assert tokens_judged(answer) == kept
+
+
+def test_what_a_stop_text_takes_back_counts_nowhere(target: MarkovModel) -> None:
+    """Only a tokenizer brings stop texts; this asks the request itself."""
+    engine = Engine(target, None, TypicalAcceptance())
+    request = engine.submit(PROMPT, SamplingParams(max_tokens=9))
+    while request.emitted < 6:
+        engine.step()
+    first_four = Divergence.of(request.divergences[:4])
+    request._take_back(4)
+    assert request.counters.divergence == first_four and first_four.tokens == 4
+    engine.cancel(request)
+
+
+def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | None) -> None:
+    for params in OPTIONS.values():
+        stats = Engine(target, drafter, SpeculativeSampling()).generate(PROMPT, params).stats
+        assert stats.divergence is None and stats.mean_total_variation is None and stats.mean_kl is None
+        assert stats.mean_total_variation_greedy is None and stats.mean_kl_greedy is None
+
+
+# ------------------------------------------------------------------------------- what is emitted
+
+
+def test_more_is_accepted_than_by_the_lossless_rule(target: MarkovModel) -> None:
+    def length(rule: Rule, params: SamplingParams) -> float:
+        answers = Engine(target, DRAFTERS["chain"](), rule).generate([[i, i] for i in range(8)], params)
+        return sum(each.stats.emitted_tokens for each in answers) / sum(each.stats.target_calls for each in answers)
+
+    for params in OPTIONS.values():
+        assert length(LenientSampling(0.05), params) > length(SpeculativeSampling(), params)
+    # Above temperature 0 a drafter draws tokens, which need not be the typical ones.
+    assert length(TypicalAcceptance(), OPTIONS["greedy"]) > length(SpeculativeSampling(), OPTIONS["greedy"])
+
+
+def test_at_temperature_zero_top_k_does_not_narrow_the_law(target: MarkovModel) -> None:
+    """With top-k 1 the law would be one-hot and nothing but the argmax could stay."""
+    narrow = SamplingParams(max_tokens=40, top_k=1, top_p=0.1, min_p=1.0)
+    for rule in RULES:
+        engine = Engine(target, DRAFTERS["tree"](), rule)
+        assert engine.generate(PROMPT, narrow).token_ids == engine.generate(PROMPT, OPTIONS["greedy"]).token_ids
+
+
+def test_above_temperature_zero_the_request_keeps_its_own_law(target: MarkovModel, rule: Rule) -> None:
+    """Under top-k 1 only the argmax has mass, so no rule can emit anything else."""
+    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=1, seed=1)
+    answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, params)
+    assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=30)).token_ids
+    assert answer.stats.mean_total_variation == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_coupled_request_stays_exact(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, coupled=True)
+        answer = Engine(target, drafter, rule).generate(PROMPT, params)
+        assert answer.token_ids == Engine(target).generate(PROMPT, params).token_ids
+        assert answer.stats.divergence is None
+
+
+def test_a_mixed_batch_answers_as_each_request_alone(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
+    params = [*OPTIONS.values(), SamplingParams(max_tokens=20, temperature=0.9, seed=1, coupled=True)]
+    engine = Engine(target, drafter, rule)
+    together = engine.generate([PROMPT] * 4, params)
+    for answer, own in zip(together, params, strict=True):
+        alone = engine.generate(PROMPT, own)
+        assert answer.token_ids == alone.token_ids
+        if alone.stats.divergence is None:
+            assert answer.stats.divergence is None
+        else:
+            assert answer.stats.mean_kl == pytest.approx(alone.stats.mean_kl)
+    total = together[0].stats + together[1].stats + together[3].stats
+    assert total.divergence is not None and total.divergence.tokens == 80  # the coupled request's are not among them
+
+
+def test_broken_logits_end_the_answer_where_they_are(target: MarkovModel, rule: Rule) -> None:
+    """Token 6 is followed by NaN; what was emitted before it stays, and is measured."""
+    laws = target.laws.clone()
+    laws[:, 6] = torch.nan
+    laws[:, :6, 6] = 0.9
+    broken = MarkovModel(laws / laws.sum(dim=-1, keepdim=True))
+    engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule)
+    request = engine.submit([1, 2], SamplingParams(max_tokens=20))
+    while engine.step():
+        pass
+    assert isinstance(request.error, InvalidLogitsError)
+    assert request.counters.divergence is not None
+    assert request.counters.divergence.tokens == request.emitted > 0

@@ -1,0 +1,259 @@
+"""Medusa through the whole engine: the target's law exactly, the same tokens for a seed, and requests that come and go.
+
+The exact law is summed over the rule's own kernel for the very trees that the drafter proposes. The law of what the
+engine emits is compared with it by a chi-square test at 1e-6, and a lossy rule is shown to fail both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from support.head_models import MarkovWithHead, fitted_heads, random_heads
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.rank_tree import RankTree
+from truedraft.drafters import Medusa
+from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.heads import MedusaHeads
+from truedraft.heads.original import published_tree
+from truedraft.testing import ScriptedController
+from truedraft.verification import Rule, SpeculativeSampling
+from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
+from truedraft.verification.typical import TypicalAcceptance
+
+TREES = {
+    "chain": RankTree(((0,), (0, 0), (0, 0, 0))),
+    "star": RankTree(((0,), (1,), (2,))),
+    "mixed": RankTree(((0,), (0, 0), (1,), (0, 1), (1, 0), (0, 0, 0))),
+    "published": published_tree().within(3, 4),
+}
+PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
+
+
+@pytest.fixture(scope="module")
+def target() -> MarkovWithHead:
+    return MarkovWithHead.random(8, seed=1, sharpness=2.5, context_length=160)
+
+
+@cache
+def heads_of(target: MarkovWithHead) -> MedusaHeads:
+    """Right about the greedy answers to half of the prompts; elsewhere only now and then."""
+    answers = Engine(target).generate(PROMPTS[:2], SamplingParams(max_tokens=60))
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, answers, strict=False)]
+    return fitted_heads(target, texts)
+
+
+def drafter_of(target: MarkovWithHead, tree: str = "mixed", nodes: int = 64) -> Medusa:
+    return Medusa(heads_of(target), {"greedy": TREES[tree]}, nodes=nodes)
+
+
+# --- the law ---
+
+
+def medusa_scheme(target: MarkovWithHead, drafter: Medusa) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
+    """The children that the drafter itself proposes at a node, as planned draws of one-hot laws."""
+    drafter.check(target)
+
+    @cache
+    def proposed(before: Prefix) -> Proposal:
+        request = DraftRequest(0, SamplingParams(temperature=1.0), list(before))
+        drafter.begin(request)
+        vector = target.vector_after(before[:-1])[None]
+        drafter.observe([request], [StepOutcome(Proposal.empty(), (), (0,), vector)])
+        return drafter.propose([request], [drafter.limits], [KeyedNoise(0, 0, 0)])[0]
+
+    def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
+        before = prefix[: len(prefix) - len(drafted)]
+        tree = proposed((0, *before)).tree
+        slot = 0
+        for token in drafted:
+            slot = 1 + next(node for node in tree.shape.children[slot] if tree.token_list[node] == token)
+        eye = torch.eye(target.vocab_size, dtype=torch.float64)
+        children = tree.shape.children[slot]
+        return [PlannedDraw(-1, eye[tree.token_list[node]], DrawKind.DETERMINISTIC) for node in children]
+
+    return scheme
+
+
+def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
+    world = MarkovWithHead.random(vocab, seed=3, sharpness=1.0)
+    heads = random_heads(world, heads=3, spread=0.5)
+    drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
+
+    def law(prefix: Prefix) -> torch.Tensor:
+        return world.law_after((0, *prefix))
+
+    return distance(emitted_law(rule, law, medusa_scheme(world, drafter), 4), target_law(law, 4))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_lossless_rule_emits_the_targets_law_exactly(tree: str) -> None:
+    assert off_by(SpeculativeSampling(), tree) < 1e-12
+
+
+@pytest.mark.parametrize("tree", ["chain", "mixed"])
+def test_typical_acceptance_does_not(tree: str) -> None:
+    assert off_by(TypicalAcceptance(), tree) > 0.05
+
+
+def p_value(target: MarkovWithHead, rule: Rule, answers: int = 3000) -> float:
+    """Chi-square of tokens 2 and 3 of many answers under the target's own joint law; cells of fewer than 10 are one."""
+    engine = Engine(target, drafter_of(target), rule, max_batch=64)
+    params = [SamplingParams(max_tokens=3, temperature=1.0, seed=seed) for seed in range(answers)]
+    made = engine.generate([[3, 1]] * answers, params)
+    vocab = target.vocab_size
+    counts = np.zeros((vocab, vocab))
+    for answer in made:
+        counts[answer.token_ids[1], answer.token_ids[2]] += 1
+    law = np.zeros((vocab, vocab))
+    for a, b, c in itertools.product(range(vocab), repeat=3):
+        law[b, c] += float(target.law_after([3, 1])[a] * target.law_after([1, a])[b] * target.law_after([a, b])[c])
+    expected, observed = law.ravel() * answers, counts.ravel()
+    rare = expected < 10
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed = np.append(observed[~rare], observed[rare].sum())
+    return float(stats.chi2.sf(((observed - expected) ** 2 / expected).sum(), df=len(expected) - 1))
+
+
+def test_what_the_engine_emits_follows_the_target(target: MarkovWithHead) -> None:
+    """A correct engine fails with probability below 1e-6; seeds are fixed, so a run repeats."""
+    assert p_value(target, SpeculativeSampling()) > 1e-6
+
+
+def test_the_same_test_catches_a_lossy_rule(target: MarkovWithHead) -> None:
+    assert p_value(target, TypicalAcceptance()) < 1e-6
+
+
+# --- tokens ---
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithHead, tree: str) -> None:
+    params = SamplingParams(max_tokens=60)
+    engine = Engine(target, drafter_of(target, tree))
+    plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)]
+    made = engine.generate(PROMPTS, params)
+    assert [answer.token_ids for answer in made] == plain
+    assert [engine.generate(prompt, params).stats for prompt in PROMPTS] == [answer.stats for answer in made]
+    assert not any(answer.warnings for answer in made)
+    accepted, drafted = (sum(getattr(a.stats, name) for a in made) for name in ("accepted_tokens", "draft_tokens"))
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"coupled": True}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "coupled", "cut"]
+)
+def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
+    target: MarkovWithHead, options: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, **options)  # type: ignore[arg-type]
+    engine = Engine(target, drafter_of(target))
+    alone = [engine.generate(prompt, params).token_ids for prompt in PROMPTS]
+    assert [answer.token_ids for answer in engine.generate(PROMPTS, params)] == alone
+    two = Engine(target, drafter_of(target), max_batch=2).generate(PROMPTS, params)
+    assert [answer.token_ids for answer in two] == alone
+    assert [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids] == alone[0]
+    if options == {"coupled": True}:
+        assert [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)] == alone
+
+
+def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
+    """A length, a stop id and the context, each with tokens of a block behind it."""
+    plain = Engine(target).generate(PROMPTS[0], SamplingParams(max_tokens=40)).token_ids
+    engine = Engine(target, drafter_of(target))
+    for count in range(1, 12):
+        assert engine.generate(PROMPTS[0], SamplingParams(max_tokens=count)).token_ids == plain[:count]
+    for stop in set(plain):
+        answer = engine.generate(PROMPTS[0], SamplingParams(max_tokens=40, stop_token_ids=(stop,)))
+        assert answer.token_ids == plain[: plain.index(stop)]
+    assert engine.generate([1] * 155, SamplingParams(max_tokens=40)).finish_reason == "length"
+
+
+# --- requests that come and go ---
+
+
+class Watched(Medusa):
+    """Notes the vector of every request when it is asked for a proposal, and after every step."""
+
+    def __init__(self, target: MarkovWithHead) -> None:
+        super().__init__(heads_of(target), {"greedy": TREES["mixed"]})
+        self.target = target
+        self.seen = 0
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        super().observe(batch, outcomes)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            vector = self._vectors[request.id]
+            if not outcome.tokens:
+                assert vector is None, "a part of a prompt that is not its last draws no token"
+                continue
+            assert vector is not None
+            assert vector.equal(self.target.vector_after(request.tokens[:-1]))
+            self.seen += 1
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        [Budget(3, 3)],
+        [NO_DRAFT],
+        [Budget(3, 3), NO_DRAFT, NO_DRAFT, Budget(1, 2), NO_DRAFT, Budget(3, 3)],
+        [NO_DRAFT] * 9 + [Budget(3, 3)],
+    ],
+    ids=["always", "never", "now and then", "late"],
+)
+def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHead, budgets: list[Budget]) -> None:
+    """Whatever was accepted, also after steps without a budget, and in a batch whose members end at different times."""
+    drafter = Watched(target)
+    engine = Engine(target, drafter, controller=ScriptedController(budgets))
+    params = [
+        SamplingParams(max_tokens=count, temperature=t, seed=1)
+        for count, t in ((40, 0.0), (7, 1.0), (25, 0.7), (1, 0.0))
+    ]
+    answers = engine.generate(PROMPTS, params)
+    assert not any(answer.warnings for answer in answers)
+    assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
+    assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
+    assert not drafter._vectors, "every request gave its vector back"
+    if budgets != [NO_DRAFT]:
+        assert sum(answer.stats.accepted_tokens for answer in answers) > 0
+
+
+def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
+    long = MarkovWithHead(target.laws, context_length=2048)
+    drafter = Watched(long)
+    engine = Engine(long, drafter)
+    prompt = [i * i % 8 for i in range(1500)]
+    answer = engine.generate(prompt, SamplingParams(max_tokens=20))
+    assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids
+    assert answer.stats.prefill_calls > 1
+    assert answer.stats.accepted_tokens > 0
+
+
+def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) -> None:
+    drafter = Watched(target)
+    engine = Engine(target, drafter)
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60))
+    next(iter(stream))
+    stream.close()  # type: ignore[attr-defined]
+    plain = Engine(target).generate(PROMPTS, SamplingParams(max_tokens=30))
+    assert [a.token_ids for a in engine.generate(PROMPTS, SamplingParams(max_tokens=30))] == [
+        a.token_ids for a in plain
+    ]
+    assert not drafter._vectors
+
+
+def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithHead) -> None:
+    drafter = drafter_of(target)
+    first, second = Engine(target, drafter), Engine(target, drafter)
+    params = SamplingParams(max_tokens=30)
+    assert first.generate(PROMPTS[0], params).token_ids == second.generate(PROMPTS[0], params).token_ids

@@ -1,0 +1,425 @@
+"""On a device the host waits once in a step. Shown on the CPU by a stand-in, and on CUDA by the driver's own word.
+
+The stand-in makes the code believe that reading a tensor waits. Then all reading must go through one door, which is
+counted; every other way to bring a number to the host is refused while a step runs. Answers must be those of the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.head_models import random_heads
+from support.tiny_models import PROMPTS, VOCAB, noisy, stock
+from truedraft import Engine, SamplingParams
+from truedraft.core import transfers
+from truedraft.core.nucleus import nucleus_by_sorting
+from truedraft.core.proposals import Proposal
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.trees import TokenTree
+from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup
+from truedraft.engine import Answer
+from truedraft.engine.judging import ReadingOnce
+from truedraft.engine.step import Step
+from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.fastest import fastest_body
+from truedraft.models.graphs import GraphBody
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.testing import ScriptedDrafter
+from truedraft.verification import Rule, SpeculativeSampling
+
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+NUCLEUS = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=4)
+COUPLED = SamplingParams(max_tokens=22, temperature=0.8, top_k=20, seed=5, coupled=True)
+BATCHES = {
+    "greedy": [GREEDY] * 3,
+    "sampled": [SAMPLED] * 3,
+    "coupled": [COUPLED] * 3,
+    "mixed": [NUCLEUS, GREEDY, COUPLED, SAMPLED],
+    "alone": [NUCLEUS],
+}
+PROMPT_IDS = [list(prompt) for prompt in PROMPTS]
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operations that wait for a device, because their result's shape or value must be known."""
+
+    WAITS = frozenset(
+        {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal", "bincount"}
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name.removeprefix("aten::")
+        masked = name.startswith("index") and any(
+            isinstance(each, Tensor) and each.dtype == torch.bool
+            for places in args
+            if isinstance(places, list | tuple)
+            for each in places
+        )
+        if name in self.WAITS or masked:
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class Standin:
+    """The CPU taken for a device; counts steps, and what goes through the door in them."""
+
+    READS = ("tolist", "item", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__array__")
+    HOST_BLOCKS = ("truedraft.models.graphs.inputs",)
+    """Fills a block of the host before it goes up."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, lenient: Sequence[str] = ()) -> None:
+        self.fetches: list[int] = []  # by step
+        self.other_reads = 0
+        self._in_step = self._at_the_door = False
+        self._allowed = (*self.HOST_BLOCKS, *lenient)
+        patch.setattr(transfers, "waits", lambda device: True)
+        for module in ("core.laws", "verification.coupled", "drafters.draws"):
+            patch.setattr(f"truedraft.{module}.most_likely", lambda scores: scores.argmax(dim=-1))
+        patch.setattr("truedraft.core.laws.keep_nucleus", nucleus_by_sorting)
+        fetch, run = transfers.fetch, Step.run
+
+        def through_the_door(tensors: Sequence[Tensor]) -> list[list[float]]:
+            self._at_the_door = True
+            self.fetches[-1] += 1
+            try:
+                return fetch(tensors)
+            finally:
+                self._at_the_door = False
+
+        def watched(step: Step, *args: Any) -> Any:
+            self.fetches.append(0)
+            self._in_step = True
+            try:
+                with Watch():
+                    return run(step, *args)
+            finally:
+                self._in_step = False
+
+        patch.setattr(transfers, "fetch", through_the_door)
+        patch.setattr(Step, "run", watched)
+        for name in self.READS:
+            patch.setattr(Tensor, name, self._refusing(name, getattr(Tensor, name)))
+
+    def _refusing(self, name: str, original: Any) -> Callable[..., Any]:
+        def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            if self._in_step and not self._at_the_door:
+                caller = sys._getframe(1).f_globals["__name__"]
+                if caller not in self._allowed:
+                    raise AssertionError(f"{caller} reads a tensor by {name} outside the door")
+                self.other_reads += caller not in self.HOST_BLOCKS
+            return original(tensor, *args, **options)
+
+        return read
+
+
+@contextmanager
+def standing_in(*lenient: str) -> Iterator[Standin]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Standin(patch, lenient)
+
+
+def model(family: str = "llama", noise: float | None = None) -> HuggingFaceModel:
+    """A small model over a slab, as on a GPU; nothing is recorded on the CPU."""
+    module = stock(family) if noise is None else noisy(family, noise).module
+    return HuggingFaceModel(module, None, family, GraphBody)
+
+
+def medusa(target: HuggingFaceModel) -> Medusa:
+    """Heads that read the token too; on a device their guesses are not looked at before they are judged."""
+    heads = random_heads(target, heads=3, layers=2, reads_token=True, spread=0.05)
+    tree = RankTree.cartesian((3, 2, 1))
+    return Medusa(heads, {"greedy": tree, "sampled": tree.first(7)}, nodes=len(tree))
+
+
+DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
+    "plain": lambda target: None,
+    "chain": lambda target: DraftModel(model(noise=0.1), 3),
+    "one token": lambda target: DraftModel(model(noise=0.1), 1),
+    "itself": lambda target: DraftModel(model(), 4),
+    "prompt lookup": lambda target: PromptLookup(min_ngram=1),
+    "medusa": medusa,
+    "candidates": lambda target: ScriptedDrafter(lambda tokens: [[7, tokens[-1]], [3], [tokens[0], 5, 9]]),
+}
+
+
+def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
+    return [(a.token_ids, a.finish_reason, a.error, a.origins, a.stats, a.warnings) for a in answers]
+
+
+def answers_of(engine: Engine, params: Sequence[SamplingParams]) -> list[Answer]:
+    return engine.generate(PROMPT_IDS[: len(params)], list(params))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -> None:
+    target = model()
+    expected = told(answers_of(Engine(target, DRAFTERS[drafter](target)), BATCHES[batch]))
+    with standing_in() as standin:
+        engine = Engine(target, DRAFTERS[drafter](target))
+        times: list[int] = []
+        engine.on_step = lambda step: times.append(step.nodes)
+        answers = answers_of(engine, BATCHES[batch])
+    assert told(answers) == expected
+    assert standin.fetches == [1] * len(times)
+    assert len(times) >= 24 // 5
+    assert (sum(times) > 0) == (drafter != "plain")
+    if drafter in ("chain", "itself"):
+        assert sum(answer.stats.accepted_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize(("max_batch", "fetches"), [(1, {0, 1}), (2, {1})])
+def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int, fetches: set[int]) -> None:
+    """A part of a prompt that gives no row is not waited for at all."""
+    target = model()
+    long = [(7 * i + 1) % VOCAB for i in range(230)]
+    prompts, params = [long, *PROMPT_IDS[1:]], [NUCLEUS, GREEDY, COUPLED, SAMPLED]
+
+    def run() -> list[Answer]:
+        engine = Engine(target, DraftModel(model(noise=0.1), 3), max_batch=max_batch)
+        engine._scheduler.chunk = 100
+        return engine.generate(prompts, params)
+
+    expected = told(run())
+    with standing_in() as standin:
+        assert told(run()) == expected
+    assert set(standin.fetches) == fetches
+    assert standin.fetches.count(1) > 10
+
+
+@pytest.mark.parametrize("params", [GREEDY, NUCLEUS, COUPLED], ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("options", [{"branching": (3, 2, 1)}, {"min_probability": 0.2}], ids=["tree", "confident"])
+def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingParams) -> None:
+    """Their shapes depend on what was drawn; all drawing of a level comes to the host at once."""
+    target = model()
+
+    def drafter() -> DraftModel:
+        return DraftModel(model(noise=0.1), 3, **options)
+
+    expected = told(answers_of(Engine(target, drafter()), [params] * 2))
+    with standing_in("truedraft.drafters.draws") as standin:
+        assert told(answers_of(Engine(target, drafter()), [params] * 2)) == expected
+    assert max(standin.fetches) <= 1 + 3
+    assert standin.other_reads <= 3 * len(standin.fetches)
+
+
+def test_a_rule_with_its_own_verify_is_asked_after_the_fetch() -> None:
+    class Own(SpeculativeSampling):
+        def verify(self, proposals, laws, noise):  # type: ignore[no-untyped-def]
+            assert all(proposal.tree.is_known for proposal in proposals)
+            return super().verify(proposals, laws, noise)
+
+    target = model()
+    expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3)), BATCHES["mixed"]))
+    with standing_in() as standin:
+        engine = Engine(target, DraftModel(model(noise=0.1), 3), Own())
+        assert told(answers_of(engine, BATCHES["mixed"])) == expected
+    assert set(standin.fetches) == {2}
+
+
+@pytest.mark.parametrize("far_one", ["draft", "target"])
+def test_draft_and_target_may_lie_apart(far_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what lies on a device is not looked at; the CPU by its number stands for another device."""
+    far = torch.device("cpu", 0)
+    target, draft = model(), model(noise=0.1)
+    expected = told(answers_of(Engine(target, DraftModel(draft, 3)), BATCHES["mixed"]))
+    monkeypatch.setattr(transfers, "waits", lambda device: device == far)
+    (draft if far_one == "draft" else target).device = far
+    engine = Engine(target, DraftModel(draft, 3))
+    assert isinstance(engine._step._judging, ReadingOnce) == (far_one == "target")
+    assert told(answers_of(engine, BATCHES["mixed"])) == expected
+
+
+# ------------------------------------------------------------------------------- what may go wrong
+
+
+class Unseen(ScriptedDrafter):
+    """Its tokens lie on the device, where nobody has looked at them yet."""
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        trees = [proposal.tree for proposal in super().propose(batch, budgets, noise)]
+        return [Proposal.deterministic(TokenTree(tree.tokens, tree.shape)) for tree in trees]
+
+
+@pytest.mark.parametrize("params", [GREEDY, NUCLEUS], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("bad", [VOCAB, -1, 10**9])
+def test_ids_that_do_not_exist_show_after_the_forward_and_cost_only_the_drafting(
+    bad: int, params: SamplingParams
+) -> None:
+    target = model()
+
+    def script(tokens: Sequence[int]) -> list[list[int]]:
+        return [[bad, 3], [7]] if tokens[0] == PROMPT_IDS[1][0] and len(tokens) > 42 else [[5, 6]]
+
+    plain = answers_of(Engine(target), [params] * 3)
+    drafted = answers_of(Engine(target, ScriptedDrafter(lambda tokens: [[5, 6]])), [params] * 3)
+    with standing_in():
+        answers = answers_of(Engine(target, Unseen(script)), [params] * 3)
+    for number, answer in enumerate(answers):
+        if number == 1:
+            assert f"outside 0 to {VOCAB - 1}" in answer.warnings[0]
+            assert answer.finish_reason == "length"
+        else:
+            assert told([answer]) == told([drafted[number]])
+    if params.greedy:
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+
+
+class Spoiled(HuggingFaceModel):
+    """One row of one forward holds something that is no logit."""
+
+    def __init__(self, call: int, row: int, value: float) -> None:
+        super().__init__(stock("llama"), None, "spoiled", GraphBody)
+        self._left, self._row, self._value = call, row, value
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        output = super().forward(segments)
+        logits = output.logits.clone()
+        self._left -= 1
+        if self._left == 0:
+            logits[min(self._row, len(logits) - 1), 11] = self._value
+        return ForwardOutput(logits, output.hidden)
+
+
+@pytest.mark.parametrize("batch", ["greedy", "sampled", "coupled", "mixed"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_broken_rows_fail_the_same_requests_in_the_same_place(batch: str, value: float) -> None:
+    failed = 0
+    for row in (0, 1, 3, 5, 9):
+
+        def run(row: int = row) -> list[tuple[Any, ...]]:
+            engine = Engine(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3))
+            return told(answers_of(engine, BATCHES[batch]))
+
+        expected = run()
+        with standing_in():
+            assert run() == expected
+        failed += sum(reason == "error" for _, reason, *_ in expected)
+    assert failed > 0
+
+
+class SpoiledDraft(Spoiled):
+    """Every third forward of the draft gives nothing but NaN."""
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        output = HuggingFaceModel.forward(self, segments)
+        self._left -= 1
+        return ForwardOutput(output.logits * (torch.nan if self._left % 3 == 0 else 1.0), output.hidden)
+
+
+def test_a_draft_without_a_law_drafts_stand_ins_that_are_judged_exactly() -> None:
+    target = model()
+    for params in (GREEDY, COUPLED):
+        plain = [answer.token_ids for answer in answers_of(Engine(target), [params] * 3)]
+        with standing_in() as standin:
+            answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4)), [params] * 3)
+        assert [answer.token_ids for answer in answers] == plain
+        assert all(answer.warnings == () and answer.stats.accepted_tokens for answer in answers)
+        assert set(standin.fetches) == {1}
+    with standing_in() as standin:
+        answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4)), [SAMPLED] * 3)
+    assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
+    assert set(standin.fetches) == {1}
+
+
+def test_the_standin_notices_other_reads() -> None:
+    """Each way to look at a number is refused in a step, and so is what hides in an operation."""
+
+    class Peeks(PromptLookup):
+        def __init__(self, look: Callable[[Tensor], object]) -> None:
+            super().__init__()
+            self._look = look
+
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            self._look(torch.tensor([1.0, 2.0]))
+            return super().propose(batch, budgets, noise)
+
+    looks: list[Callable[[Tensor], object]] = [
+        lambda tensor: tensor.tolist(),
+        lambda tensor: float(tensor[0]),
+        lambda tensor: bool(tensor[0] > 0),
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor[tensor > 1],
+    ]
+    for look in looks:
+        with standing_in():
+            answer = Engine(model(), Peeks(look)).generate(PROMPT_IDS[0], GREEDY)
+        assert "AssertionError" in "".join(answer.warnings)
+
+
+# ------------------------------------------------------------------------------- on a real device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("drafter", ["plain", "chain"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's own word: any wait raises but that at the door. Recording a graph waits, so a first run records."""
+
+    def on_cuda(noise: float | None) -> HuggingFaceModel:
+        module: Any = stock("llama") if noise is None else noisy("llama", noise).module
+        return HuggingFaceModel(module.to("cuda"), None, "llama", fastest_body)
+
+    target = on_cuda(None)
+    engine = Engine(target, DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None)
+    expected, _ = answers_of(engine, BATCHES[batch]), answers_of(engine, BATCHES[batch])
+    fetch, run = transfers.fetch, Step.run
+    fetches = 0
+
+    def through_the_door(tensors: Sequence[Tensor]) -> list[list[float]]:
+        nonlocal fetches
+        fetches += 1
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return fetch(tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def watched(step: Step, *args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(step, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    steps = 0
+
+    def count(_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    engine.on_step = count
+    monkeypatch.setattr(transfers, "fetch", through_the_door)
+    monkeypatch.setattr(Step, "run", watched)
+    answers = answers_of(engine, BATCHES[batch])
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    assert all(answer.warnings == () for answer in answers)
+    assert fetches == steps > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", [SpeculativeSampling()], ids=["speculative"])
+def test_on_cuda_sampled_answers_are_those_of_the_cpu(rule: Rule) -> None:
+    """The law of a float32 model differs in its last bits between devices, so near the start only."""
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
+    answers = []
+    for device in ("cpu", "cuda"):
+        target, draft = (
+            HuggingFaceModel(module.to(device), None, "llama", fastest_body)  # type: ignore[arg-type]
+            for module in (stock("llama"), noisy("llama", 0.1).module)
+        )
+        answers.append(answers_of(Engine(target, DraftModel(draft, 3), rule), [params] * 3))
+    assert [a.token_ids[:4] for a in answers[0]] == [a.token_ids[:4] for a in answers[1]]

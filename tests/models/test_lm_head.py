@@ -1,0 +1,219 @@
+"""The LM head alone gives the logits that came with its vectors, in every body and family, or says that it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from support.tiny_models import CONTEXT, FAMILIES, VOCAB, build, stock
+from truedraft import load_model
+from truedraft.core.trees import chain_shape
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.bodies import BodyMaker
+from truedraft.models.fastest import fastest_body
+from truedraft.models.fused import FusedBody
+from truedraft.models.graphs import GraphBody
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.lm_head import LmHead, LogitFinish
+from truedraft.models.native import NativeBody
+from truedraft.models.native.build import built
+from truedraft.models.packed_linear import can_pack
+from truedraft.models.padding import PaddedSize, pad_model
+from truedraft.models.ranking import largest_ids
+from truedraft.models.stock import StockBody
+from truedraft.testing import MarkovModel
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GATED: dict[str, Any] = SMALL | {"num_key_value_heads": 2, "intermediate_size": 96}
+FINISHED: dict[str, PretrainedConfig] = {
+    "softly capped": Gemma2Config(**GATED, head_dim=16, final_logit_softcapping=5.0, tie_word_embeddings=False),
+    "scaled": CohereConfig(**GATED, logit_scale=0.3),
+    "divided": GraniteConfig(**GATED, logits_scaling=7.0),
+    "biased": PhiConfig(**SMALL, intermediate_size=96),
+}
+WIDE = LlamaConfig(**GATED | {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1})
+"""Sizes that the native forward takes where it can be compiled; 97 ids fill no whole unit."""
+
+PACKS = can_pack(torch.device("cpu"), torch.bfloat16)
+NATIVE = built(torch.bfloat16).library is not None
+BODIES: list[Any] = [
+    pytest.param(StockBody, id="stock"),
+    pytest.param(GraphBody, id="graph"),
+    pytest.param(FusedBody, id="fused", marks=pytest.mark.skipif(not PACKS, reason="this machine cannot pack")),
+    pytest.param(NativeBody, id="native", marks=pytest.mark.skipif(not NATIVE, reason="it cannot be compiled")),
+]
+
+
+def run(model: LanguageModel) -> ForwardOutput:
+    cache = model.new_cache()
+    ids = torch.arange(11) * 7 % model.vocab_size
+    output = model.forward([Segment(cache, ids, chain_shape(11), range(11))])
+    model.release_cache(cache)
+    return output
+
+
+def assert_head_gives_the_logits(model: LanguageModel, exactly: bool = False) -> None:
+    output = run(model)
+    made = model.unembed(output.hidden[:, : model.head_width])
+    assert made.shape == output.logits.shape
+    tolerance = 0.0 if exactly else 2e-2 if model.dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(made, output.logits, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    assert_head_gives_the_logits(HuggingFaceModel(stock(family), None, family))
+    assert_head_gives_the_logits(HuggingFaceModel(stock(family), None, family, fastest_body))
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_scales_caps_and_biases(kind: str) -> None:
+    model = build(FINISHED[kind], seed=1)
+    head = LmHead.of(model)
+    ours = HuggingFaceModel(model, None, kind)
+    assert_head_gives_the_logits(ours)
+    output = run(ours)
+    torch.testing.assert_close(head(output.hidden), output.logits, rtol=1e-5, atol=1e-5)
+    plain = LogitFinish(1.0, None)
+    assert (head.finish == plain) == (kind == "biased")
+    product = output.hidden @ head.weight.T
+    if head.finish != plain:
+        torch.testing.assert_close(ours.finish_logits(product), output.logits, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(product, output.logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bodies_rank_alike_and_each_row_for_itself(body: BodyMaker, dtype: torch.dtype) -> None:
+    model = HuggingFaceModel(build(WIDE, seed=3, dtype=dtype), None, "wide", body)
+    assert_head_gives_the_logits(model, exactly=body is NativeBody)
+    vectors = run(model).hidden
+    logits = model.unembed(vectors)
+    assert model.largest(vectors, 10).equal(largest_ids(logits, 10))
+    assert model.largest(vectors, VOCAB).equal(largest_ids(logits, VOCAB))
+    if dtype is torch.bfloat16 and body is not GraphBody:
+        for row in range(len(vectors)):
+            assert model.unembed(vectors[row : row + 1]).equal(logits[row : row + 1])
+
+
+def pad_small(model: PreTrainedModel) -> PreTrainedModel:
+    return pad_model(model, PaddedSize("0.2M", layers=3, width=256, inner=384))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_padded_model_reads_only_what_is_not_zero(body: BodyMaker) -> None:
+    own = HuggingFaceModel(build(WIDE, seed=3), None, "own")
+    padded = HuggingFaceModel(pad_small(build(WIDE, seed=3)), None, "padded", body)
+    assert (padded.head_width, own.head_width) == (64, 64)
+    output = run(padded)
+    assert output.hidden.shape[1] == 256
+    assert not output.hidden[:, 64:].any()
+    assert_head_gives_the_logits(padded)
+    vectors = run(own).hidden
+    torch.testing.assert_close(padded.unembed(vectors), own.unembed(vectors), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vectors, output.hidden[:, :64], rtol=1e-4, atol=1e-4)
+
+
+def test_ids_that_do_not_exist_are_never_ranked() -> None:
+    for body in (StockBody, fastest_body):
+        model = HuggingFaceModel(build(WIDE, seed=3), None, "cut", body)
+        model.vocab_size = 70
+        vectors = run(model).hidden
+        assert model.unembed(vectors).shape[1] == 70
+        assert int(model.largest(vectors, 70).max()) == 69
+
+
+def test_many_rows_and_two_threads() -> None:
+    model = HuggingFaceModel(build(WIDE, seed=3), None, "wide", fastest_body)
+    vectors = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    one = model.unembed(vectors)
+    torch.set_num_threads(2)
+    try:
+        two, ids = model.unembed(vectors), model.largest(vectors, 5)
+    finally:
+        torch.set_num_threads(1)
+    assert two.equal(one)
+    assert ids.equal(largest_ids(one, 5))
+
+
+class _More:
+    """Does more to its logits than any configuration says."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.forward = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.forward(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+
+def test_a_family_that_does_more_is_refused() -> None:
+    model = build(WIDE, seed=3)
+    model.forward = _More(model)  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="not what its LM head makes"):
+        LmHead.of(model)
+    ours = HuggingFaceModel(model, None, "more")
+    for ask in (lambda: ours.unembed(torch.zeros(1, 64)), lambda: ours.largest(torch.zeros(1, 64), 1)):
+        with pytest.raises(UnsupportedModelError, match="logits of more are not what its LM head makes"):
+            ask()
+
+
+def test_a_packed_head_cannot_be_trained_through() -> None:
+    model = build(WIDE, seed=3)
+    HuggingFaceModel(model, None, "packed", FusedBody)
+    with pytest.raises(UnsupportedModelError, match="packed for inference"):
+        LmHead.of(model)
+
+
+def test_gradients_pass_through_the_vectors_and_leave_the_weights() -> None:
+    model = build(FINISHED["softly capped"], seed=1)
+    head = LmHead.of(model)
+    vectors = torch.randn(3, 48, requires_grad=True)
+    head(vectors).sum().backward()
+    gradient: Tensor | None = vectors.grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+    assert not head.weight.requires_grad
+    assert head.weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert not model.training
+
+
+def test_a_model_without_a_head_says_so() -> None:
+    model = MarkovModel.random(4, seed=1)
+    assert model.head_width == 0
+    for ask in (lambda: model.unembed(torch.zeros(1, 4)), lambda: model.largest(torch.zeros(1, 4), 1)):
+        with pytest.raises(UnsupportedModelError, match="no LM head"):
+            ask()
+    with pytest.raises(UnsupportedModelError, match="no weights"):
+        _ = model.fingerprint
+    assert model.shared_heads([]) is None
+
+
+def test_the_embedded_target_padded_and_not() -> None:
+    own, padded = load_model("embedded:target"), load_model("embedded:target", pad_to="110M")
+    assert own.head_width == padded.head_width == 384
+    vectors = run(own).hidden
+    assert (own.largest(vectors, 4) == padded.largest(vectors, 4)).float().mean() > 0.9

@@ -1,0 +1,116 @@
+"""The node budget by measured costs: against trying all, per request of a batch, and with kept costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from support.tiny_models import VOCAB, packed
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters import PromptLookup
+from truedraft.drafters.medusa import Medusa
+from truedraft.errors import OptionError
+from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.planning import CostStore, Effort, choose_nodes, kept_target_cost, nodes_for, sized, target_cost
+from truedraft.theory import DraftCost, DraftPoint, TargetCost
+
+CHANCES = ((0.6, 0.1, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.05))
+
+
+def counted_tree() -> RankTree:
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
+    return RankTree.counted({path: math.prod(CHANCES[d][rank] for d, rank in enumerate(path)) for path in paths})
+
+
+def forwards(row_s: float, context_s: float = 1e-6) -> TargetCost:
+    return TargetCost.fit(
+        {
+            (rows, context): 0.01 + row_s * rows + context_s * rows * context
+            for rows in (1, 2, 64)
+            for context in (0, 1024)
+        }
+    )
+
+
+DRAFTING = DraftCost((DraftPoint(1, 3, 0.0005), DraftPoint(2, 12, 0.0006), DraftPoint(3, 39, 0.0007)))
+
+
+@pytest.mark.parametrize("row_s", [1e-5, 2e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_it_is_the_best_of_all_budgets(row_s: float, requests: int) -> None:
+    tree, cost = counted_tree(), forwards(row_s)
+    choice = choose_nodes(tree, cost, DRAFTING, context=256, requests=requests)
+    contexts = [256] * requests
+    plain_s = cost(requests, contexts)
+    for nodes in range(1, len(tree) + 1):
+        part = tree.first(nodes)
+        step_s = cost((nodes + 1) * requests, contexts) + DRAFTING(part.depth)
+        assert choice.table[nodes].expected_tokens == pytest.approx(part.expected_tokens)
+        assert choice.table[nodes].speedup == pytest.approx(part.expected_tokens * plain_s / step_s)
+        assert choice.table[nodes].speedup <= choice.best.speedup
+    assert choice.table[0].speedup == 1.0
+
+
+def test_a_batch_and_dear_rows_leave_room_for_fewer_nodes() -> None:
+    tree = counted_tree()
+    alone, together = (
+        choose_nodes(tree, forwards(2e-4), DRAFTING, requests=requests).best.nodes for requests in (1, 16)
+    )
+    assert alone > together > 0
+    assert choose_nodes(tree, forwards(2e-2), DRAFTING).best.nodes == 0
+
+
+def test_a_tree_that_nobody_counted() -> None:
+    with pytest.raises(OptionError, match="give the number of nodes"):
+        choose_nodes(RankTree.cartesian((2, 2)), forwards(1e-4), DRAFTING)
+    assert choose_nodes(RankTree(()), forwards(1e-4), DRAFTING).best.nodes == 0
+
+
+def medusa(nodes: int | None = None, tree: RankTree | None = None) -> Medusa:
+    heads = MedusaHeads(MedusaConfig(48, VOCAB, heads=3))
+    trees = {"greedy": counted_tree() if tree is None else tree}
+    return Medusa(heads, trees, nodes=nodes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CostStore:
+    return CostStore(tmp_path / "costs")
+
+
+def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Effort(0.0, 1, 1)
+    monkeypatch.setattr("truedraft.planning.tree_budget._SHORT_TARGET", once)
+    monkeypatch.setattr("truedraft.planning.tree_budget._SHORT_DRAFTER", once)
+    target = packed("llama")
+    first = nodes_for(target, medusa(), store=store)
+    assert first.measuring_s > 0.0 and first.warnings == ()
+    assert 0 <= first.nodes <= len(counted_tree())
+    again = nodes_for(target, medusa(), store=store)
+    assert again.measuring_s == 0.0 and again.choice == first.choice
+    assert nodes_for(target, medusa(), store=store, refresh=True).measuring_s > 0.0
+    assert kept_target_cost(target, store) is None  # a short curve does not stand in for a long one
+
+    kept = target_cost(target, effort=once, store=store)
+    assert kept_target_cost(target, store) == kept.value
+    by_kept = nodes_for(target, medusa(), store=store)
+    given = nodes_for(target, medusa(), store=store, forwards=kept.value)
+    assert by_kept.choice == given.choice and by_kept.measuring_s == 0.0
+    dear = nodes_for(target, medusa(), store=store, forwards=forwards(1.0))
+    assert dear.nodes == 0 and "no tree is predicted to pay" in dear.describe()
+    cheap = nodes_for(target, medusa(), store=store, forwards=TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0}))
+    assert cheap.nodes == len(counted_tree())
+    assert f"{cheap.nodes} nodes by the cost curve: {counted_tree().expected_tokens:.2f} tokens" in cheap.describe()
+
+
+def test_only_open_budgets_are_chosen(store: CostStore) -> None:
+    target, cost = packed("llama"), forwards(1e-3)
+    for drafter in (PromptLookup(), medusa(nodes=5), medusa(tree=RankTree.cartesian((2, 2)))):
+        assert sized(drafter, target, forwards=cost, store=store) == (drafter, None)
+    drafter = medusa()
+    found, budget = sized(drafter, target, SamplingParams(temperature=1.0), forwards=cost, store=store)
+    assert isinstance(found, Medusa) and budget is not None and found is not drafter
+    assert found.nodes == budget.nodes and found.nodes_chosen

@@ -1,0 +1,73 @@
+"""Models and heads for tests of Medusa: a Markov table with an LM head, and heads that are right now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from truedraft.core.trees import chain_shape
+from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.testing import MarkovModel
+
+
+class MarkovWithHead(MarkovModel):
+    """A Markov table whose hidden vector is the one-hot of the last two tokens, and whose LM head is its table."""
+
+    @property
+    def fingerprint(self) -> str:
+        return f"markov-{float(self.laws.flatten() @ torch.arange(self.laws.numel(), dtype=self.laws.dtype)):.9f}"
+
+    @property
+    def head_width(self) -> int:  # type: ignore[override]
+        return self.vocab_size**2
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        output = super().forward(segments)
+        pair = (output.hidden[:, 0] * self.vocab_size + output.hidden[:, 1]).long()
+        return ForwardOutput(output.logits, torch.eye(self.head_width, dtype=self.dtype)[pair])
+
+    def vector_after(self, tokens: Sequence[int]) -> Tensor:
+        """The vector from which the token after a text is drawn."""
+        a, b = ([0, 0, *tokens])[-2:]
+        return torch.eye(self.head_width, dtype=self.dtype)[a * self.vocab_size + b]
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.laws.log().flatten(0, 1)
+
+
+def random_heads(model: LanguageModel, seed: int = 0, spread: float = 0.5, **sizes: int | bool) -> MedusaHeads:
+    """Heads with random weights, in the model's dtype."""
+    made = MedusaHeads(MedusaConfig(model.head_width, model.vocab_size, **sizes))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    for weight in made.parameters():
+        weight.data.normal_(std=spread, generator=generator)
+    return made.to(model.dtype).requires_grad_(False)
+
+
+def hidden_of(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
+    """Vectors `[tokens, head_width]` that enter the LM head after each token of a text."""
+    with torch.inference_mode():  # as the engine does: caches may not be written in both modes
+        cache = model.new_cache()
+        ids = torch.tensor(list(tokens), device=model.device)
+        output = model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))])
+        model.release_cache(cache)
+    return output.hidden[:, : model.head_width].float().clone()  # an ordinary tensor, which modules may read
+
+
+def fitted_heads(model: LanguageModel, texts: Sequence[Sequence[int]], heads: int = 3) -> MedusaHeads:
+    """Free heads without blocks' help, fitted to texts by least squares: often right on them, and often wrong."""
+    hidden = [hidden_of(model, text) for text in texts]
+    made = MedusaHeads(MedusaConfig(model.head_width, model.vocab_size, heads, tied=False))
+    for number, head in enumerate(made.each()):
+        # The vector after token i gives token i + 1; head 0 guesses the one behind it.
+        reach = number + 2
+        rows = torch.cat([vectors[: len(text) - reach] for vectors, text in zip(hidden, texts, strict=True)]).double()
+        wanted = torch.tensor([token for text in texts for token in text[reach:]])
+        targets = torch.nn.functional.one_hot(wanted, model.vocab_size).double()
+        gram = rows.T @ rows + 1e-2 * rows.pow(2).sum() / rows.shape[0] * torch.eye(rows.shape[1]).double()
+        assert head.output is not None
+        head.output.weight.data = torch.linalg.solve(gram, rows.T @ targets).T.float()
+    return made.to(model.dtype).requires_grad_(False)

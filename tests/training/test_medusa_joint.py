@@ -1,0 +1,182 @@
+"""Stage 2: heads and target together, whole or by adapters, and what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from truedraft import Engine, load_model
+from truedraft.drafters.medusa import Medusa
+from truedraft.errors import MissingExtraError
+from truedraft.heads.checkpoint import load_medusa
+from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.models.architecture import load_causal_lm
+from truedraft.training import adapters
+from truedraft.training.adapters import rank_for
+from truedraft.training.head_loss import HeadLoss
+from truedraft.training.joint import Backbone, JointModel, JointObjective
+from truedraft.training.medusa import train_medusa
+from truedraft.training.medusa_config import JointConfig, MedusaTrainingConfig
+from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.prompts import PromptSets
+from truedraft.training.self_writing import SelfTextConfig
+from truedraft.training.tokenizer import load_tokenizer
+
+WHOLE = JointConfig(steps=5, tokens_per_step=64, length=32, lora_rank=0)
+CONFIG = MedusaTrainingConfig(
+    heads=2,
+    stage=2,
+    tokens=200,
+    writing=SelfTextConfig(answer_tokens=16, batch=8),
+    steps=4,
+    optimizer=OptimizerConfig(2e-2, 2e-2),
+    positions_per_step=64,
+    window=8,
+    checkpoint_every=2,
+    joint=WHOLE,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_for_all():
+    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts(stream):
+    pieces = [stream[first : first + 12].tolist() for first in range(0, 600, 30)]
+    return PromptSets(pieces[:12], pieces[12:17], pieces[17:], stream[600:800])
+
+
+@pytest.fixture(scope="module")
+def trained(target_folder, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("joint")
+    return out, train_medusa(target_folder, prompts, out, CONFIG)
+
+
+def test_it_writes_an_ordinary_target_and_heads_for_it(trained, target_folder, prompts):
+    out, result = trained
+    target = load_model(out / "target")
+    checkpoint = load_medusa(out)
+    assert checkpoint.fingerprint == target.fingerprint != load_model(target_folder).fingerprint
+    assert load_tokenizer(out / "target").get_vocab() == load_tokenizer(target_folder).get_vocab()
+    plain = Engine(target).generate(prompts.test[0])
+    assert Engine(target, Medusa.load(out)).generate(prompts.test[0]).token_ids == plain.token_ids
+    assert load_medusa(out / "stage-1").fingerprint == load_model(target_folder).fingerprint
+    assert result.effort.steps == 5
+
+
+def test_the_report_holds_both_losses_and_both_acceptances(trained, target_folder, prompts):
+    _, result = trained
+    joint = result.joint
+    assert joint is not None and joint.lora_rank == 0 and joint.loss_tokens == len(prompts.text) - 1
+    for folder, loss in ((target_folder, joint.loss_before), (trained[0] / "target", joint.loss_after)):
+        model = load_causal_lm(folder, dtype=torch.bfloat16).eval()
+        ids = torch.tensor(prompts.text.astype("int64"))
+        total = 0.0
+        for first in range(0, len(ids) - 1, 128):  # the context of the target
+            block = ids[first : first + 129]
+            logits = model(input_ids=block[None, :-1]).logits[0].float()
+            total += functional.cross_entropy(logits, block[1:], reduction="sum").item()
+        assert loss == pytest.approx(total / (len(ids) - 1), abs=1e-4)
+    record = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert {each["nodes"] for each in record["joint"]["before"]["served"]} == {8, 32} or record["served"]
+
+
+def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path):
+    class KilledError(Exception):
+        pass
+
+    trainings = []
+
+    def kill(what, done, total, remark):
+        if what == "training" and done == 1:
+            trainings.append(total)
+        if what == "training" and len(trainings) == 2 and done == 4:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=kill)
+    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+    assert load_model(tmp_path / "target").fingerprint == load_model(trained[0] / "target").fingerprint
+    expected = load_medusa(trained[0]).heads.state_dict()
+    assert all(torch.equal(w, expected[name]) for name, w in load_medusa(tmp_path).heads.state_dict().items())
+
+
+def test_gradients_of_both_losses_reach_the_target(target_folder):
+    heads = MedusaHeads(MedusaConfig(32, 300, 2))
+    backbone = Backbone(target_folder, 0, "cpu")
+    batch = torch.randint(0, 300, (2, 17), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for share in (0.2, 0.4):
+        backbone.module.zero_grad()
+        loss = HeadLoss(heads, backbone.lm_head)
+        JointObjective(backbone, heads, loss, share).accumulate(batch, 1.0)
+        found[share] = {name: weight.grad.clone() for name, weight in backbone.module.named_parameters()}
+    # By hand, at share 0.4: heads see the law of the target before, two and three places on.
+    backbone.module.zero_grad()
+    output = backbone.module.model(input_ids=batch[:, :-1]).last_hidden_state
+    before = backbone.logits_before(batch[:, :-1]).float().view(2, 16, 300)
+    law = backbone.module.lm_head(output).log_softmax(-1)
+    total = (before.softmax(-1) * (before.log_softmax(-1) - law)).sum(-1).mean()
+    frozen = backbone.module.lm_head.weight.detach()
+    for head in range(2):
+        guess = (heads.heads[head].blocks(output[:, :14]) @ frozen.T).log_softmax(-1)
+        total = total - 0.4 * 0.8**head * (before.softmax(-1)[:, 1 + head : 15 + head] * guess).sum(-1).mean()
+    total.backward()
+    for name, weight in backbone.module.named_parameters():
+        assert torch.allclose(found[0.4][name], weight.grad, atol=2e-5), name
+    assert any(not torch.equal(found[0.2][name], found[0.4][name]) for name in found[0.2])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_adapters_are_trained_saved_alone_and_merged(trained, target_folder, prompts, tmp_path):
+    stage_1 = replace(CONFIG, joint=replace(WHOLE, lora_rank=4, steps=3), start_from=trained[0] / "stage-1")
+    result = train_medusa(target_folder, prompts, tmp_path, stage_1)
+    assert result.joint is not None and result.joint.lora_rank == 4
+    state = torch.load(tmp_path / "work" / "joint" / "checkpoint.pt", weights_only=True)["model"]
+    assert state and all("lora_" in name for name in state if name.startswith("backbone."))
+    before, after = (load_causal_lm(folder) for folder in (target_folder, tmp_path / "target"))
+    changed = {
+        name
+        for (name, one), other in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not torch.equal(one, other)
+    }
+    assert changed and all("proj" in name for name in changed)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_with_adapters_the_target_before_can_still_be_asked(target_folder):
+    backbone = Backbone(target_folder, 2, "cpu")
+    ids = torch.arange(1, 13)[None]
+    before = backbone.logits_before(ids)
+    with torch.no_grad():
+        for weight in backbone.module.parameters():
+            if weight.requires_grad:
+                weight.add_(0.3)
+    assert torch.equal(backbone.logits_before(ids), before)
+    assert not torch.equal(backbone.run(ids)[0], before)
+    assert len(JointModel(backbone.module, MedusaHeads(MedusaConfig(32, 300, 1))).state_dict()) > 2
+
+
+@pytest.mark.parametrize("rank", [8, None])
+def test_a_missing_peft_is_told_before_anything_runs(target_folder, prompts, tmp_path, monkeypatch, rank):
+    monkeypatch.setattr(adapters, "_WHOLE_PARAMETERS", 1000)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'truedraft\[train\]'"):
+        train_medusa(target_folder, prompts, tmp_path / "out", replace(CONFIG, joint=replace(WHOLE, lora_rank=rank)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_large_targets_get_adapters_by_themselves():
+    assert rank_for(15_000_000) == 0 and rank_for(7_000_000_000) == 32

@@ -1,0 +1,89 @@
+"""The heads' loss and gradient against plain autograd, and that training lowers it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from truedraft.errors import OptionError
+from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.models.architecture import LlamaShape, new_llama
+from truedraft.models.lm_head import LmHead
+from truedraft.training import head_loss
+from truedraft.training.head_loss import HeadLoss, HeadsObjective
+from truedraft.training.windows import Pack
+
+SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
+HEADS, DECAY = 3, 0.8
+
+
+@pytest.fixture(scope="module")
+def lm_head():
+    model = new_llama(SHAPE, seed=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)  # laws far from uniform
+    return LmHead.of(model)
+
+
+@pytest.fixture
+def packed():
+    noise = torch.Generator().manual_seed(2)
+    places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
+    return Pack(torch.randn(33, 16, generator=noise), torch.randint(0, 50, (33,), generator=noise), places)
+
+
+def new_heads(tied: bool, lm_head: LmHead, layers: int = 1) -> MedusaHeads:
+    heads = MedusaHeads(MedusaConfig(16, 50, HEADS, layers, tied, reads_token=layers == 2))
+    heads.start_from(lm_head.weight)
+    noise = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+    return heads
+
+
+def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: Pack, share: float) -> torch.Tensor:
+    """The formula, written down directly."""
+    embedded = lm_head.embed(packed.tokens[packed.places])
+    logits = heads.logits(packed.hidden[packed.places], lm_head, lm_head.finish, embedded)
+    total = torch.zeros(())
+    for head in range(HEADS):
+        rows = packed.places + 1 + head
+        law = lm_head(packed.hidden[rows]).softmax(-1)
+        mixture = share * law + (1 - share) * functional.one_hot(packed.tokens[rows], 50)
+        total = total - DECAY**head * (mixture * logits[head].log_softmax(-1)).sum(-1).mean()
+    return total
+
+
+@pytest.mark.parametrize("chunk", [4, 10, 256])
+@pytest.mark.parametrize(("tied", "share", "layers"), [(True, 1.0, 1), (True, 0.0, 2), (True, 0.3, 1), (False, 0.6, 1)])
+def test_gradient_is_that_of_the_formula(lm_head, packed, monkeypatch, chunk, tied, share, layers):
+    monkeypatch.setattr(head_loss, "_CHUNK", chunk)
+    heads = new_heads(tied, lm_head, layers)
+    objective = HeadsObjective(heads, lm_head, lambda _: packed, HeadLoss(heads, lm_head, decay=DECAY, law_share=share))
+    values = objective.accumulate(torch.zeros(1, 2), 0.5)
+    found = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
+    heads.zero_grad()
+    (0.5 * plain_loss(heads, lm_head, packed, share)).backward()
+    for name, parameter in heads.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, atol=1e-5), name
+    assert values["loss"] == pytest.approx(plain_loss(heads, lm_head, packed, share).item(), rel=1e-5)
+    assert values["loss"] == pytest.approx(sum(DECAY**k * values[f"head_{k + 1}"] for k in range(HEADS)))
+    assert lm_head.weight.grad is None
+
+
+def test_a_new_head_starts_as_the_lm_head(lm_head, packed):
+    heads = MedusaHeads(MedusaConfig(16, 50, HEADS, 1, False))
+    heads.start_from(lm_head.weight)
+    logits = heads.logits(packed.hidden, lm_head, lm_head.finish)
+    for head in range(HEADS):
+        assert torch.equal(logits[head], lm_head(packed.hidden))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_unusable_shares(lm_head, share):
+    with pytest.raises(OptionError, match="law_share must lie in"):
+        HeadLoss(new_heads(True, lm_head), lm_head, law_share=share)
+    with pytest.raises(OptionError, match="decay must lie in"):
+        HeadLoss(new_heads(True, lm_head), lm_head, decay=0.0)

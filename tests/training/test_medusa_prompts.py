@@ -1,0 +1,81 @@
+"""Prompts cut from texts: sides that share nothing, whole lines, and the embedded target's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from truedraft.embedded import heldout_prompts_file
+from truedraft.errors import DataError
+from truedraft.training import standard_library
+from truedraft.training.prompts import PromptCounts, cut_prompts, prompts_hash, split_prompts
+from truedraft.training.standard_library import standard_library_prompts
+from truedraft.training.tokenizer import load_tokenizer
+
+TEXT = "".join(f"x{number} = add(left, {number})\n" for number in range(300))
+
+
+def decoded(tokenizer, prompts):
+    return [tokenizer.decode(prompt) for prompt in prompts]
+
+
+def test_prompts_begin_with_a_line_and_are_spread_over_all_texts(tokenizer):
+    texts = [TEXT[:3000], TEXT[3000:]]
+    prompts = cut_prompts(texts, tokenizer, 20, 12)
+    assert len(prompts) == 20 and all(0 < len(prompt) <= 12 for prompt in prompts)
+    starts = [TEXT.find(prompt) for prompt in decoded(tokenizer, prompts)]
+    assert starts == sorted(starts) and starts[0] == 0
+    assert starts[-1] > len(TEXT) * 0.9
+    assert all(start in (0, 3000) or TEXT[start - 1] == "\n" for start in starts)
+
+
+def test_a_short_text_is_a_short_prompt_and_nothing_comes_twice(tokenizer):
+    assert decoded(tokenizer, cut_prompts(["ab\n"], tokenizer, 5, 12)) == ["ab\n"]
+    assert cut_prompts([], tokenizer, 5, 12) == []
+
+
+def test_without_held_out_texts_the_end_is_kept_back(tokenizer):
+    sets = split_prompts([TEXT], (), tokenizer, PromptCounts(30, 6, 4), 10)
+    train, tree, test = (decoded(tokenizer, side) for side in (sets.train, sets.tree, sets.test))
+    assert (len(train), len(tree), len(test)) == (30, 6, 4)
+    held_out = tokenizer.decode(sets.text[1:].tolist())
+    assert TEXT.endswith(held_out) and 0.15 < len(held_out) / len(TEXT) < 0.25
+    kept = TEXT[: -len(held_out)]
+    assert all(prompt in kept and prompt not in held_out for prompt in train)
+    assert all(prompt in held_out for prompt in (*tree, *test))
+    assert max(map(held_out.find, tree)) < min(map(held_out.find, test))
+
+
+def test_held_out_texts_are_shared_by_tree_and_test(tokenizer):
+    sets = split_prompts([TEXT[:4000]], [TEXT[4000:]], tokenizer, PromptCounts(10, 5, 5), 10)
+    assert all(prompt in TEXT[:4000] for prompt in decoded(tokenizer, sets.train))
+    assert not set(map(tuple, sets.tree)) & set(map(tuple, sets.test))
+
+
+def test_too_little_text_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"no prompts to .*: give more text"):
+        split_prompts(["x"], (), tokenizer, PromptCounts(4, 2, 2), 10)
+
+
+def test_the_hash_knows_where_prompts_end():
+    assert prompts_hash([[1, 2], [3]]) == prompts_hash([[1, 2], [3]]) != prompts_hash([[1], [2, 3]])
+
+
+def test_the_embedded_target_keeps_the_files_of_the_shipped_prompts_back():
+    tokenizer = load_tokenizer("embedded:target")
+    sets = standard_library_prompts(tokenizer, PromptCounts(40, 12, 32), 32)
+    shipped = [json.loads(line) for line in heldout_prompts_file().read_text().splitlines()]
+    assert decoded(tokenizer, sets.test) == [record["text"] for record in shipped]
+    library = standard_library._library()
+    held_out = "\0".join(library[record["file"]] for record in shipped if record["file"] in library)
+    if held_out:  # another Python may lack those files
+        assert all(prompt in held_out for prompt in decoded(tokenizer, sets.tree))
+        assert sum(prompt in held_out for prompt in decoded(tokenizer, sets.train)) == 0
+    assert not any(prompt in test for prompt in decoded(tokenizer, sets.tree) for test in decoded(tokenizer, sets.test))
+
+
+def test_a_python_without_sources_is_said(monkeypatch):
+    monkeypatch.setattr(standard_library, "_library", dict)
+    with pytest.raises(DataError, match="without the sources of its standard library"):
+        standard_library_prompts(load_tokenizer("embedded:target"), PromptCounts(4, 2, 2), 8)

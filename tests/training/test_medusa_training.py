@@ -1,0 +1,326 @@
+"""`train_medusa` from prompts to a folder of heads: exact after a kill, honest numbers, errors that lose nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.drafters.medusa import Medusa
+from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
+from truedraft.heads.checkpoint import load_medusa
+from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.models.architecture import LlamaShape, save_llama
+from truedraft.training import loop as loop_module
+from truedraft.training import medusa as medusa_module
+from truedraft.training.curriculum import Curriculum
+from truedraft.training.head_loop import heads_optimizer
+from truedraft.training.medusa import train_medusa
+from truedraft.training.medusa_config import MedusaTrainingConfig, schedule_of
+from truedraft.training.medusa_job import MedusaJob
+from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.pretrain import PretrainConfig, pretraining_loop
+from truedraft.training.prompts import PromptSets
+from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.self_writing import SelfTextConfig
+from truedraft.training.tokenizer import save_tokenizer
+
+SHAPE = LlamaShape(vocab_size=300, width=32, layers=2, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
+HEADS = 2
+CONFIG = MedusaTrainingConfig(
+    heads=HEADS,
+    tokens=400,
+    writing=SelfTextConfig(answer_tokens=16, batch=8),
+    steps=7,
+    optimizer=OptimizerConfig(2e-2, 2e-2),
+    positions_per_step=64,
+    window=8,
+    evaluate_every=3,
+    checkpoint_every=3,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_for_all():
+    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory, tokenizer, stream):
+    """A target that has learned the text well, so that its answers can be guessed."""
+    folder = tmp_path_factory.mktemp("learned")
+    rates = OptimizerConfig(1e-2, 1e-2)
+    config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), rates, curriculum=Curriculum(32, 64, 256, 256))
+    loop = pretraining_loop(config, stream, folder / "work")
+    loop.run()
+    save_llama(loop.model, folder)
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(stream):
+    pieces = [stream[first : first + 12].tolist() for first in range(0, 1200, 30)]
+    return PromptSets(pieces[:24], pieces[24:34], pieces[34:], stream[1200:1500])
+
+
+@pytest.fixture(scope="module")
+def trained(target_folder, prompts, tmp_path_factory):
+    """A folder after an uninterrupted training, with its result and what it said meanwhile."""
+    out = tmp_path_factory.mktemp("heads")
+    said = []
+    result = train_medusa(target_folder, prompts, out, CONFIG, on_progress=lambda *words: said.append(words))
+    return out, result, said
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_medusa(folder).heads.state_dict()
+
+
+def copied(trained, folder: Path) -> Path:
+    """What an interruption after the writing leaves: texts and vectors."""
+    shutil.copytree(trained[0] / "work", folder / "work")
+    for name in ("checkpoint.pt", "log.jsonl", "run.json"):
+        (folder / "work" / name).unlink()
+    return folder
+
+
+def test_what_it_leaves_behind(trained, target_folder):
+    out, result, _ = trained
+    checkpoint = load_medusa(out)
+    target = load_model(target_folder)
+    assert checkpoint.fingerprint == target.fingerprint and checkpoint.target_name == str(target_folder)
+    assert checkpoint.trees.keys() == {"greedy", "sampled"}
+    assert checkpoint.facts["served"] == [each.as_dict() for each in result.heads.served]
+    record = json.loads((out / "work" / "run.json").read_text())
+    assert record["command"] and record["versions"]["torch"] and len(record["identity"]["text_sha256"]) == 64
+    assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 7
+
+
+def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
+    out, result, _ = trained
+    target = load_model(target_folder)
+    for served in result.heads.served:
+        params = SamplingParams(max_tokens=64, temperature=served.temperature, seed=0)  # half of the context
+        answers = Engine(target, Medusa.load(out, nodes=served.nodes)).generate(list(prompts.test), params)
+        emitted = sum(answer.stats.emitted_tokens for answer in answers)
+        calls = sum(answer.stats.target_calls for answer in answers)
+        assert served.mean_acceptance_length == pytest.approx(emitted / calls)
+        assert (served.emitted_tokens, served.target_calls) == (emitted, calls)
+        assert served.promised >= 1.0
+
+
+def test_accuracy_on_held_out_answers_is_logged_as_it_goes(trained):
+    out, _, said = trained
+    log = [json.loads(line) for line in (out / "work" / "log.jsonl").read_text().splitlines()]
+    measured = [entry["step"] for entry in log if "head_1_top_1" in entry]
+    assert measured == [2, 5, 6]
+    assert all(0.0 <= log[2][f"head_{head}_top_1"] <= log[2][f"head_{head}_top_5"] <= 1.0 for head in (1, 2))
+    assert ("writing text", 24, 24, said[0][3]) in said
+    assert [done for what, done, *_ in said if what == "training"] == list(range(1, 8))
+    assert "heads right" in next(remark for what, done, _, remark in said if what == "training" and done == 7)
+
+
+def test_training_teaches(target_folder, prompts, tmp_path, trained):
+    long = replace(CONFIG, steps=60, evaluate_every=60)
+    result = train_medusa(target_folder, prompts, copied(trained, tmp_path), long)
+    log = [json.loads(line) for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.7 * log[0]["loss"]
+    new = MedusaHeads(MedusaConfig(32, 300, HEADS))
+    assert any(not torch.equal(weights(tmp_path)[name].float(), new.state_dict()[name]) for name in new.state_dict())
+    greedy = result.heads.trees["greedy"]
+    assert greedy.accuracy[0][0] > 0.3 and greedy.promised(8) > 1.5
+
+
+@pytest.mark.parametrize("killed_at", [1, 3, 5])
+def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path, killed_at):
+    class KilledError(Exception):
+        pass
+
+    def kill(what, done, total, remark):
+        if what == "training" and done == killed_at + 1:
+            raise KilledError
+
+    copied(trained, tmp_path)
+    with pytest.raises(KilledError):
+        train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=kill)
+    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+    expected = weights(trained[0])
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
+    logs = [
+        [{k: v for k, v in json.loads(line).items() if k != "elapsed_s"} for line in text.splitlines()]
+        for text in ((folder / "work" / "log.jsonl").read_text() for folder in (trained[0], tmp_path))
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, prompts, tmp_path):
+    def stop(what, done, total, remark):
+        if done >= 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=stop)
+    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+    for name in ("train.jsonl", "train.hidden", "tree.jsonl", "tree.hidden"):
+        assert (tmp_path / "work" / name).read_bytes() == (trained[0] / "work" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 3}, "heads was 2 and is now 3"),
+        ({"law_share": 0.5}, "law_share was 1.0 and is now 0.5"),
+        ({"optimizer": OptimizerConfig(1e-2, 2e-2)}, "optimizer.matrix_rate was 0.02 and is now 0.01"),
+        ({"writing": SelfTextConfig(answer_tokens=15)}, "answer_tokens was 16 and is now 15"),
+    ],
+)
+def test_another_configuration_is_refused_by_name(trained, target_folder, prompts, tmp_path, changes, message):
+    folder = tmp_path / "out"
+    shutil.copytree(trained[0], folder)
+    record = (folder / "work" / "run.json").read_text()
+    with pytest.raises(OptionError, match=message):
+        train_medusa(target_folder, prompts, folder, replace(CONFIG, **changes))
+    assert (folder / "work" / "run.json").read_text() == record
+
+
+def test_other_prompts_are_refused(trained, target_folder, prompts, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "out")
+    with pytest.raises(OptionError, match="prompts_sha256"):
+        train_medusa(target_folder, replace(prompts, train=prompts.train[:-1]), tmp_path / "out", CONFIG)
+
+
+def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_path):
+    short = replace(CONFIG, heads=4, writing=SelfTextConfig(answer_tokens=4))
+    with pytest.raises(DataError, match="4 heads learn from answers of at least 5"):
+        train_medusa(target_folder, prompts, tmp_path, short)
+
+
+@pytest.mark.parametrize("failing", ["checkpoint.pt.partial", "log.jsonl"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, prompts, tmp_path, monkeypatch, failing):
+    opened = Path.open
+    calls = []
+
+    def full(path, mode="r", *rest, **more):
+        if path.name == failing and "r" not in mode:
+            calls.append(path)
+            if len(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, mode, *rest, **more)
+
+    copied(trained, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
+        patch.setattr(Path, "open", full)
+        train_medusa(target_folder, prompts, tmp_path, CONFIG)
+    assert not (tmp_path / "work" / "checkpoint.pt.partial").exists()
+    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+    expected = weights(trained[0])
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
+
+
+def test_a_disk_that_fills_while_torch_writes(trained, target_folder, prompts, tmp_path, monkeypatch):
+    """torch turns the failure of its file into an error of another kind, where it opens the file itself."""
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    save = torch.save
+    monkeypatch.setattr(loop_module.torch, "save", lambda state, file: save(state, Full(file)))
+    with pytest.raises(TrainingError, match=r"cannot write .*checkpoint\.pt'"):
+        train_medusa(target_folder, prompts, copied(trained, tmp_path), CONFIG)
+
+
+def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, target_folder, prompts, tmp_path):
+    free = replace(CONFIG, tied=False, steps=2)
+    train_medusa(target_folder, prompts, copied(trained, tmp_path), free)
+    heads = load_medusa(tmp_path).heads
+    assert heads.config.tied is False
+    optimizer = heads_optimizer(heads.requires_grad_(True), CONFIG.optimizer)
+    muon, adam = (inner.param_groups[0]["params"] for inner in optimizer._optimizers)
+    assert {tuple(weight.shape) for weight in muon} == {(32, 32)}
+    assert {tuple(weight.shape) for weight in adam} == {(32,), (300, 32)}
+    answer = Engine(load_model(target_folder), Medusa.load(tmp_path)).generate(prompts.test[0])
+    assert answer.token_ids == Engine(load_model(target_folder)).generate(prompts.test[0]).token_ids
+
+
+def test_start_from_heads_that_fit(trained, target_folder, prompts, tmp_path):
+    more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
+    train_medusa(target_folder, prompts, copied(trained, tmp_path), more)
+    expected = weights(trained[0])
+    assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())
+    with pytest.raises(CompositionError, match="ask for the same sizes"):
+        train_medusa(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
+
+
+def test_start_from_heads_of_another_target(trained, prompts, tmp_path, target_folder):
+    record = json.loads((trained[0] / "config.json").read_text())
+    record["target"] = {"name": "another", "fingerprint": "0" * 32}
+    shutil.copytree(trained[0], tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(record))
+    with pytest.raises(CompositionError, match=r"were trained for another .* and the target is"):
+        train_medusa(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
+
+
+def test_without_text_only_the_embedded_target_knows_what_to_read(target_folder, tmp_path):
+    with pytest.raises(DataError, match=r"no text to cut prompts .* with --data FILE"):
+        train_medusa(target_folder, [], tmp_path / "out", CONFIG)
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(DataError, match="holds no text"):
+        train_medusa(target_folder, [tmp_path / "empty.txt"], tmp_path / "out", CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(tokenizer.decode(stream[1:1000].tolist()))
+    found = []
+
+    def keep(job: MedusaJob, *_):
+        found.append(job)
+        raise InterruptedError
+
+    monkeypatch.setattr(medusa_module, "write_texts", keep)
+    with pytest.raises(InterruptedError):
+        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", CONFIG)
+    assert len(found[0].prompts.train) > 10 and found[0].prompts.text.dtype == np.uint32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 0}, "heads must be a whole number of 1 or more, got 0"),
+        ({"stage": 3}, "stage must be 1 .* or 2"),
+        ({"epochs": 0.0}, "epochs must be a number above 0"),
+        ({"steps": 0}, "steps must be a whole number of 1 or more"),
+        ({"law_share": 2.0}, r"law_share must lie in \[0, 1\]"),
+        ({"seed": -1}, "seed must be a whole number of 0 or more"),
+        ({"head_decay": 0.0}, "head_decay must lie in"),
+    ],
+)
+def test_unusable_numbers(options, message):
+    with pytest.raises(OptionError, match=message):
+        MedusaTrainingConfig(**options)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+def test_schedules_have_the_steps_that_are_asked_for(steps):
+    schedule = schedule_of(steps, 0.4)
+    assert schedule.total_steps == steps and schedule.stable_steps >= 1
+    assert all(0.0 < schedule(step) <= 1.0 for step in range(steps))

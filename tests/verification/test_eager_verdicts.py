@@ -1,0 +1,329 @@
+"""Working everything out on the device gives, bit for bit, the verdicts of looking at numbers as they are needed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from decision_cells import BELOW_ONE, Key, cell_laws, kernel_law, run, step_law
+from small_worlds import (
+    A1,
+    A2,
+    A3,
+    F1,
+    F2,
+    NODES,
+    STYLES,
+    TWO_DRAFTERS,
+    TWO_WITHOUT,
+    W1,
+    W2,
+    W3,
+    Case,
+    World,
+    build,
+    every_proposal,
+    gap,
+)
+from torch import Tensor
+
+from truedraft.core import laws as L
+from truedraft.core import transfers
+from truedraft.core.noise import KeyedNoise, Noise, Purpose
+from truedraft.core.proposals import Draw, DrawKind, Proposal, merge
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.verification import CoupledSampling, SpeculativeSampling
+from truedraft.verification.deferred import DeferredRule, Prepared
+
+RULE = SpeculativeSampling()
+KINDS = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC)
+
+
+def eagerly(
+    rule: DeferredRule, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+) -> list[Verdict]:
+    """The verdicts by `prepare`, from tokens that were unknown until all was read at once."""
+    unknown = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.laws) for p in proposals]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "waits", lambda device: True)
+        return rule.verify(unknown, laws, noise)
+
+
+class Script:
+    """A script that may be asked for one key twice: a token is drawn for every slot, and siblings share a depth."""
+
+    def __init__(self, script: dict[Key, float]) -> None:
+        self._script = script
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        return self._script.get((purpose, depth, index), 0.5)
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
+        raise AssertionError("this rule needs no Gumbel noise")
+
+
+class Twice(SpeculativeSampling):
+    """Judges every batch in both ways and insists that they agree."""
+
+    def __init__(self) -> None:
+        self.judged = 0
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        verdicts = super().verify(proposals, laws, noise)
+        scripts = [Script(own.script) for own in noise]  # type: ignore[attr-defined]
+        if proposals:
+            assert eagerly(RULE, proposals, laws, scripts) == verdicts
+            self.judged += len(verdicts)
+        return verdicts
+
+
+CELLS: dict[str, list[World]] = {
+    "nodes of two tokens": [build(f"eager/{name}", 2, [plan], p, q) for name, plan in NODES.items() for p, q in STYLES],
+    "nodes of four tokens": [build(f"eager/{name}", 4, [plan], "varied", "varied") for name, plan in NODES.items()],
+    "chains": [build("eager", 3, plans, "varied", "varied") for plans in ([A1] * 3, [W1] * 3, [F1] * 3, [A1, F1, W1])],
+    "trees": [
+        build("eager", 3, plans, p, q, bare)
+        for plans, p, q, bare in [
+            ((A3, W1), "dense", "dense", 0),
+            ((W2, W2), "dense", "dense", -1),
+            ((F2, W2), "dense", "sparse", -1),
+            ((W2, A1), "one-hot", "dense", -1),
+            ((TWO_DRAFTERS, F1), "dense", "dense", 1),
+            ((TWO_WITHOUT,), "dense", "equal", -1),
+            ((), "dense", "dense", -1),
+        ]
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_in_every_decision_cell(name: str) -> None:
+    """The cells are found by the walk that looks as it goes; at each place probed, the other way says the same."""
+    rule = Twice()
+    cases = [case for world in CELLS[name] for case in every_proposal(world)]
+    laws = cell_laws(rule, cases)
+    assert rule.judged > 10 * len(cases)
+    for case, law in list(zip(cases, laws, strict=True))[:50]:
+        assert gap(law, kernel_law(rule, case)) < 1e-12
+
+
+class Eager(SpeculativeSampling):
+    """Always works everything out, with noise that may be asked twice."""
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        return eagerly(self, proposals, laws, noise)
+
+
+def test_a_broken_part_breaks_both_ways_alike() -> None:
+    """The parts that define the rule are those that are used: with a broken one the verdicts are others."""
+
+    class FromTarget(SpeculativeSampling):
+        def rejected(self, p: Tensor, q: Tensor) -> Tensor:
+            return p
+
+    class CandidatesStay(SpeculativeSampling):
+        def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
+            return p
+
+    class AllRemoved(SpeculativeSampling):
+        def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
+            return torch.zeros_like(q)
+
+    class NothingLeaves(SpeculativeSampling):
+        def left_of_candidate(self, p_x: float, taken: float) -> float:
+            return 0.0 if taken else p_x
+
+    class Accepts(SpeculativeSampling):
+        def accept_probability(self, p_x: float, q_x: float) -> float:
+            return 1.0
+
+    for broken in (FromTarget(), CandidatesStay(), AllRemoved(), NothingLeaves(), Accepts()):
+        kinds = {CandidatesStay: [KINDS[2]], NothingLeaves: [KINDS[2]]}.get(type(broken), [KINDS[1]])
+        proposals, laws, noise = batch(200, vocab=9, seed=5, of=kinds)
+        eager = eagerly(broken, proposals, laws, noise)
+        assert eager == broken.verify(proposals, laws, noise)
+        assert eager != RULE.verify(proposals, laws, noise), broken
+
+
+# ------------------------------------------------------------------------------- random proposals
+
+
+def batch(
+    count: int,
+    vocab: int,
+    seed: int,
+    draft_dtype: torch.dtype = torch.float32,
+    of: Sequence[DrawKind] | None = None,
+) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
+    """Requests with random proposals of every kind, drawn as a drafter draws, near the target's laws or not."""
+    chance = random.Random(seed)
+    proposals, laws, noise = [], [], []
+    for number in range(count):
+        each = KeyedNoise(seed * 1000 + number, chance.randrange(50), chance.randrange(9))
+        kinds = of or chance.choice([[kind] for kind in KINDS] + [list(KINDS)] * 2)
+        proposal = drawn(chance, vocab, kinds, each, draft_dtype)
+        if chance.random() < 0.2:
+            proposal = merge([proposal, drawn(chance, vocab, kinds, KeyedNoise(number, 1, 1), draft_dtype)])
+        proposals.append(proposal)
+        laws.append(random_laws(chance, len(proposal.tree) + 1, vocab))
+        noise.append(each)
+    return proposals, laws, noise
+
+
+def random_laws(chance: random.Random, rows: int, vocab: int) -> Tensor:
+    """Laws in float32: dense, cut by top-p, or one-hot. All of a vocabulary resemble each other somewhat."""
+    scores = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+    scores = scores + torch.randn(rows, vocab, generator=torch.Generator().manual_seed(chance.randrange(2**30)))
+    params = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.8, top_p=0.8),
+        SamplingParams(temperature=0.0),
+    ]
+    return L.law_from_logits(scores, chance.choice(params))
+
+
+def drawn(
+    chance: random.Random, vocab: int, kinds: Sequence[DrawKind], noise: KeyedNoise, dtype: torch.dtype
+) -> Proposal:
+    """A tree whose nodes have up to four draws each; two draws may name one child, and a law may serve two slots."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    draws: list[list[Draw]] = [[]]
+    rows = random_laws(chance, 3, vocab).to(dtype)
+    open_slots, depths = [0], [0]
+    while open_slots and len(tokens) < 12:
+        slot = open_slots.pop(0)
+        if depths[slot] == 4:
+            continue
+        gone: dict[int, Tensor] = {}
+        child_of: dict[int, int] = {}
+        for index in range(chance.choice([1, 1, 2, 4]) if slot == 0 else chance.choice([0, 1, 1, 3])):
+            kind, row = chance.choice(list(kinds)), chance.choice([0, 0, 1, 2])
+            q = gone.get(row, rows[row]) if kind is DrawKind.WITHOUT_REPLACEMENT else rows[row]
+            if kind is DrawKind.DETERMINISTIC:
+                token = chance.randrange(vocab)
+            else:
+                u = torch.tensor([noise.uniform(Purpose.DRAFT, depths[slot], 10 * slot + index)], dtype=torch.float64)
+                token = int(L.draw(q[None], u))
+            if token == vocab:
+                continue  # nothing is left to draw
+            if kind is DrawKind.WITHOUT_REPLACEMENT:
+                gone[row] = L.without(q, token)
+            if token not in child_of:
+                child_of[token] = len(tokens)
+                tokens.append(token)
+                parents.append(slot - 1)
+                draws.append([])
+                depths.append(depths[slot] + 1)
+                open_slots.append(len(tokens))
+            law = -1 if kind is DrawKind.DETERMINISTIC else row
+            draws[slot].append(Draw(child_of[token], law, kind))
+    used = any(draw.law >= 0 for each in draws for draw in each)
+    tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
+    proposal = Proposal(tree, tuple(map(tuple, draws)), rows if used else None)
+    proposal.check()
+    return proposal
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(3, 300), (9, 300), (500, 80), (9001, 12)])
+def test_random_proposals_of_every_kind(vocab: int, count: int) -> None:
+    proposals, laws, noise = batch(count, vocab, seed=vocab)
+    verdicts = RULE.verify(proposals, laws, noise)
+    assert eagerly(RULE, proposals, laws, noise) == verdicts
+    alone = [eagerly(RULE, [p], [law], [n])[0] for p, law, n in zip(proposals, laws, noise, strict=True)]
+    assert alone == verdicts
+    if count > 50:
+        assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 2}
+        assert {verdict.final for verdict in verdicts} == {Origin.RECOVERED, Origin.BONUS}
+        shapes = [{draw.kind for draw in each} for p in proposals for each in p.draws if len(each) > 1]
+        assert {frozenset(kinds) for kinds in shapes} >= {frozenset({kind}) for kind in KINDS}
+        assert any(len(kinds) == 3 for kinds in shapes)
+
+
+@pytest.mark.parametrize(("target", "draft"), [("float64", "float32"), ("float32", "float64")])
+def test_draft_laws_of_another_width_of_float(target: str, draft: str) -> None:
+    proposals, laws, noise = batch(200, 7, seed=4, draft_dtype=getattr(torch, draft))
+    laws = [law.to(getattr(torch, target)) for law in laws]
+    assert eagerly(RULE, proposals, laws, noise) == RULE.verify(proposals, laws, noise)
+
+
+def test_candidates_drafted_twice_and_candidates_that_hold_all_mass() -> None:
+    """Two siblings of one token; a node whose candidates are the whole support; a law one-hot at the last of them."""
+    p = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.0, 1.0, 0.0]])
+    siblings = TokenTree(torch.tensor([1, 1, 0, 2]), TreeShape((-1,) * 4))
+    for law, answers in ((p[0], {0, 1, 2}), (p[1], {2})):
+        case = Case(1.0, Proposal.deterministic(siblings), law.expand(5, 4))
+        for u in (0.0, 0.3, 0.6, BELOW_ONE):
+            script = {(Purpose.ACCEPT, 0, index): u for index in range(4)}
+            verdict = run(RULE, [case], [script])[0][0]
+            assert verdict.path and verdict.tokens[0] in answers
+            assert verdict.path != (1,)  # the second sibling with a rejected token has no mass left
+            assert eagerly(RULE, [case.proposal], [case.laws], [Script(script)]) == [verdict]
+
+
+def test_eager_verdicts_follow_the_law() -> None:
+    """Summed over its own cells, found by its own answers: the law of a step, with no help from the other way."""
+
+    class Permissive(Eager):
+        def verify(
+            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+        ) -> list[Verdict]:
+            here = RULE.verify(proposals, laws, noise)  # asks for the keys that the cells are made of
+            scripts = [Script(own.script) for own in noise]  # type: ignore[attr-defined]
+            eager = eagerly(RULE, proposals, laws, scripts)
+            assert len(here) == len(eager)
+            return eager
+
+    for plans in ((A2, W1), (W3,), (F2, A1)):
+        world = build("eager law", 3, plans)
+        cases = every_proposal(world)
+        mine = step_law(cases, cell_laws(Permissive(), cases))
+        theirs = step_law(cases, [kernel_law(RULE, case) for case in cases])
+        assert gap(mine, theirs) < 1e-12
+
+
+# ------------------------------------------------------------------------------- what is waited for
+
+
+def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposals, laws, noise = batch(40, 11, seed=2)
+    coupled = [KeyedNoise(i, 3, 1, greedy=i % 2 == 0) for i in range(40)]
+    expected = RULE.verify(proposals, laws, noise), CoupledSampling().verify(proposals, laws, coupled)
+    unknown = [TokenTree(proposal.tree.tokens, proposal.tree.shape) for proposal in proposals]
+    read: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "waits", lambda device: True)
+        hidden = [Proposal(tree, p.draws, p.laws) for tree, p in zip(unknown, proposals, strict=True)]
+        for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
+            patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
+        prepared: list[Prepared] = [RULE.prepare(hidden, laws, noise)]
+        patch.setattr("truedraft.verification.coupled.most_likely", lambda scores: scores.argmax(dim=-1))
+        prepared.append(CoupledSampling().prepare(hidden, laws, coupled))
+        for name in ("tolist",):
+            original = torch.Tensor.__dict__.get(name) or getattr(torch._C.TensorBase, name)
+
+            def counted(tensor: Tensor, original=original):  # type: ignore[no-untyped-def]
+                read.append(tensor.numel())
+                return torch._C.TensorBase.tolist(tensor)
+
+            patch.setattr(Tensor, name, counted)
+        wants = [*(tree.tokens for tree in unknown), *prepared[0].wanted, *prepared[1].wanted]
+        numbers = transfers.fetch(wants)
+        assert read == [sum(each.numel() for each in wants)]
+    for tree, ids in zip(unknown, numbers, strict=False):
+        tree.learn([int(token) for token in ids])
+    numbers = numbers[len(unknown) :]
+    first = len(prepared[0].wanted)
+    assert prepared[0].conclude(numbers[:first]) == expected[0]
+    assert prepared[1].conclude(numbers[first:]) == expected[1]
+
+
+def test_a_rule_with_a_verify_of_its_own_does_not_defer() -> None:
+    assert RULE.defers
+    assert CoupledSampling().defers
+    assert not Eager().defers
+    assert eagerly(RULE, [], [], []) == []
