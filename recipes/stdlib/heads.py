@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from recipes.stdlib.sources import load_sources
 from truedraft.errors import TruedraftError
 from truedraft.training.medusa import train_medusa
 from truedraft.training.medusa_config import MedusaTrainingConfig
+from truedraft.training.medusa_job import WORK
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets, as_stream, cut_prompts
 from truedraft.training.self_writing import SelfTextConfig
@@ -25,8 +28,8 @@ TARGET = "embedded:target"
 RESULTS = ROOT / "benchmarks" / "results" / "medusa_heads.json"
 
 
-def settings(device: str = "cpu") -> MedusaTrainingConfig:
-    """Every number that decides the embedded heads."""
+def first_settings(device: str = "cpu") -> MedusaTrainingConfig:
+    """Every number that decides the first pass."""
     return MedusaTrainingConfig(
         heads=4,
         layers=2,
@@ -39,6 +42,27 @@ def settings(device: str = "cpu") -> MedusaTrainingConfig:
         seed=0,
         device=device,
     )
+
+
+def settings(first: Path, device: str = "cpu") -> MedusaTrainingConfig:
+    """Every number that decides the second pass, which goes on from the heads of the first at half its rate."""
+    return replace(
+        first_settings(device),
+        start_from=first,
+        optimizer=OptimizerConfig(0.005, 0.005),
+        epochs=1.0,
+        decay_share=0.9,
+        window=4,
+        seed=1,
+    )
+
+
+def share_text(first: Path, second: Path) -> None:
+    """Let the second pass read what the target wrote for the first."""
+    (second / WORK).mkdir(parents=True, exist_ok=True)
+    for path in [*(first / WORK).glob("train.*"), *(first / WORK).glob("tree.*")]:
+        if not (second / WORK / path.name).exists():
+            shutil.copy(path, second / WORK / path.name)
 
 
 def prompts(config: MedusaTrainingConfig) -> PromptSets:
@@ -61,10 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Train the heads; an interrupted run goes on from its last checkpoint."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    config = settings(options.device)
-    started = time.time()
+    config = first_settings(options.device)
+    first, started = options.out / "first", time.time()
     try:
-        result = train_medusa(TARGET, prompts(config), options.out, config, on_progress=_Progress())
+        asked = prompts(config)
+        train_medusa(TARGET, asked, first, config, on_progress=_Progress())
+        share_text(first, options.out)
+        result = train_medusa(TARGET, asked, options.out, settings(first, options.device), on_progress=_Progress())
     except TruedraftError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -74,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     total_s = time.time() - started
     _say(f"finished after {total_s / 60:.1f} minutes: {result.as_dict()}")
     if options.publish is not None:
-        publish_heads(options.out, options.publish, options.results, total_s=total_s, device=options.device)
+        publish_heads(options.out, first, options.publish, options.results, total_s=total_s, device=options.device)
     return 0
 
 

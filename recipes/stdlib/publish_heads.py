@@ -16,11 +16,12 @@ from truedraft.training.machine import describe_machine
 _SHIPPED = ("config.json", "heads.safetensors", "trees.json")
 
 
-def publish_heads(trained: Path, destination: Path, results: Path, *, total_s: float, device: str) -> None:
+def publish_heads(trained: Path, first: Path, destination: Path, results: Path, *, total_s: float, device: str) -> None:
     """Write `destination` (replaced) and `results`, one JSON object.
 
     Args:
-        trained: the folder that `train_medusa` wrote.
+        trained: the folder that the last pass wrote.
+        first: that of the first pass.
         destination: the folder of the package.
         results: what was measured, for docs.
         total_s: seconds from the first prompt to the last measurement.
@@ -39,6 +40,7 @@ def publish_heads(trained: Path, destination: Path, results: Path, *, total_s: f
     partial.replace(destination)
     size = (destination / "heads.safetensors").stat().st_size
     record = {"command": "recipes.stdlib.heads", "parameters": parameters, "bytes": size, "total_s": total_s}
+    record["first_pass"] = dict(load_medusa(first).facts)
     results.write_text(json.dumps(record | {"machine": describe_machine(device)} | facts) + "\n", encoding="utf-8")
     lines = (trained / "work" / "log.jsonl").read_text().splitlines(keepends=True)
     (LOGS / "medusa.jsonl").write_text("".join(lines[:: max(1, len(lines) // 500)]))
@@ -62,5 +64,6 @@ def _card(parameters: int, facts: dict[str, Any], total_s: float, device: str) -
         title="truedraft embedded Medusa heads",
         summary="Heads on the embedded target's last vector, and trees of their guesses: `--drafter medusa`.",
         facts=rows,
-        notes="Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
+        notes="Steps, tokens and time are those of the second pass, which goes on from the heads of the first.\n"
+        "Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
     )

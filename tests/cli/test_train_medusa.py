@@ -45,6 +45,8 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
         assert phrase in other.err
     other = run(*words, "--resume", "--answer-tokens", "13", "--temperature", "1")
     assert "--answer-tokens was 12 and is now 13; --temperature was (0.0, 1.0) and is now (1.0,)" in other.err
+    other = run(*words, "--resume", "--stage", "2")
+    assert other.status == 2 and "finished heads of stage 1" in other.err and f"--start-from {out}" in other.err
     other = run(*words, "--resume", "--prompt-tokens", "15")
     assert other.status == 2 and "the prompts (--data, --held-out, --tokens, --prompt-tokens) was" in other.err
 
@@ -58,6 +60,8 @@ def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, 
     assert f"{joint['loss_before']:.4f} nats per token, and is {joint['loss_after']:.4f}" in result.out
     assert f"--model {out}/target --drafter medusa:{out}" in result.out
     assert run("generate", "x", "--model", f"{out}/target", "--drafter", f"medusa:{out},nodes=2").status == 0
+    first = run("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL, "--resume")
+    assert first.status == 2 and "holds a training of stage 2" in first.err
 
 
 @pytest.mark.parametrize(

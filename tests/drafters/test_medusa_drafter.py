@@ -275,6 +275,7 @@ def test_a_folder_loads_by_itself(folder: Path, target: MarkovWithHead) -> None:
         ("branching=1-1-1-1", OptionError, "4 deep"),
         ("branching=2,tree=x.json", OptionError, "not both"),
         ("tree=nowhere.json", OptionError, "nowhere.json"),
+        ("tree=~nobody-is-called-so/tree.json", OptionError, "nobody-is-called-so"),
     ],
 )
 def test_unusable_words(

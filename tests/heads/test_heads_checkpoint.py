@@ -111,6 +111,8 @@ def test_damaged_files_are_refused_in_one_sentence(folder: Path, damage: str) ->
 def test_places_without_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no folder"):
         load_medusa(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFoundError, match="no home"):
+        load_medusa("~nobody-is-called-so/heads")
     with pytest.raises(ModelNotFoundError, match="holds no Medusa heads"):
         load_medusa(tmp_path)
 

@@ -160,6 +160,25 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_written(model, whole, tm
     assert contents(tmp_path) == contents(whole)
 
 
+def test_going_on_while_the_disk_is_full_loses_nothing(model, whole, tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(path, mode="r", *rest, **more):
+        file = opened(path, mode, *rest, **more)  # a full disk still empties a file that is opened to be written
+        if "r" not in mode:
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+
+    lines = copied(whole, tmp_path) / "train.jsonl"
+    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:3]))
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
+        patch.setattr(Path, "open", full)
+        write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+    write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+    assert contents(tmp_path) == contents(whole)
+
+
 def test_lines_are_json_that_others_can_read(whole):
     record = json.loads((whole / "train.jsonl").read_text().splitlines()[1])
     assert record.keys() == {"prompt", "answer", "temperature", "stopped"} and record["temperature"] == 1.0

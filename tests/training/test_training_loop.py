@@ -57,6 +57,16 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(stream, tmp_path, 
     assert steps == list(range(9))  # no step is logged twice
 
 
+def test_a_torn_last_line_of_the_log_is_dropped(stream, tmp_path):
+    new_loop(stream, tmp_path).run(until=4)
+    log = tmp_path / LOG
+    whole = log.read_text()
+    log.write_text(whole + '{"step": 4, "tok')  # as a full disk leaves it
+    new_loop(stream, tmp_path).run(until=5)
+    assert log.read_text().startswith(whole)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(5))
+
+
 def test_a_half_written_checkpoint_is_ignored(stream, tmp_path):
     new_loop(stream, tmp_path).run(until=4)
     (tmp_path / (CHECKPOINT + ".partial")).write_bytes(b"torn")

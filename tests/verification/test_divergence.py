@@ -50,6 +50,16 @@ def kl(p: Tensor, q: Tensor) -> float:
 # ------------------------------------------------------------------------------- the law
 
 
+@pytest.mark.parametrize("lenience", [1e-40, 1e-50, 5e-324])
+def test_next_to_no_lenience_still_measures_numbers(lenience: float) -> None:
+    """float32 rounds such numbers to 0, and tokens without mass made 0 / 0 of it."""
+    p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.2, 0.5, 0.3]])
+    law = emitted_law(p, [NodeDraw(0, q, DrawKind.INDEPENDENT)], lenience)
+    assert law[0].tolist() == pytest.approx([0.2 + 0.3, 0.5, 0.0])  # what the draft gives to no token of p is rejected
+    distance, divergence = divergence_of_candidates([0.75, 0.0, 0.25 - 1e-6], lenience)
+    assert distance == pytest.approx(0.25) and divergence == pytest.approx(-math.log(0.75))
+
+
 @pytest.mark.parametrize("lenience", [1.0, 0.8, 0.3])
 @pytest.mark.parametrize("plan", [A1, A3, F1, F3, W1, NODES["two drafters"]], ids=["a", "aaa", "f", "fff", "w", "aba"])
 def test_the_measured_law_is_the_emitted_one(plan: tuple, lenience: float) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from truedraft.training.medusa_config import MedusaTrainingConfig
 
 _WORK = "work"
+_HEADS_FILE = "heads.safetensors"
+_STAGE_1 = "stage-1"  # the folder of the heads before stage 2, inside that of stage 2
 _WHAT, _TEXT, _HEADS, _RUN, _SECOND = "What to train, on what", "Text by the target", "Heads", "Training", "Stage 2"
 
 # Fields of the library's configuration, as they are typed here.
@@ -158,9 +160,9 @@ def medusa(
     tied: _Tied = True,
     reads_token: _ReadsToken = True,
     start_from: _StartFrom = None,
-    epochs: _Epochs = 3.0,
+    epochs: _Epochs = 2.5,
     steps: _Steps = None,
-    learning_rate: _Rate = 0.015,
+    learning_rate: _Rate = 0.01,
     law_share: _LawShare = 1.0,
     seed: _Seed = 0,
     joint_steps: _JointSteps = 300,
@@ -173,7 +175,7 @@ def medusa(
     """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
     from truedraft.cli.session import set_threads
 
-    _check_folder(out, resume)
+    _check_folder(out, resume, stage)
     numbers: dict[str, Any] = {
         "heads": heads,
         "layers": layers,
@@ -198,7 +200,7 @@ def medusa(
     return _train(_Job(model, list(data or ()), list(held_out or ()), out, resume), config, json)
 
 
-def _check_folder(out: Path, resume: bool) -> None:
+def _check_folder(out: Path, resume: bool, stage: int) -> None:
     """Refuse a folder that holds other things than what is asked to go on with."""
     if out.exists() and not out.is_dir():
         raise OptionError(f"--out {str(out)!r} is a file; name a folder")
@@ -207,6 +209,14 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise OptionError(f"--out {str(out)!r} holds a training; add --resume to go on with it, or name a new folder")
     if resume and not started:
         raise OptionError(f"--out {str(out)!r} holds no training to go on with; leave --resume out")
+    second = (out / _STAGE_1).is_dir()
+    if resume and stage == 1 and second:
+        raise OptionError(f"--out {str(out)!r} holds a training of stage 2; go on with --stage 2, or name a new folder")
+    if resume and stage == 2 and not second and (out / _HEADS_FILE).is_file():
+        raise OptionError(
+            f"--out {str(out)!r} holds finished heads of stage 1, which stage 2 would overwrite; name a new folder, "
+            f"and these heads with --start-from {out}"
+        )
     if (out / "config.json").is_file() and not started:
         raise OptionError(f"--out {str(out)!r} holds a model, which would be overwritten; name a new folder")
 

@@ -104,7 +104,7 @@ def _medusa(spec: _Spec, target: LanguageModel) -> Drafter:
     if branching is not None:
         tree = RankTree.cartesian(_widths(branching))
     elif file is not None:
-        tree = _listed(Path(file).expanduser())
+        tree = _listed(file)
     if tree is not None and nodes is None:
         nodes = len(tree)
     trees = None if tree is None else {GREEDY: tree, SAMPLED: tree}
@@ -119,17 +119,17 @@ def _heads_folder(path: str | None) -> str | Path:
     return path
 
 
-def _listed(file: Path) -> RankTree:
+def _listed(file: str) -> RankTree:
     """A tree that somebody wrote by hand."""
     try:
-        paths = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"cannot read the tree {str(file)!r} ({error}); give a JSON list of rank paths") from error
+        paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError) as error:  # the last: the home of nobody, or lists without end
+        raise OptionError(f"cannot read the tree {file!r} ({error}); give a JSON list of rank paths") from error
     whole = isinstance(paths, list) and all(
         isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
     )
     if not whole or not paths:
-        raise OptionError(f"the tree {str(file)!r} is no list of rank paths; write for example [[0], [0, 0], [1]]")
+        raise OptionError(f"the tree {file!r} is no list of rank paths; write for example [[0], [0, 0], [1]]")
     return RankTree.listed(paths)
 
 

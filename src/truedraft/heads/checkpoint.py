@@ -100,7 +100,10 @@ def load_medusa(folder: Path | str) -> MedusaCheckpoint:
         ModelNotFoundError: there is no such folder, or no heads in it.
         ModelError: a file is damaged, or does not fit the others.
     """
-    path = Path(folder).expanduser()
+    try:
+        path = Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"there is no home for the ~ of {str(folder)!r}; check the path") from error
     if is_original(path):
         return MedusaCheckpoint(*load_original(path))
     if not path.is_dir():

@@ -29,3 +29,19 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {str(path)!r}: {error.strerror or error}; what was finished before is kept: make room, or "
             "whatever else it takes, and go on with the same command"
         ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a kill or a full disk leaves the old one or the new one, never half of it.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with writing(path):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

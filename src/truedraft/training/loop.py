@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from truedraft.errors import TrainingError
-from truedraft.training.disk import writing
+from truedraft.training.disk import write_whole, writing
 from truedraft.training.identity import refuse_another_run
 
 if TYPE_CHECKING:
@@ -269,10 +269,10 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _cut_log(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be run again."""
+    """Drop the lines of steps that will be run again, and a last one that a full disk or a kill cut short."""
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_whole(path, "".join(line for line in lines if json.loads(line)["step"] < step))
 
 
 def _is_finite(value: float) -> bool:

@@ -76,7 +76,7 @@ class MedusaTrainingConfig:
         steps: updates; None counts them by `epochs`.
         decay_share: of the steps, at the end, in which the rate decays.
         positions_per_step: positions of one update, about.
-        window: neighbouring positions that are read together.
+        window: neighbouring positions that are read together; they share laws, but say less than scattered ones.
         evaluate_every: steps between two measurements on held-out answers.
         evaluated_positions: of such a measurement, about.
         start_from: a folder with heads for this target, to begin with, or in stage 2 in place of a first stage.
@@ -101,12 +101,12 @@ class MedusaTrainingConfig:
     test_prompts: int = 32
     law_share: float = 1.0
     head_decay: float = 0.8
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(0.015, 0.015))
-    epochs: float = 3.0
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(0.01, 0.01))
+    epochs: float = 2.5
     steps: int | None = None
-    decay_share: float = 0.4
+    decay_share: float = 0.7
     positions_per_step: int = 2048
-    window: int = 64
+    window: int = 8
     evaluate_every: int = 50
     evaluated_positions: int = 2000
     start_from: Path | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from truedraft.training.disk import writing
 from truedraft.training.machine import describe_machine
 
 if TYPE_CHECKING:
@@ -30,5 +31,6 @@ def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
         "threads": torch.get_num_threads(),
         "identity": dict(identity),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUN_RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    with writing(folder / RUN_RECORD):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN_RECORD).write_text(json.dumps(record, indent=1) + "\n")

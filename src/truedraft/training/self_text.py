@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.errors import DataError
-from truedraft.training.disk import writing
+from truedraft.training.disk import write_whole, writing
 from truedraft.training.identity import refuse_another_run
 from truedraft.training.traces import Trace
 
@@ -122,7 +122,8 @@ class SelfTextFiles:
             refuse_another_run(_json_object(about), identity, step=0, folder=folder)
         with writing(about):
             folder.mkdir(parents=True, exist_ok=True)
-            about.write_text(json.dumps(dict(identity), indent=1) + "\n")
+            if not about.is_file():
+                write_whole(about, json.dumps(dict(identity), indent=1) + "\n")
             self.records = self._whole_lines()
             self.covered = self._whole_vectors()
 

@@ -60,9 +60,10 @@ def emitted_law(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor
     reach = torch.ones_like(p[:, :1])
     left = p
     reduced: dict[int, Tensor] = {}
+    least = max(lenience, torch.finfo(p.dtype).tiny)  # a number that this dtype rounds to 0 would make 0 / 0
     for draw in draws:
         q = reduced.get(draw.law, draw.q) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else draw.q
-        stay = torch.minimum(q, left / lenience)
+        stay = torch.minimum(q, left / least)
         law += reach * stay
         reach = (reach * (1.0 - stay.sum(dim=-1, keepdim=True))).clamp_min_(0.0)
         if draw.uniform is not None:
@@ -83,7 +84,9 @@ def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[flo
     """
     distance, kl, reach, left = 0.0, 0.0, 1.0, 1.0
     for mass in p_x:
-        emitted = reach * min(1.0, mass / (left * lenience)) if left > 0.0 else 0.0
+        bound = left * lenience  # 0 where both are next to nothing
+        share = 0.0 if mass <= 0.0 or left <= 0.0 else 1.0 if mass >= bound else mass / bound
+        emitted = reach * share
         distance += abs(emitted - mass)
         kl += emitted * math.log(emitted / mass) if emitted > 0.0 else 0.0
         reach, left = reach - emitted, max(left - mass, 0.0)
