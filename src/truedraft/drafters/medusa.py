@@ -169,9 +169,11 @@ class Medusa(Drafter):
         # With free outputs a head may know more ids than there are, as the rows of a padded embedding; never fewer.
         fits = config.vocab_size >= target.vocab_size
         if config.width != target.head_width or not fits:
+            trained_for = f" for {self._target_name}" if self._target_name else ""
             raise CompositionError(
-                f"these Medusa heads read {config.width} numbers and know {config.vocab_size} ids, but {target.name} "
-                f"has {target.head_width} numbers and {target.vocab_size} ids; take heads that were trained for it"
+                f"these Medusa heads{trained_for} read {config.width} numbers and know {config.vocab_size} ids, but "
+                f"{target.name} has {target.head_width} numbers and {target.vocab_size} ids; take heads that were "
+                "trained for it"
             )
         if self._fingerprint is not None and self._fingerprint != target.fingerprint:
             raise CompositionError(
