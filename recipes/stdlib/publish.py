@@ -103,6 +103,11 @@ def _copy_log(folder: Path, name: str) -> None:
     """Keep a thinned training log beside the recipe."""
     log = next((path for path in (folder / "log.jsonl", folder / "work" / "log.jsonl") if path.exists()), None)
     if log is not None:
-        LOGS.mkdir(exist_ok=True)
-        lines = log.read_text().splitlines(keepends=True)
-        (LOGS / f"{name}.jsonl").write_text("".join(lines[:: max(1, len(lines) // 500)]))
+        keep_log(log, name)
+
+
+def keep_log(log: Path, name: str) -> None:
+    """Keep a training log, thinned to about 500 lines, beside the recipe."""
+    LOGS.mkdir(exist_ok=True)
+    lines = log.read_text().splitlines(keepends=True)
+    (LOGS / f"{name}.jsonl").write_text("".join(lines[:: max(1, len(lines) // 500)]))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recipes.stdlib.publish import LICENSE_NOTE, LOGS
+from recipes.stdlib.publish import LICENSE_NOTE, keep_log
 from truedraft.heads.checkpoint import load_medusa
 from truedraft.training.cards import Card, training_facts
 from truedraft.training.machine import describe_machine
@@ -42,8 +42,8 @@ def publish_heads(trained: Path, first: Path, destination: Path, results: Path, 
     record = {"command": "recipes.stdlib.heads", "parameters": parameters, "bytes": size, "total_s": total_s}
     record["first_pass"] = dict(load_medusa(first).facts)
     results.write_text(json.dumps(record | {"machine": describe_machine(device)} | facts) + "\n", encoding="utf-8")
-    lines = (trained / "work" / "log.jsonl").read_text().splitlines(keepends=True)
-    (LOGS / "medusa.jsonl").write_text("".join(lines[:: max(1, len(lines) // 500)]))
+    keep_log(first / "work" / "log.jsonl", "medusa-first")
+    keep_log(trained / "work" / "log.jsonl", "medusa")
 
 
 def _card(parameters: int, facts: dict[str, Any], total_s: float, device: str) -> Card:

@@ -74,7 +74,7 @@ def test_where_an_interrupted_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "checkpoint.pt").touch()
     config = train._config({}, {"steps": 50, "tokens_per_step": 64, "length": 16, "decay_length": 16}, 1e-3, 0, "cpu")
-    job = train._Job("m", [], [], tmp_path, resume=False)
+    job = train.Job("m", [], [], tmp_path, resume=False)
     told = "interrupted; the same command with --resume goes on from step {} of 50"
     assert train._how_to_go_on(job, config, 39) == told.format(20)
     assert train._how_to_go_on(job, config, 50) == told.format(50)

@@ -115,5 +115,5 @@ def test_ctrl_c_says_how_to_go_on(
     (tmp_path / "out" / "work").mkdir(parents=True)
     result = run(*words, "--resume")
     assert result.status == 130 and "interrupted; the same command goes on" in result.err
-    job = command._Job("m", [], [], tmp_path / "out", resume=False)
+    job = command.Job("m", [], [], tmp_path / "out", resume=False)
     assert command._how_to_go_on(job).startswith("interrupted; the same command with --resume goes on")

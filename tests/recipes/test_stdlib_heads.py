@@ -26,7 +26,7 @@ FACTS = {
 
 
 def test_what_is_published_is_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.stdlib.publish_heads.LOGS", tmp_path)
+    monkeypatch.setattr("recipes.stdlib.publish.LOGS", tmp_path)
     heads = MedusaHeads(MedusaConfig(8, 11, heads=2, reads_token=True))
     trained, destination = tmp_path / "trained", tmp_path / "package" / "medusa"
     save_medusa(trained, heads, "some target", "f" * 32, {"greedy": RankTree.cartesian((2, 1))}, FACTS)

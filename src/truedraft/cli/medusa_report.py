@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from truedraft.cli.train_job import duration
+
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.training.medusa_results import MedusaResult, TrainedHeads
@@ -21,7 +23,7 @@ def print_result(terminal: Terminal, model: str, result: MedusaResult) -> None:
     say = _Lines(terminal)
     log = result.folder / (_LOG if result.joint is None else Path("work") / "joint" / "log.jsonl")
     say(
-        f"trained {effort.steps:,} steps in {_duration(effort.elapsed_s)}, on {effort.written_tokens:,} tokens that "
+        f"trained {effort.steps:,} steps in {duration(effort.elapsed_s)}, on {effort.written_tokens:,} tokens that "
         f"the target wrote; log: {log}"
     )
     _print_heads(terminal, result.heads)
@@ -69,7 +71,3 @@ def _print_heads(terminal: Terminal, heads: TrainedHeads) -> None:
             f"{each.temperature:g}", str(each.nodes), f"{each.mean_acceptance_length:.2f}", f"{each.promised:.2f}"
         )
     terminal.out.print(table)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"

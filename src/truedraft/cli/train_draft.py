@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE, INTERRUPTED, say
+from truedraft.cli.train_job import Job, check_folder, duration
 from truedraft.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -55,17 +55,6 @@ _DecayLength = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What to train from, and where to, as it was typed."""
-
-    model: str
-    data: list[Path]
-    held_out: list[Path]
-    out: Path
-    resume: bool
-
-
 def draft(
     *,
     model: Annotated[
@@ -106,10 +95,10 @@ def draft(
     _check_numbers(sizes | run, learning_rate, seed)
     if not data:
         raise DataError("there is nothing to train on; name at least one text file with --data FILE")
-    _check_folder(out, resume)
+    check_folder(out, resume, out / _CHECKPOINT)
     set_threads(threads)
     config = _config({**sizes, "start_from": start_from}, run, learning_rate, seed, device)
-    return _train(_Job(model, list(data), list(held_out or ()), out, resume), config, json)
+    return _train(Job(model, list(data), list(held_out or ()), out, resume), config, json)
 
 
 def _longest(length: int, tokens_per_step: int) -> int:
@@ -134,19 +123,6 @@ def _check_numbers(numbers: dict[str, int], learning_rate: float, seed: int) -> 
             )
 
 
-def _check_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds other things than what is asked to go on with."""
-    if out.exists() and not out.is_dir():
-        raise OptionError(f"--out {str(out)!r} is a file; name a folder")
-    started = (out / _CHECKPOINT).is_file()
-    if started and not resume:
-        raise OptionError(f"--out {str(out)!r} holds a training; add --resume to go on with it, or name a new folder")
-    if resume and not started:
-        raise OptionError(f"--out {str(out)!r} holds no training to go on with; leave --resume out")
-    if (out / "config.json").is_file() and not started:
-        raise OptionError(f"--out {str(out)!r} holds a model, which would be overwritten; name a new folder")
-
-
 def _config(sizes: dict[str, Any], run: dict[str, int], rate: float, seed: int, device: str) -> DraftConfig:
     from truedraft.models.dtypes import pick_device
     from truedraft.training.curriculum import Curriculum
@@ -166,7 +142,7 @@ def _config(sizes: dict[str, Any], run: dict[str, int], rate: float, seed: int, 
     )
 
 
-def _train(job: _Job, config: DraftConfig, json: bool) -> int:
+def _train(job: Job, config: DraftConfig, json: bool) -> int:
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
     from truedraft.training.distill import train_draft
@@ -207,7 +183,7 @@ def _as_typed(message: str) -> str:
     return message
 
 
-def _how_to_go_on(job: _Job, config: DraftConfig, done: int) -> str:
+def _how_to_go_on(job: Job, config: DraftConfig, done: int) -> str:
     """What is kept of an interrupted training, and how to use it."""
     if not (job.out / _CHECKPOINT).is_file():
         return (
@@ -225,10 +201,10 @@ def _remark(record: StepRecord) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
 
 
-def _report(terminal: Terminal, job: _Job, result: DraftResult) -> None:
+def _report(terminal: Terminal, job: Job, result: DraftResult) -> None:
     report = result.report
     lines = (
-        f"trained {result.steps:,} steps, {result.tokens:,} tokens, in {_duration(result.elapsed_s)}; "
+        f"trained {result.steps:,} steps, {result.tokens:,} tokens, in {duration(result.elapsed_s)}; "
         f"log: {result.folder / _LOG}",
         f"on {report.tokens:,} held-out tokens: alpha {report.alpha:.3f} (the share of single drafted tokens that the "
         f"target accepts at temperature 1), greedy agreement {report.greedy_agreement:.3f}, "
@@ -237,10 +213,6 @@ def _report(terminal: Terminal, job: _Job, result: DraftResult) -> None:
     )
     for line in lines:
         terminal.out.print(line, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"
 
 
 def _record(model: str, result: DraftResult) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE, INTERRUPTED, say
+from truedraft.cli.train_job import Job, check_folder
 from truedraft.errors import OptionError
 
 if TYPE_CHECKING:
@@ -132,17 +132,6 @@ _LoraRank = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What to train from, and where to, as it was typed."""
-
-    model: str
-    data: list[Path]
-    held_out: list[Path]
-    out: Path
-    resume: bool
-
-
 def medusa(
     *,
     model: _Model = "embedded:target",
@@ -175,7 +164,8 @@ def medusa(
     """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
     from truedraft.cli.session import set_threads
 
-    _check_folder(out, resume, stage)
+    check_folder(out, resume, out / _WORK)
+    _check_stage(out, resume, stage)
     numbers: dict[str, Any] = {
         "heads": heads,
         "layers": layers,
@@ -197,18 +187,11 @@ def medusa(
         config = _config(numbers, answer_tokens, temperatures, (learning_rate, backbone_rate), second, device)
     except OptionError as error:
         raise OptionError(_of_option(str(error))) from error
-    return _train(_Job(model, list(data or ()), list(held_out or ()), out, resume), config, json)
+    return _train(Job(model, list(data or ()), list(held_out or ()), out, resume), config, json)
 
 
-def _check_folder(out: Path, resume: bool, stage: int) -> None:
-    """Refuse a folder that holds other things than what is asked to go on with."""
-    if out.exists() and not out.is_dir():
-        raise OptionError(f"--out {str(out)!r} is a file; name a folder")
-    started = (out / _WORK).is_dir()
-    if started and not resume:
-        raise OptionError(f"--out {str(out)!r} holds a training; add --resume to go on with it, or name a new folder")
-    if resume and not started:
-        raise OptionError(f"--out {str(out)!r} holds no training to go on with; leave --resume out")
+def _check_stage(out: Path, resume: bool, stage: int) -> None:
+    """Refuse to go on in the folder of the other stage."""
     second = (out / _STAGE_1).is_dir()
     if resume and stage == 1 and second:
         raise OptionError(f"--out {str(out)!r} holds a training of stage 2; go on with --stage 2, or name a new folder")
@@ -217,8 +200,6 @@ def _check_folder(out: Path, resume: bool, stage: int) -> None:
             f"--out {str(out)!r} holds finished heads of stage 1, which stage 2 would overwrite; name a new folder, "
             f"and these heads with --start-from {out}"
         )
-    if (out / "config.json").is_file() and not started:
-        raise OptionError(f"--out {str(out)!r} holds a model, which would be overwritten; name a new folder")
 
 
 def _config(
@@ -252,7 +233,7 @@ def _of_option(message: str) -> str:
     return f"{_NAMED[name]} {rest}" if name in _NAMED else message
 
 
-def _train(job: _Job, config: MedusaTrainingConfig, json: bool) -> int:
+def _train(job: Job, config: MedusaTrainingConfig, json: bool) -> int:
     from truedraft.cli.medusa_report import print_result, record_of
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
@@ -306,7 +287,7 @@ def _as_typed(message: str) -> str:
     return message
 
 
-def _how_to_go_on(job: _Job) -> str:
+def _how_to_go_on(job: Job) -> str:
     if not (job.out / _WORK).is_dir():
         return "interrupted before anything was written; the same command begins again"
     how = "the same command" if job.resume else "the same command with --resume"

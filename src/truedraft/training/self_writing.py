@@ -13,12 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import chain_shape
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.none import NoDrafter
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
@@ -122,27 +120,14 @@ def hidden_of(target: LanguageModel, record: Written) -> Tensor:
     return torch.cat(found)[: len(record.answer)]
 
 
-class _VectorKeeper(Drafter):
+class _VectorKeeper(NoDrafter):
     """Never drafts; keeps the vector of every step of every request."""
 
-    name = "none"
-    limits: Budget = NO_DRAFT
     needs_hidden = True
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._kept: dict[int, list[Tensor]] = {}
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        """None at all."""
-        return frozenset()
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """Nothing."""
-        return [Proposal.empty() for _ in batch]
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep what the last token was drawn from; a part of a prompt that is not its last gave none."""
