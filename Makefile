@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: results-lossy bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
+.PHONY: results-lossy results-redrafter bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,8 @@ results: $(STAMP)
 	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --drafter medusa,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter medusa,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 
 # What each lossy rule gives up, and what it brings: docs/lossy_rules.md.
 LOSSY := $(RESULTS)/lossy.jsonl
@@ -56,13 +58,18 @@ results-lossy: $(STAMP)
 	  done; done
 	$(BIN)/$(COMPARE) --seed 1 --temperature 1 --drafter draft --rule speculative,lenience=0.5 | tail -n 1 >> $(LOSSY)
 
+# Ways to draft with a recurrent head, against each other: docs/redrafter.md. Its variants are trained by hand (the page
+# says how) and named here, as VARIANTS="--variant NAME=DIR ...".
+results-redrafter: $(STAMP)
+	$(BIN)/python benchmarks/redrafter_ways.py $(VARIANTS) > /dev/null
+
 # Speculation against plain decoding and transformers, at the cost of larger models, and single forwards against the
 # memory's limit; on an otherwise idle machine, about five minutes.
 BENCH := truedraft bench --json --refresh-costs --ignore-eos
 bench: bench-limits
-	$(BIN)/$(BENCH) --drafter draft --drafter prompt-lookup --drafter medusa --peer transformers --limit 8 --max-tokens 64 | tail -n 1 > $(RESULTS)/bench.jsonl
-	$(BIN)/$(BENCH) --drafter draft --drafter medusa --peer transformers --limit 6 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
-	$(BIN)/$(BENCH) --drafter draft --drafter medusa --peer transformers --limit 4 --max-tokens 64 --pad-to 500M | tail -n 1 >> $(RESULTS)/bench.jsonl
+	$(BIN)/$(BENCH) --drafter draft --drafter prompt-lookup --drafter medusa --drafter redrafter --peer transformers --limit 8 --max-tokens 64 | tail -n 1 > $(RESULTS)/bench.jsonl
+	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 6 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
+	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 4 --max-tokens 64 --pad-to 500M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --peer transformers --limit 8 --batch 8 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
 
 bench-limits: $(STAMP)
@@ -71,7 +78,7 @@ bench-limits: $(STAMP)
 # The same on a CUDA device, at the cost of a 7 B model.
 bench-gpu: $(STAMP)
 	$(BIN)/python benchmarks/limits.py --device cuda --sizes 7B:bfloat16 --out $(RESULTS)/limits_gpu.json > /dev/null
-	$(BIN)/$(BENCH) --device cuda --dtype bfloat16 --drafter draft --drafter medusa --limit 8 --max-tokens 128 --pad-to 7B | tail -n 1 > $(RESULTS)/bench_gpu.jsonl
+	$(BIN)/$(BENCH) --device cuda --dtype bfloat16 --drafter draft --drafter medusa --drafter redrafter --limit 8 --max-tokens 128 --pad-to 7B | tail -n 1 > $(RESULTS)/bench_gpu.jsonl
 
 check: $(STAMP)
 	$(BIN)/ruff check .

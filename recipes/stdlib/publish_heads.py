@@ -5,50 +5,73 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
-from truedraft.heads.checkpoint import load_medusa
 from truedraft.training.cards import Card, training_facts
 from truedraft.training.machine import describe_machine
 
-_SHIPPED = ("config.json", "heads.safetensors", "trees.json")
+_WEIGHTS = "heads.safetensors"
+_LOG = Path("work") / "log.jsonl"
 
 
-def publish_heads(trained: Path, first: Path, destination: Path, results: Path, *, total_s: float, device: str) -> None:
+@dataclass(frozen=True)
+class Published:
+    """Trained heads, with what is said about them.
+
+    Attributes:
+        folder: where they lie.
+        name: of the kind, and of the kept log.
+        command: the module that made them.
+        title: of the card.
+        summary: of the card.
+        files: that are shipped.
+        parameters: how many.
+        facts: what was measured of them.
+    """
+
+    folder: Path
+    name: str
+    command: str
+    title: str
+    summary: str
+    files: tuple[str, ...]
+    parameters: int
+    facts: Mapping[str, Any]
+
+
+def publish_heads(heads: Published, destination: Path, results: Path, *, total_s: float, device: str) -> None:
     """Write `destination` (replaced) and `results`, one JSON object.
 
     Args:
-        trained: the folder that the last pass wrote.
-        first: that of the first pass.
+        heads: what is published.
         destination: the folder of the package.
         results: what was measured, for docs.
         total_s: seconds from the first prompt to the last measurement.
-        device: where it was trained.
+        device: where they were trained.
     """
-    checkpoint = load_medusa(trained)
-    facts = dict(checkpoint.facts)
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for name in _SHIPPED:
-        shutil.copy(trained / name, partial / name)
-    parameters = sum(weight.numel() for weight in checkpoint.heads.parameters())
-    _card(parameters, facts, total_s, device).write(partial)
+    for name in heads.files:
+        shutil.copy(heads.folder / name, partial / name)
+    _card(heads, total_s, device).write(partial)
     shutil.rmtree(destination, ignore_errors=True)
     partial.replace(destination)
-    size = (destination / "heads.safetensors").stat().st_size
-    record = {"command": "recipes.stdlib.heads", "parameters": parameters, "bytes": size, "total_s": total_s}
-    record["first_pass"] = dict(load_medusa(first).facts)
-    results.write_text(json.dumps(record | {"machine": describe_machine(device)} | facts) + "\n", encoding="utf-8")
-    keep_log(first / "work" / "log.jsonl", "medusa-first")
-    keep_log(trained / "work" / "log.jsonl", "medusa")
+    size = (destination / _WEIGHTS).stat().st_size
+    record = {"command": heads.command, "parameters": heads.parameters, "bytes": size, "total_s": total_s}
+    record |= {"machine": describe_machine(device), **heads.facts}
+    results.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    keep_log(heads.folder / _LOG, heads.name)
 
 
-def _card(parameters: int, facts: dict[str, Any], total_s: float, device: str) -> Card:
+def _card(heads: Published, total_s: float, device: str) -> Card:
+    facts = heads.facts
     rows = training_facts(
-        parameters=parameters,
+        parameters=heads.parameters,
         data=f"{facts['written_tokens']:,} tokens that the target wrote, at temperatures 0 and 1",
         steps=facts["steps"],
         tokens=facts["positions"],
@@ -57,13 +80,18 @@ def _card(parameters: int, facts: dict[str, Any], total_s: float, device: str) -
     )
     rows["from the first prompt to the last measurement"] = f"{total_s / 60:.0f} minutes"
     rows["finished"] = time.strftime("%Y-%m-%d")
-    for served in facts["served"]:
-        name = f"tokens per target call, temperature {served['temperature']:g}, {served['nodes']} nodes"
-        rows[name] = f"{served['mean_acceptance_length']:.2f} (promised {served['promised']:.2f})"
+    rows |= dict(map(_row, facts["served"]))
     return Card(
-        title="truedraft embedded Medusa heads",
-        summary="Heads on the embedded target's last vector, and trees of their guesses: `--drafter medusa`.",
+        title=heads.title,
+        summary=heads.summary,
         facts=rows,
-        notes="Steps, tokens and time are those of the second pass, which goes on from the heads of the first.\n"
-        "Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
+        notes="Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
     )
+
+
+def _row(served: Mapping[str, Any]) -> tuple[str, str]:
+    """What the engine measured of trees of one kind and size."""
+    trees = f", {served['trees']} trees" if "trees" in served else ""
+    promised = f" (promised {served['promised']:.2f})" if "promised" in served else ""
+    name = f"tokens per target call, temperature {served['temperature']:g}, {served['nodes']} nodes{trees}"
+    return name, f"{served['mean_acceptance_length']:.2f}{promised}"

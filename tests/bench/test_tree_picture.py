@@ -13,7 +13,7 @@ from PIL import Image
 from support.tiny_models import VOCAB, packed
 from truedraft.bench import drafted_trees as trees_of_a_run
 from truedraft.bench.contestants import PLAIN, OurEngine
-from truedraft.bench.drafted_trees import DraftedTree, drafted_trees, size_trees
+from truedraft.bench.drafted_trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
 from truedraft.bench.lineup import Lineup
 from truedraft.bench.output import OutputFolder
 from truedraft.bench.record import Circumstances, bench_record
@@ -22,11 +22,13 @@ from truedraft.bench.summary import Spread, Summary
 from truedraft.bench.tree_picture import draw_drafted, draw_tree
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.engine import Engine
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.planning import CostStore, nodes_for
 from truedraft.theory import TargetCost
+from truedraft.theory.node_curve import NodeCurve
 
 CHANCES = ((0.6, 0.1, 0.05, 0.02), (0.5, 0.1, 0.05, 0.02), (0.4, 0.1, 0.05, 0.02))
 
@@ -81,6 +83,24 @@ def test_promise_and_measurement() -> None:
     assert by_hand.promised is None and by_hand.measured_over_promised is None
     assert by_hand.describe() == "medusa: a tree of 2 nodes"
     assert json.loads(json.dumps(by_hand.as_dict(), allow_nan=False))["tree"]["paths"] == [[0], [1]]
+
+
+def test_trees_chosen_at_each_step_stand_beside_the_counted_one(tmp_path: Path) -> None:
+    drafted = DraftedTree("medusa", counted_tree(3), 2.0, product=2.2, chosen=ChosenTrees(64, 2.5))
+    assert (drafted.nodes, drafted.promised, drafted.measured_over_promised) == (64, 2.5, pytest.approx(0.8))
+    assert drafted.describe() == (
+        "medusa: trees of 64 nodes, chosen at each step, promised 2.50 tokens per target call, 2.02 by the counted "
+        "tree, 2.20 if heads erred independently, measured 2.00, 0.80 of what was promised"
+    )
+    record = json.loads(json.dumps(drafted.as_dict(), allow_nan=False))
+    assert (record["trees"], record["nodes"], record["promised"]) == ("likeliest", 64, 2.5)
+    assert record["counted"] == pytest.approx(2.02) and len(record["tree"]["paths"]) == 3
+    unknown = DraftedTree("medusa", RankTree.cartesian((2,)), 2.0, chosen=ChosenTrees(1, None))
+    assert unknown.describe() == "medusa: trees of 1 node, chosen at each step, measured 2.00"
+    name = draw_drafted(tmp_path, drafted, "circumstances")
+    written = " ".join(texts(tmp_path / f"{name}.svg"))
+    for phrase in ("Counted tree of the heads of medusa: 3 nodes", "chosen at each step by the heads' own", "circumst"):
+        assert phrase in written
 
 
 def summary(name: str, length: float) -> Summary:
@@ -161,6 +181,17 @@ def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pyte
     assert drafted_trees(lineup, [], SamplingParams()) == []
     outcome = ours[1].answer([[5, 9, 11]], SamplingParams(max_tokens=8))
     assert outcome.counters is not None and outcome.counters.draft_tokens == 0
+
+
+def test_drafters_that_choose_their_trees_are_found_too() -> None:
+    target, curve = packed("llama"), NodeCurve.fit([(1, 1.6), (6, 2.0), (12, 2.1)])
+    heads, fixed = MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), FixedTrees({"greedy": counted_tree(40)})
+    ways = [LikeliestTrees(3, {"greedy": curve}, fixed), LikeliestTrees(3, {}, fixed), LikeliestTrees(3)]
+    ours = [OurEngine(str(i), Engine(target, Medusa(heads, way, nodes=6))) for i, way in enumerate(ways)]
+    found = drafted_trees(Lineup(target, True, ours), [summary("0", 1.5)], SamplingParams())
+    assert [each.contestant for each in found] == ["0", "1"], "nothing is known of the third one's trees"
+    assert [each.chosen for each in found] == [ChosenTrees(6, 2.0), ChosenTrees(6, found[1].counted)]
+    assert found[0].tree == counted_tree(6) and found[0].measured == 1.5
 
 
 def test_accuracies_kept_with_the_heads_give_the_product() -> None:

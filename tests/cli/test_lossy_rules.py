@@ -53,7 +53,7 @@ def test_a_rule_names_the_words_that_make_it(spec: str) -> None:
 
 BAD = [
     ("typicall", "unknown rule 'typicall'; did you mean 'typical'?"),
-    ("greedy", "unknown rule 'greedy'; valid: speculative, typical"),
+    ("greedy", "unknown rule 'greedy'; valid: block, speculative, typical"),
     ("typical,foo=1", "unknown option of rule 'typical' 'foo'; valid: delta, epsilon"),
     ("typical,epsilom=0.1", "did you mean 'epsilon'?"),
     ("typical,lenience=0.5", "unknown option of rule 'typical' 'lenience'"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
-from truedraft.cli import train_medusa as command
+from truedraft.cli.train_heads import how_to_go_on
+from truedraft.cli.train_job import Job
 from truedraft.training import medusa
 
 Run = Callable[..., Result]
@@ -78,7 +79,7 @@ def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, 
         (("--joint-steps", "0"), "--joint-steps must be"),
         (("--lora-rank", "-1"), "--lora-rank must be"),
         (("--seed", "-1"), "--seed must be"),
-        (("--answer-tokens", "2"), "2 heads learn from answers of at least 3"),
+        (("--answer-tokens", "2"), "heads that reach 2 tokens ahead learn from answers of at least 3"),
         (("--resume",), "holds no training to go on with; leave --resume out"),
         (("--data", "nowhere.txt"), "cannot read the data file nowhere.txt"),
     ],
@@ -115,5 +116,5 @@ def test_ctrl_c_says_how_to_go_on(
     (tmp_path / "out" / "work").mkdir(parents=True)
     result = run(*words, "--resume")
     assert result.status == 130 and "interrupted; the same command goes on" in result.err
-    job = command.Job("m", [], [], tmp_path / "out", resume=False)
-    assert command._how_to_go_on(job).startswith("interrupted; the same command with --resume goes on")
+    job = Job("m", [], [], tmp_path / "out", resume=False)
+    assert how_to_go_on(job).startswith("interrupted; the same command with --resume goes on")

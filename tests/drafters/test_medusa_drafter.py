@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +20,16 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import DEFAULT_NODES
-from truedraft.errors import CompositionError, DrafterError, ModelNotFoundError, OptionError, UnknownOptionError
+from truedraft.errors import (
+    CompositionError,
+    DrafterError,
+    ModelError,
+    ModelNotFoundError,
+    OptionError,
+    UnknownOptionError,
+)
 from truedraft.heads import MedusaConfig, MedusaHeads, save_medusa
 from truedraft.heads.original import published_tree
 from truedraft.testing import MarkovModel
@@ -141,6 +151,48 @@ def test_nodes(target: MarkovWithHead, heads: MedusaHeads, drafter: Medusa) -> N
     assert drafter.with_nodes(0).limits.is_zero
 
 
+def likeliest(
+    target: MarkovWithHead, heads: MedusaHeads, vector: Tensor, depth: int, nodes: int
+) -> set[tuple[int, ...]]:
+    """Token paths by the definition: the largest products of the heads' probabilities, of all there are."""
+    laws = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0].softmax(dim=-1).tolist()
+    paths = [path for d in range(1, depth + 1) for path in itertools.product(range(target.vocab_size), repeat=d)]
+    paths.sort(key=lambda path: -math.prod(laws[head][token] for head, token in enumerate(path)))
+    return set(paths[:nodes])
+
+
+@pytest.mark.parametrize("budget", [Budget(3, 64, 7), Budget(2, 64, 30), Budget(1, 64), Budget(3, 64, 1)])
+def test_by_default_the_heads_likeliest_paths_are_drafted(
+    target: MarkovWithHead, heads: MedusaHeads, budget: Budget
+) -> None:
+    drafter = Medusa(heads, LikeliestTrees(3), nodes=12)
+    drafter.check(target)
+    assert (drafter.limits, drafter.tree_kind) == (Budget(3, 12, 12), "likeliest")
+    vectors = [target.vector_after([1, token]) for token in range(4)]
+    requests = [begun(drafter, i, (GREEDY, SAMPLED)[i % 2], vector) for i, vector in enumerate(vectors)]
+    made = propose(drafter, requests, *[budget] * 4)
+    for vector, proposal in zip(vectors, made, strict=True):
+        proposal.check()
+        assert (proposal.kinds, proposal.laws) == ({DrawKind.DETERMINISTIC}, None)
+        found = {proposal.tree.path_tokens(node) for node in range(len(proposal.tree))}
+        nodes = min(12, budget.nodes, VOCAB if budget.depth == 1 else 1000)
+        assert found == likeliest(target, heads, vector, budget.depth, nodes)
+    assert len({proposal.tree.shape for proposal in made}) > 1 or budget.nodes == 1 or budget.depth == 1
+    narrow = propose(drafter, requests[:1], Budget(3, 2, 6))[0].tree
+    assert len(narrow) == 6 and all(len(children) <= 2 for children in narrow.shape.children)
+
+
+def test_trees_may_be_chosen_by_fewer_heads(target: MarkovWithHead, heads: MedusaHeads) -> None:
+    drafter = Medusa(heads, LikeliestTrees(2), nodes=40)
+    drafter.check(target)
+    assert propose(drafter, [begun(drafter, 0, GREEDY, target.vector_after([1, 2]))])[0].tree.shape.depth == 2
+    with pytest.raises(OptionError, match="there are 3"):
+        Medusa(heads, LikeliestTrees(4))
+    with pytest.raises(OptionError, match="at most 256"):
+        Medusa(heads, LikeliestTrees(3), nodes=1000)
+    assert Medusa(heads, LikeliestTrees(3)).tree_for(GREEDY) is None
+
+
 def test_one_tree_serves_both_kinds(heads: MedusaHeads) -> None:
     assert Medusa(heads, {"sampled": STAR}).tree_for(GREEDY) == STAR
     assert Medusa(heads, {"greedy": TREE}).tree_for(SAMPLED) == TREE
@@ -246,16 +298,37 @@ def medusa(spec: str, target: MarkovWithHead) -> Medusa:
 def test_words_become_a_drafter(folder: Path, target: MarkovWithHead, tmp_path: Path) -> None:
     plain = medusa(f"medusa:{folder}", target)
     assert (plain.nodes_chosen, plain.tree_for(GREEDY), plain.tree_for(SAMPLED)) == (False, TREE, STAR)
+    assert (plain.tree_kind, plain.limits) == ("likeliest", Budget(3, 16, 16))
+    counted = medusa(f"medusa:{folder},tree=counted", target)
+    assert (counted.tree_kind, counted.nodes_chosen, counted.limits) == ("fixed", False, Budget(3, 4, 6))
+    assert (counted.tree_for(GREEDY), counted.tree_for(SAMPLED)) == (TREE, STAR)
+    assert medusa(f"medusa:{folder},tree=counted,nodes=2", target).limits == Budget(2, 2, 2)
     assert (medusa(f"medusa:{folder},nodes=3", target).nodes, medusa(f"medusa:{folder},nodes=0", target).nodes) == (
         3,
         0,
     )
     full = medusa(f"medusa:{folder},branching=3-2", target)
     assert (full.nodes, full.nodes_chosen, full.tree_for(SAMPLED)) == (9, True, RankTree.cartesian([3, 2]))
+    assert full.tree_kind == "fixed"
     assert medusa(f"medusa:{folder},branching=3-2,nodes=4", target).nodes == 4
     (tmp_path / "tree.json").write_text(json.dumps([[1], [0, 0], [0]]))
     listed = medusa(f"medusa:{folder},tree={tmp_path / 'tree.json'}", target)
     assert (listed.nodes, listed.tree_for(GREEDY)) == (3, RankTree(((0,), (1,), (0, 0))))
+
+
+def test_what_was_measured_of_the_trees_comes_with_the_folder(
+    tmp_path: Path, heads: MedusaHeads, target: MarkovWithHead
+) -> None:
+    facts = {"trees": {"greedy": {"likeliest": {"nodes": [1, 2], "tokens": [1.5, 1.8]}}}}
+    save_medusa(tmp_path, heads, target.name, target.fingerprint, {"greedy": TREE}, facts)
+    drafter = Medusa.load(tmp_path)
+    promise, older = drafter.promise(GREEDY), drafter.promise(SAMPLED)
+    assert promise is not None and promise.gains == pytest.approx((0.5, 0.3)) and promise.depths == (0, 1, 2)
+    assert older is not None and older.gains == TREE.reach, "where it was not measured, the counted tree stands in"
+    facts["trees"]["greedy"]["likeliest"]["tokens"] = [1.5]
+    save_medusa(tmp_path, heads, target.name, target.fingerprint, {"greedy": TREE}, facts)
+    with pytest.raises(ModelError, match="damaged"):
+        Medusa.load(tmp_path)
 
 
 def test_a_folder_loads_by_itself(folder: Path, target: MarkovWithHead) -> None:
@@ -274,6 +347,8 @@ def test_a_folder_loads_by_itself(folder: Path, target: MarkovWithHead) -> None:
         ("branching=2-0", OptionError, "1 or more"),
         ("branching=1-1-1-1", OptionError, "4 deep"),
         ("branching=2,tree=x.json", OptionError, "not both"),
+        ("branching=2,tree=counted", OptionError, "not both"),
+        ("nodes=300", OptionError, "at most 256 nodes, got 300"),
         ("tree=nowhere.json", OptionError, "nowhere.json"),
         ("tree=~nobody-is-called-so/tree.json", OptionError, "nobody-is-called-so"),
     ],

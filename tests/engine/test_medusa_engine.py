@@ -23,6 +23,7 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.heads import MedusaHeads
 from truedraft.heads.original import published_tree
 from truedraft.testing import ScriptedController
@@ -87,7 +88,10 @@ def medusa_scheme(target: MarkovWithHead, drafter: Medusa) -> Callable[[Prefix, 
 def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     world = MarkovWithHead.random(vocab, seed=3, sharpness=1.0)
     heads = random_heads(world, heads=3, spread=0.5)
-    drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
+    if tree == "likeliest":
+        drafter = Medusa(heads, LikeliestTrees(3), nodes=6)
+    else:
+        drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
 
     def law(prefix: Prefix) -> torch.Tensor:
         return world.law_after((0, *prefix))
@@ -95,12 +99,12 @@ def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     return distance(emitted_law(rule, law, medusa_scheme(world, drafter), 4), target_law(law, 4))
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", [*TREES, "likeliest"])
 def test_the_lossless_rule_emits_the_targets_law_exactly(tree: str) -> None:
     assert off_by(SpeculativeSampling(), tree) < 1e-12
 
 
-@pytest.mark.parametrize("tree", ["chain", "mixed"])
+@pytest.mark.parametrize("tree", ["chain", "mixed", "likeliest"])
 def test_typical_acceptance_does_not(tree: str) -> None:
     assert off_by(TypicalAcceptance(), tree) > 0.05
 
@@ -192,7 +196,7 @@ class Watched(Medusa):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
-            vector = self._vectors[request.id]
+            vector = self._vectors.get(request)
             if not outcome.tokens:
                 assert vector is None, "a part of a prompt that is not its last draws no token"
                 continue
@@ -223,7 +227,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
     assert not any(answer.warnings for answer in answers)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
-    assert not drafter._vectors, "every request gave its vector back"
+    assert not drafter._vectors._of, "every request gave its vector back"
     if budgets != [NO_DRAFT]:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
@@ -249,7 +253,7 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) 
     assert [a.token_ids for a in engine.generate(PROMPTS, SamplingParams(max_tokens=30))] == [
         a.token_ids for a in plain
     ]
-    assert not drafter._vectors
+    assert not drafter._vectors._of
 
 
 def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithHead) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.head_models import random_heads
+from support.head_models import random_heads, random_redrafter
 from support.tiny_models import PROMPTS, VOCAB, noisy, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
@@ -24,7 +24,8 @@ from truedraft.core.nucleus import nucleus_by_sorting
 from truedraft.core.proposals import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.trees import TokenTree
-from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup
+from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
+from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
 from truedraft.engine.judging import ReadingOnce
 from truedraft.engine.step import Step
@@ -151,6 +152,16 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
 }
 
 
+def likeliest(target: HuggingFaceModel) -> Medusa:
+    """Trees that the heads' own probabilities choose at each step, which the host must see."""
+    return Medusa(medusa(target).heads, LikeliestTrees(3), nodes=9)
+
+
+def beams(target: HuggingFaceModel) -> Redrafter:
+    """Beams of a recurrent head; drawn ones, as for coupled requests, are looked at once a level."""
+    return Redrafter(random_redrafter(target, state=24, spread=0.5), beams=4, nodes=8)
+
+
 def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
     return [(a.token_ids, a.finish_reason, a.error, a.origins, a.stats, a.warnings) for a in answers]
 
@@ -175,6 +186,25 @@ def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -
     assert (sum(times) > 0) == (drafter != "plain")
     if drafter in ("chain", "itself"):
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batch"),
+    [*((likeliest, batch) for batch in BATCHES), *((beams, batch) for batch in ("greedy", "sampled", "alone"))],
+)
+def test_trees_chosen_at_each_step_wait_exactly_once_more(
+    drafter: Callable[[HuggingFaceModel], Drafter], batch: str
+) -> None:
+    """For the heads' probabilities, or the shape of merged beams; a step that drafts nothing waits once."""
+    target = model()
+    expected = told(answers_of(Engine(target, drafter(target)), BATCHES[batch]))
+    with standing_in() as standin:
+        engine = Engine(target, drafter(target))
+        drafted: list[int] = []
+        engine.on_step = lambda step: drafted.append(step.nodes)
+        assert told(answers_of(engine, BATCHES[batch])) == expected
+    assert standin.fetches == [2 if nodes else 1 for nodes in drafted]
+    assert sum(nodes > 0 for nodes in drafted) > len(drafted) // 2
 
 
 @pytest.mark.parametrize(("max_batch", "fetches"), [(1, {0, 1}), (2, {1})])

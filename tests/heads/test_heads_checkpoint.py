@@ -80,7 +80,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     "no trees": (lambda f: (f / "trees.json").unlink(), ModelNotFoundError, "trees.json.*missing"),
     "config cut off": (lambda f: (f / "config.json").write_text('{"kind": "med'), ModelError, "cannot read"),
     "config a list": (lambda f: (f / "config.json").write_text("[]"), ModelError, "JSON object"),
-    "another kind": (edit("config.json", kind="redrafter"), ModelError, "'redrafter'"),
+    "another kind": (edit("config.json", kind="redrafter"), ModelError, "drafter, not Medusa heads; use redrafter:"),
     "a model": (edit("config.json", kind=None), ModelError, "not of Medusa heads"),
     "another version": (edit("config.json", version=2), ModelError, "version 2"),
     "no target": (edit("config.json", target=None), ModelError, "damaged"),
@@ -113,7 +113,7 @@ def test_places_without_heads_are_refused(tmp_path: Path) -> None:
         load_medusa(tmp_path / "nowhere")
     with pytest.raises(ModelNotFoundError, match="no home"):
         load_medusa("~nobody-is-called-so/heads")
-    with pytest.raises(ModelNotFoundError, match="holds no Medusa heads"):
+    with pytest.raises(ModelNotFoundError, match="does not hold Medusa heads"):
         load_medusa(tmp_path)
 
 
@@ -133,5 +133,5 @@ def test_half_a_checkpoint_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ModelError, match="No space left on device"):
         save_medusa(folder, some_heads(heads=2), "t", "f", TREES)
     monkeypatch.undo()
-    with pytest.raises(ModelNotFoundError, match="holds no Medusa heads"):
+    with pytest.raises(ModelNotFoundError, match="does not hold Medusa heads"):
         load_medusa(folder)

@@ -65,8 +65,10 @@ def test_it_ranks_what_the_modules_rank(body: BodyMaker, layers: int, tied: bool
         for depth, ranks in ((used, 7), (1, 1), (used, 211)):
             expected = largest_ids(logits[:depth].flatten(0, 1), ranks).view(depth, len(TOKENS), ranks)
             # Orders may differ where two logits are within rounding of each other.
-            same = (runner.largest(hidden, depth, ranks, drawn) == expected).float().mean()
-            assert same > 0.98
+            made = runner.likeliest(hidden, depth, ranks, drawn)
+            assert (made.ids == expected).float().mean() > 0.98
+            log_probs = logits[:depth].float().log_softmax(dim=-1).gather(-1, made.ids)
+            torch.testing.assert_close(made.log_probs, log_probs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -79,21 +81,26 @@ def test_a_row_does_not_depend_on_its_neighbours(body: BodyMaker, tied: bool) ->
     runner = MedusaRunner(random_heads(model, heads=3, layers=2, tied=tied, reads_token=True, spread=0.2), model, 3)
     hidden = hidden_of(model, [i * 7 % 211 for i in range(20)]).bfloat16()
     drawn = torch.arange(20)
-    together = runner.largest(hidden, 3, 10, drawn)
+    together = runner.likeliest(hidden, 3, 10, drawn)
     for row in range(20):
         alone = slice(row, row + 1)
-        assert runner.largest(hidden[alone], 3, 10, drawn[alone]).equal(together[:, alone])
-    assert runner.largest(hidden[:5], 2, 4, drawn[:5]).equal(together[:2, :5, :4])
+        made = runner.likeliest(hidden[alone], 3, 10, drawn[alone])
+        assert made.ids.equal(together.ids[:, alone])
+        assert made.log_probs.equal(together.log_probs[:, alone])
+    fewer = runner.likeliest(hidden[:5], 2, 4, drawn[:5])
+    assert fewer.ids.equal(together.ids[:2, :5, :4])
+    assert fewer.log_probs.equal(together.log_probs[:2, :5, :4])
 
 
 def test_two_threads_guess_what_one_does() -> None:
     model = small(fastest_body, torch.bfloat16)
     runner = MedusaRunner(random_heads(model, heads=4, layers=3, spread=0.2), model, 4)
     hidden = hidden_of(model, [i * 7 % 211 for i in range(30)]).bfloat16()
-    one = runner.largest(hidden, 4, 10)
+    one = runner.likeliest(hidden, 4, 10)
     torch.set_num_threads(2)
     try:
-        assert all(runner.largest(hidden, 4, 10).equal(one) for _ in range(20))
+        again = [runner.likeliest(hidden, 4, 10) for _ in range(20)]
+        assert all(each.ids.equal(one.ids) and each.log_probs.equal(one.log_probs) for each in again)
     finally:
         torch.set_num_threads(1)
 
@@ -106,8 +113,9 @@ def test_soft_caps_and_scales_apply_to_free_heads_too() -> None:
         heads = random_heads(model, heads=2, tied=tied, spread=0.1)
         logits = heads.logits(hidden, model.unembed, model.finish_logits)
         assert float(logits.abs().max()) <= 2.0
-        made = MedusaRunner(heads, model, 2).largest(hidden, 2, 1)
-        assert made.flatten().tolist() == logits.argmax(dim=-1).flatten().tolist()
+        made = MedusaRunner(heads, model, 2).likeliest(hidden, 2, 1)
+        assert made.ids.flatten().tolist() == logits.argmax(dim=-1).flatten().tolist()
+        torch.testing.assert_close(made.log_probs[..., 0], logits.log_softmax(dim=-1).amax(dim=-1))
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -117,8 +125,9 @@ def test_heads_of_the_model_before_padding_guess_alike(body: BodyMaker) -> None:
     padded = HuggingFaceModel(pad_model(build(LlamaConfig(**SIZES), seed=1), size), None, "padded", body)
     heads = random_heads(own, heads=3, reads_token=True, spread=0.2)
     drawn = torch.tensor(TOKENS)
-    guesses = [MedusaRunner(heads, model, 3).largest(hidden_of(model, TOKENS), 3, 5, drawn) for model in (own, padded)]
-    assert (guesses[0] == guesses[1]).float().mean() > 0.98
+    runs = [MedusaRunner(heads, model, 3).likeliest(hidden_of(model, TOKENS), 3, 5, drawn) for model in (own, padded)]
+    assert (runs[0].ids == runs[1].ids).float().mean() > 0.98
+    torch.testing.assert_close(runs[0].log_probs, runs[1].log_probs, rtol=1e-4, atol=1e-4)
 
 
 def test_any_model_with_an_lm_head_will_do() -> None:
@@ -126,4 +135,4 @@ def test_any_model_with_an_lm_head_will_do() -> None:
     heads = random_heads(model, heads=2)
     hidden = torch.eye(25, dtype=torch.float64)
     expected = heads.logits(hidden, model.unembed, model.finish_logits).argsort(dim=-1, descending=True)
-    assert MedusaRunner(heads, model, 2).largest(hidden, 2, 5).equal(expected)
+    assert MedusaRunner(heads, model, 2).likeliest(hidden, 2, 5).ids.equal(expected)

@@ -111,8 +111,8 @@ def test_bodies_rank_alike_and_each_row_for_itself(body: BodyMaker, dtype: torch
     assert_head_gives_the_logits(model, exactly=body is NativeBody)
     vectors = run(model).hidden
     logits = model.unembed(vectors)
-    assert model.largest(vectors, 10).equal(largest_ids(logits, 10))
-    assert model.largest(vectors, VOCAB).equal(largest_ids(logits, VOCAB))
+    assert model.likeliest(vectors, 10).ids.equal(largest_ids(logits, 10))
+    assert model.likeliest(vectors, VOCAB).ids.equal(largest_ids(logits, VOCAB))
     if dtype is torch.bfloat16 and body is not GraphBody:
         for row in range(len(vectors)):
             assert model.unembed(vectors[row : row + 1]).equal(logits[row : row + 1])
@@ -142,7 +142,7 @@ def test_ids_that_do_not_exist_are_never_ranked() -> None:
         model.vocab_size = 70
         vectors = run(model).hidden
         assert model.unembed(vectors).shape[1] == 70
-        assert int(model.largest(vectors, 70).max()) == 69
+        assert int(model.likeliest(vectors, 70).ids.max()) == 69
 
 
 def test_many_rows_and_two_threads() -> None:
@@ -151,11 +151,24 @@ def test_many_rows_and_two_threads() -> None:
     one = model.unembed(vectors)
     torch.set_num_threads(2)
     try:
-        two, ids = model.unembed(vectors), model.largest(vectors, 5)
+        two, made = model.unembed(vectors), model.likeliest(vectors, 5)
     finally:
         torch.set_num_threads(1)
     assert two.equal(one)
-    assert ids.equal(largest_ids(one, 5))
+    assert made.ids.equal(largest_ids(one, 5))
+    expected = one.float().log_softmax(dim=-1).gather(-1, made.ids)
+    torch.testing.assert_close(made.log_probs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probabilities_know_the_logits_factor() -> None:
+    config = GraniteConfig(**GATED | {"vocab_size": 213}, logits_scaling=0.25)
+    for body in (StockBody, fastest_body):
+        model = HuggingFaceModel(build(config, seed=3), None, "scaled", body)
+        vectors = run(model).hidden
+        made = model.likeliest(vectors, 213)
+        expected = model.unembed(vectors).log_softmax(dim=-1).gather(-1, made.ids)
+        torch.testing.assert_close(made.log_probs, expected, rtol=1e-4, atol=1e-4)
+        assert float(made.log_probs.exp().sum(dim=-1).sub(1).abs().max()) < 1e-5
 
 
 class _More:
@@ -176,7 +189,7 @@ def test_a_family_that_does_more_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="not what its LM head makes"):
         LmHead.of(model)
     ours = HuggingFaceModel(model, None, "more")
-    for ask in (lambda: ours.unembed(torch.zeros(1, 64)), lambda: ours.largest(torch.zeros(1, 64), 1)):
+    for ask in (lambda: ours.unembed(torch.zeros(1, 64)), lambda: ours.likeliest(torch.zeros(1, 64), 1)):
         with pytest.raises(UnsupportedModelError, match="logits of more are not what its LM head makes"):
             ask()
 
@@ -204,7 +217,7 @@ def test_gradients_pass_through_the_vectors_and_leave_the_weights() -> None:
 def test_a_model_without_a_head_says_so() -> None:
     model = MarkovModel.random(4, seed=1)
     assert model.head_width == 0
-    for ask in (lambda: model.unembed(torch.zeros(1, 4)), lambda: model.largest(torch.zeros(1, 4), 1)):
+    for ask in (lambda: model.unembed(torch.zeros(1, 4)), lambda: model.likeliest(torch.zeros(1, 4), 1)):
         with pytest.raises(UnsupportedModelError, match="no LM head"):
             ask()
     with pytest.raises(UnsupportedModelError, match="no weights"):
@@ -216,4 +229,4 @@ def test_the_embedded_target_padded_and_not() -> None:
     own, padded = load_model("embedded:target"), load_model("embedded:target", pad_to="110M")
     assert own.head_width == padded.head_width == 384
     vectors = run(own).hidden
-    assert (own.largest(vectors, 4) == padded.largest(vectors, 4)).float().mean() > 0.9
+    assert (own.likeliest(vectors, 4).ids == padded.likeliest(vectors, 4).ids).float().mean() > 0.9

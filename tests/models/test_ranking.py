@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.models.ranking import largest_ids
+from truedraft.models.ranking import Likeliest, largest_ids
 
 
 def by_sorting(logits: Tensor, count: int) -> Tensor:
@@ -36,3 +36,25 @@ def test_rows_of_equal_and_of_infinite_logits() -> None:
 
 def test_no_rows() -> None:
     assert largest_ids(torch.zeros(0, 100), 3).shape == (0, 3)
+
+
+def test_rows_with_nan_give_ids_that_exist() -> None:
+    """inf - inf is a negative NaN on some processors, and vocabularies are padded to whole blocks."""
+    logits = torch.randn(3, 70)
+    logits[0] = torch.inf - torch.tensor(torch.inf)
+    logits[1] = torch.nan
+    assert int(largest_ids(logits, 10).max()) < 70
+    assert largest_ids(logits, 10)[2].equal(largest_ids(logits[2:], 10)[0])
+
+
+def test_a_long_row_has_the_same_log_probabilities_alone_and_among_others() -> None:
+    logits = torch.randn(20, 40_000, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = Likeliest.of(logits, 5).log_probs
+        alone = torch.cat([Likeliest.of(logits[row : row + 1], 5).log_probs for row in range(20)])
+    finally:
+        torch.set_num_threads(before)
+    assert alone.equal(together)
+    torch.testing.assert_close(together, logits.log_softmax(dim=-1).topk(5).values)

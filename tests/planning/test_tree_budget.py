@@ -11,12 +11,14 @@ import pytest
 from support.tiny_models import VOCAB, packed
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters import PromptLookup
+from truedraft.drafters import PromptLookup, Redrafter
+from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees, Promise
 from truedraft.drafters.medusa import Medusa
-from truedraft.errors import OptionError
-from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.errors import ModelError, OptionError
+from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
 from truedraft.planning import CostStore, Effort, choose_nodes, kept_target_cost, nodes_for, sized, target_cost
 from truedraft.theory import DraftCost, DraftPoint, TargetCost
+from truedraft.theory.node_curve import NodeCurve
 
 CHANCES = ((0.6, 0.1, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.05))
 
@@ -36,6 +38,12 @@ def forwards(row_s: float, context_s: float = 1e-6) -> TargetCost:
     )
 
 
+def promise_of(tree: RankTree) -> Promise:
+    found = FixedTrees({"greedy": tree}).promise(SamplingParams())
+    assert found is not None
+    return found
+
+
 DRAFTING = DraftCost((DraftPoint(1, 3, 0.0005), DraftPoint(2, 12, 0.0006), DraftPoint(3, 39, 0.0007)))
 
 
@@ -43,7 +51,7 @@ DRAFTING = DraftCost((DraftPoint(1, 3, 0.0005), DraftPoint(2, 12, 0.0006), Draft
 @pytest.mark.parametrize("requests", [1, 4])
 def test_it_is_the_best_of_all_budgets(row_s: float, requests: int) -> None:
     tree, cost = counted_tree(), forwards(row_s)
-    choice = choose_nodes(tree, cost, DRAFTING, context=256, requests=requests)
+    choice = choose_nodes(promise_of(tree), cost, DRAFTING, context=256, requests=requests)
     contexts = [256] * requests
     plain_s = cost(requests, contexts)
     for nodes in range(1, len(tree) + 1):
@@ -56,7 +64,7 @@ def test_it_is_the_best_of_all_budgets(row_s: float, requests: int) -> None:
 
 
 def test_a_batch_and_dear_rows_leave_room_for_fewer_nodes() -> None:
-    tree = counted_tree()
+    tree = promise_of(counted_tree())
     alone, together = (
         choose_nodes(tree, forwards(2e-4), DRAFTING, requests=requests).best.nodes for requests in (1, 16)
     )
@@ -64,10 +72,11 @@ def test_a_batch_and_dear_rows_leave_room_for_fewer_nodes() -> None:
     assert choose_nodes(tree, forwards(2e-2), DRAFTING).best.nodes == 0
 
 
-def test_a_tree_that_nobody_counted() -> None:
+def test_nodes_that_nobody_measured(store: CostStore) -> None:
+    by_hand = medusa(tree=RankTree.cartesian((2, 2)))
     with pytest.raises(OptionError, match="give the number of nodes"):
-        choose_nodes(RankTree.cartesian((2, 2)), forwards(1e-4), DRAFTING)
-    assert choose_nodes(RankTree(()), forwards(1e-4), DRAFTING).best.nodes == 0
+        nodes_for(packed("llama"), by_hand, store=store, forwards=forwards(1e-4))
+    assert choose_nodes(Promise((), (0,)), forwards(1e-4), DRAFTING).best.nodes == 0
 
 
 def medusa(nodes: int | None = None, tree: RankTree | None = None) -> Medusa:
@@ -106,6 +115,22 @@ def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeyp
     assert f"{cheap.nodes} nodes by the cost curve: {counted_tree().expected_tokens:.2f} tokens" in cheap.describe()
 
 
+def test_trees_chosen_at_each_step_are_sized_by_their_own_curve(store: CostStore) -> None:
+    """Level costs favour the last node that brings anything; dear rows the few that bring most."""
+    target, heads = packed("llama"), MedusaHeads(MedusaConfig(48, VOCAB, heads=3))
+    curve = NodeCurve.fit([(1, 1.6), (4, 1.9), (8, 2.0), (16, 2.0)])
+    drafter = Medusa(heads, LikeliestTrees(3, {"greedy": curve}, FixedTrees({"sampled": counted_tree()})))
+    level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
+    found, budget = sized(drafter, target, forwards=level, store=store)
+    assert isinstance(found, Medusa) and budget is not None
+    assert (found.nodes, found.tree_kind, found.limits.nodes) == (8, "likeliest", 8)
+    assert "8 nodes by the cost curve: 2.00 tokens" in budget.describe()
+    dear, _ = sized(drafter, target, forwards=TargetCost.fit({(1, 8): 10.0, (2, 8): 11.0, (3, 8): 20.0}), store=store)
+    assert isinstance(dear, Medusa) and dear.nodes == 1
+    sampled, _ = sized(drafter, target, SamplingParams(temperature=1.0), forwards=level, store=store)
+    assert isinstance(sampled, Medusa) and sampled.nodes == len(counted_tree()), "by the counts: there is no curve"
+
+
 def test_only_open_budgets_are_chosen(store: CostStore) -> None:
     target, cost = packed("llama"), forwards(1e-3)
     for drafter in (PromptLookup(), medusa(nodes=5), medusa(tree=RankTree.cartesian((2, 2)))):
@@ -114,3 +139,35 @@ def test_only_open_budgets_are_chosen(store: CostStore) -> None:
     found, budget = sized(drafter, target, SamplingParams(temperature=1.0), forwards=cost, store=store)
     assert isinstance(found, Medusa) and budget is not None and found is not drafter
     assert found.nodes == budget.nodes and found.nodes_chosen
+
+
+def recurrent(**sizes: int) -> Redrafter:
+    """Two beams bring more than four with few nodes, and have no more than four."""
+    few = [{"beams": 2, "length": length, "nodes": [1, 2, 4], "tokens": [1.5, 1.65, 1.75]} for length in (1, 2)]
+    many = {"beams": 4, "length": 2, "nodes": [1, 2, 4, 8], "tokens": [1.5, 1.6, 1.7, 1.8]}
+    head = RedrafterHead(RedrafterConfig(48, VOCAB, state=8, exit_width=48, layers=1))
+    return Redrafter(head, facts={"beams": {"greedy": [*few, many]}}, **sizes)  # type: ignore[arg-type]
+
+
+def test_beams_and_their_length_are_chosen_with_the_nodes(store: CostStore) -> None:
+    target = packed("llama")
+    level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
+    found, budget = sized(recurrent(), target, forwards=level, store=store)
+    assert isinstance(found, Redrafter) and budget is not None
+    assert (found.beams, found.length, found.nodes, found.sizes_chosen) == (4, 2, 8, True)
+    assert "4 beams of 2, 8 nodes by the cost curve: 1.80 tokens" in budget.describe()
+    rows = TargetCost.fit({(1, 8): 10.0, (2, 8): 10.0, (3, 8): 10.0, (5, 8): 10.0, (6, 8): 900.0})
+    found, budget = sized(recurrent(), target, forwards=rows, store=store)
+    assert isinstance(found, Redrafter) and budget is not None
+    assert found.beams == 2 and found.nodes <= 4
+    drafter = recurrent(beams=3)
+    assert sized(drafter, target, forwards=level, store=store) == (drafter, None)
+    drafter = recurrent()
+    assert sized(drafter, target, SamplingParams(temperature=1.0), forwards=level, store=store) == (drafter, None)
+
+
+def test_damaged_curves_of_beams(store: CostStore) -> None:
+    head = RedrafterHead(RedrafterConfig(48, VOCAB, state=8, exit_width=48, layers=1))
+    drafter = Redrafter(head, facts={"beams": {"greedy": [{"beams": 2}]}})
+    with pytest.raises(ModelError, match="damaged"):
+        drafter.size_plans(SamplingParams())

@@ -1,4 +1,4 @@
-"""The recipe of the embedded Medusa heads: where its prompts come from, and what it copies."""
+"""The recipes of the embedded heads: where their prompts come from, and what they copy."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes.stdlib.heads import first_settings, prompts, settings, share_text
+from recipes.stdlib import heads as medusa
+from recipes.stdlib import redrafter
+from recipes.stdlib.head_recipe import HeadRecipe, prompts, share_text
 from recipes.stdlib.publish_heads import publish_heads
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.embedded import heldout_prompts_file
-from truedraft.errors import DataError
-from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.heads.checkpoint import load_medusa, save_medusa
+from truedraft.errors import DataError, TrainingError
+from truedraft.heads import (
+    MedusaConfig,
+    MedusaHeads,
+    RedrafterHead,
+    load_medusa,
+    load_redrafter,
+    save_medusa,
+    save_redrafter,
+)
 
 FACTS = {
     "written_tokens": 1000,
@@ -25,30 +34,77 @@ FACTS = {
 }
 
 
-def test_what_is_published_is_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for trained heads, with a log."""
     monkeypatch.setattr("recipes.stdlib.publish.LOGS", tmp_path)
-    heads = MedusaHeads(MedusaConfig(8, 11, heads=2, reads_token=True))
-    trained, destination = tmp_path / "trained", tmp_path / "package" / "medusa"
-    save_medusa(trained, heads, "some target", "f" * 32, {"greedy": RankTree.cartesian((2, 1))}, FACTS)
-    (trained / "work").mkdir()
-    (trained / "work" / "log.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1200)))
-    publish_heads(trained, trained, destination, tmp_path / "results.json", total_s=300.0, device="cpu")
+    (tmp_path / "trained" / "work").mkdir(parents=True)
+    log = "".join(f'{{"step": {step}}}\n' for step in range(1200))
+    (tmp_path / "trained" / "work" / "log.jsonl").write_text(log)
+    return tmp_path / "trained"
+
+
+def test_what_is_published_is_what_was_trained(tmp_path: Path, trained: Path) -> None:
+    heads, destination = MedusaHeads(MedusaConfig(8, 11, heads=2, reads_token=True)), tmp_path / "package" / "medusa"
+    served = [FACTS["served"][0] | {"trees": trees} for trees in ("likeliest", "counted")]
+    trees = {"greedy": RankTree.cartesian((2, 1))}
+    save_medusa(trained, heads, "some target", "f" * 32, trees, FACTS | {"served": served})
+    publish_heads(medusa.published(trained), destination, tmp_path / "results.json", total_s=300.0, device="cpu")
     assert {path.name for path in destination.iterdir()} == {
         "README.md", "config.json", "heads.safetensors", "trees.json",
     }  # fmt: skip
     found = load_medusa(destination)
     assert found.fingerprint == "f" * 32 and found.heads.config == heads.config
     card = (destination / "README.md").read_text()
-    assert "| tokens per target call, temperature 0, 8 nodes | 2.12 (promised 2.25) |" in card and "5 minutes" in card
+    assert "5 minutes" in card
+    for kind in ("likeliest", "counted"):
+        assert f"| tokens per target call, temperature 0, 8 nodes, {kind} trees | 2.12 (promised 2.25) |" in card
     record = json.loads((tmp_path / "results.json").read_text())
     assert record["parameters"] == sum(weight.numel() for weight in heads.parameters())
-    assert record["served"] == FACTS["served"]
+    assert record["served"] == served and record["command"] == "recipes.stdlib.heads"
     assert 500 <= len((tmp_path / "medusa.jsonl").read_text().splitlines()) <= 600
+
+
+def test_a_recurrent_head_is_published_by_the_same_code(tmp_path: Path, trained: Path) -> None:
+    head = RedrafterHead(redrafter.settings().sizes(384, 8192))
+    served = [{"temperature": 1.0, "nodes": 32, "mean_acceptance_length": 1.875}]
+    save_redrafter(trained, head, "some target", "f" * 32, FACTS | {"served": served})
+    destination = tmp_path / "redrafter"
+    publish_heads(redrafter.published(trained), destination, tmp_path / "results.json", total_s=300.0, device="cpu")
+    assert load_redrafter(destination).facts["served"] == served
+    assert "| tokens per target call, temperature 1, 32 nodes | 1.88 |" in (destination / "README.md").read_text()
+    assert (destination / "heads.safetensors").stat().st_size < 4_000_000
+    assert (tmp_path / "redrafter.jsonl").is_file()
+
+
+def test_a_recipe_trains_on_the_text_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.stdlib.head_recipe.prompts", lambda config: config.prompts)
+    written = tmp_path / "written" / "work"
+    written.mkdir(parents=True)
+    (written / "train.jsonl").write_text("answers")
+    seen = []
+
+    def train(target: str, asked: object, out: Path, config: object, **_: object) -> Finished:
+        seen.append((out.name, config, (out / "work" / "train.jsonl").read_text()))
+        if len(seen) == 2:
+            raise TrainingError("no room")
+        return Finished()
+
+    recipe = HeadRecipe("redrafter", train, redrafter.settings, redrafter.published, tmp_path / "written")
+    arguments = ["--out", str(tmp_path / "out"), "--threads", str(torch.get_num_threads())]
+    assert recipe.main(arguments) == 0
+    assert seen == [("out", redrafter.settings(), "answers")]
+    assert recipe.main(arguments) == 1
+
+
+class Finished:
+    def as_dict(self) -> dict[str, object]:
+        return {}
 
 
 def test_the_three_sides_share_no_prompt() -> None:
     try:
-        sides = prompts(first_settings())
+        sides = prompts(medusa.settings())
     except DataError as error:
         pytest.skip(f"another Python than the recipe's: {error}")
     train, tree, test = ({tuple(prompt) for prompt in side} for side in (sides.train, sides.tree, sides.test))
@@ -59,12 +115,16 @@ def test_the_three_sides_share_no_prompt() -> None:
     assert torch.tensor(sides.text.astype("int64")).max() < 8192
 
 
-def test_the_second_pass_goes_on_from_the_first_on_the_same_text(tmp_path: Path) -> None:
-    first, second = first_settings(), settings(tmp_path)
-    assert second.start_from == tmp_path and second.writing == first.writing and second.prompts == first.prompts
-    assert (second.heads, second.layers, second.reads_token) == (first.heads, first.layers, True)
+def test_both_kinds_learn_from_one_text() -> None:
+    first, second = medusa.settings(), redrafter.settings()
+    assert (first.writing, first.prompts, first.prompt_tokens) == (second.writing, second.prompts, second.prompt_tokens)
+
+
+def test_text_is_shared_and_checkpoints_are_not(tmp_path: Path) -> None:
     (tmp_path / "a" / "work").mkdir(parents=True)
     for name in ("train.jsonl", "tree.hidden", "checkpoint.pt"):
         (tmp_path / "a" / "work" / name).write_text(name)
     share_text(tmp_path / "a", tmp_path / "b")
     assert {path.name for path in (tmp_path / "b" / "work").iterdir()} == {"train.jsonl", "tree.hidden"}
+    share_text(tmp_path / "nowhere", tmp_path / "c")
+    assert not list((tmp_path / "c" / "work").iterdir())

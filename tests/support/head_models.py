@@ -1,4 +1,4 @@
-"""Models and heads for tests of Medusa: a Markov table with an LM head, and heads that are right now and then."""
+"""Models and heads for tests of drafters with heads: a Markov table with an LM head, heads that are right at times."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from truedraft.core.trees import chain_shape
 from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 
@@ -71,3 +72,40 @@ def fitted_heads(model: LanguageModel, texts: Sequence[Sequence[int]], heads: in
         assert head.output is not None
         head.output.weight.data = torch.linalg.solve(gram, rows.T @ targets).T.float()
     return made.to(model.dtype).requires_grad_(False)
+
+
+def random_redrafter(model: LanguageModel, seed: int = 0, spread: float = 0.5, **sizes: int | bool) -> RedrafterHead:
+    """A recurrent head with random weights, in the model's dtype."""
+    given = {"state": 7, "exit_width": model.head_width, "layers": 2, "length": 3} | sizes
+    made = RedrafterHead(RedrafterConfig(model.head_width, model.vocab_size, **given))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    for weight in made.parameters():
+        weight.data.normal_(std=spread / weight.shape[-1] ** 0.5, generator=generator)
+    return made.to(model.dtype).requires_grad_(False)
+
+
+class MarkovWithEmbedding(MarkovWithHead):
+    """It also embeds its ids, each as a one-hot, so that heads can read them."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return torch.eye(self.head_width, dtype=self.dtype)[tokens]
+
+
+def fitted_redrafter(
+    model: MarkovWithEmbedding, texts: Sequence[Sequence[int]], length: int = 3, steps: int = 150
+) -> RedrafterHead:
+    """A recurrent head fitted to texts: often right on them, and often wrong elsewhere."""
+    made = random_redrafter(model, spread=0.3, state=16, layers=1, length=length).requires_grad_(True)
+    texts = [text for text in texts if len(text) > length + 2]
+    hidden = torch.cat([hidden_of(model, text)[: -length - 1] for text in texts]).to(model.dtype)
+    behind = [torch.tensor(text).unfold(0, length + 1, 1)[1:] for text in texts]
+    tokens = torch.cat(behind)[: len(hidden)]
+    read = torch.stack([model.embed(tokens[:, place]) for place in range(length)])
+    optimizer = torch.optim.Adam(made.parameters(), lr=0.02)
+    for _ in range(steps):
+        logits = model.unembed(made.unroll(hidden, read).flatten(0, 1))
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].T.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return made.requires_grad_(False)

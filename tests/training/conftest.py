@@ -10,6 +10,7 @@ import torch
 
 from truedraft.models.architecture import LlamaShape, save_llama
 from truedraft.training.curriculum import Curriculum
+from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.pretrain import PretrainConfig, pretraining_loop
 from truedraft.training.schedule import WarmupStableDecay
 from truedraft.training.tokenizer import save_tokenizer, train_tokenizer
@@ -52,6 +53,22 @@ def target_folder(tmp_path_factory, tokenizer, stream) -> Path:
     config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), curriculum=CURRICULUM)
     loop = pretraining_loop(config, stream, folder / "work")
     loop.run()
+    save_llama(loop.model, folder)
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def learned_folder(tmp_path_factory, tokenizer, stream) -> Path:
+    """A target that has learned the text well, so that its answers can be guessed."""
+    folder = tmp_path_factory.mktemp("learned")
+    rates = OptimizerConfig(1e-2, 1e-2)
+    config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), rates, curriculum=Curriculum(32, 64, 256, 256))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loop = pretraining_loop(config, stream, folder / "work")
+    loop.run()
+    torch.set_num_threads(before)
     save_llama(loop.model, folder)
     save_tokenizer(tokenizer, folder)
     return folder

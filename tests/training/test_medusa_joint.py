@@ -21,8 +21,10 @@ from truedraft.training import adapters
 from truedraft.training.adapters import rank_for
 from truedraft.training.head_loss import HeadLoss
 from truedraft.training.joint import Backbone, JointModel, JointObjective
+from truedraft.training.lessons import TokensAndLaws
 from truedraft.training.medusa import train_medusa
 from truedraft.training.medusa_config import JointConfig, MedusaTrainingConfig
+from truedraft.training.medusa_trainee import MedusaTrainee
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
 from truedraft.training.self_writing import SelfTextConfig
@@ -120,8 +122,8 @@ def test_gradients_of_both_losses_reach_the_target(target_folder):
     found = {}
     for share in (0.2, 0.4):
         backbone.module.zero_grad()
-        loss = HeadLoss(heads, backbone.lm_head)
-        JointObjective(backbone, heads, loss, share).accumulate(batch, 1.0)
+        trainee = MedusaTrainee(heads, backbone.lm_head)
+        JointObjective(backbone, trainee, TokensAndLaws(0.0, 1.0), HeadLoss(trainee), share).accumulate(batch, 1.0)
         found[share] = {name: weight.grad.clone() for name, weight in backbone.module.named_parameters()}
     # By hand, at share 0.4: heads see the law of the target before, two and three places on.
     backbone.module.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -11,7 +12,10 @@ from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import head_loss
+from truedraft.training.feeding import TextFeed
 from truedraft.training.head_loss import HeadLoss, HeadsObjective
+from truedraft.training.lessons import ComputedLaws, TokensAndLaws
+from truedraft.training.medusa_trainee import MedusaTrainee
 from truedraft.training.windows import Pack
 
 SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
@@ -30,7 +34,9 @@ def lm_head():
 def packed():
     noise = torch.Generator().manual_seed(2)
     places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
-    return Pack(torch.randn(33, 16, generator=noise), torch.randint(0, 50, (33,), generator=noise), places)
+    return Pack(
+        torch.randn(33, 16, generator=noise), torch.randint(0, 50, (33,), generator=noise), places, np.arange(33)
+    )
 
 
 def new_heads(tied: bool, lm_head: LmHead, layers: int = 1) -> MedusaHeads:
@@ -52,7 +58,9 @@ def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: Pack, share: float) 
         rows = packed.places + 1 + head
         law = lm_head(packed.hidden[rows]).softmax(-1)
         mixture = share * law + (1 - share) * functional.one_hot(packed.tokens[rows], 50)
-        total = total - DECAY**head * (mixture * logits[head].log_softmax(-1)).sum(-1).mean()
+        cross_entropy = -(mixture * logits[head].log_softmax(-1)).sum(-1)
+        entropy = -(law * law.log()).sum(-1)  # which no head can change
+        total = total + DECAY**head * (cross_entropy - share * entropy).mean()
     return total
 
 
@@ -61,7 +69,9 @@ def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: Pack, share: float) 
 def test_gradient_is_that_of_the_formula(lm_head, packed, monkeypatch, chunk, tied, share, layers):
     monkeypatch.setattr(head_loss, "_CHUNK", chunk)
     heads = new_heads(tied, lm_head, layers)
-    objective = HeadsObjective(heads, lm_head, lambda _: packed, HeadLoss(heads, lm_head, decay=DECAY, law_share=share))
+    trainee = MedusaTrainee(heads, lm_head)
+    teacher = ComputedLaws(lm_head, TokensAndLaws(1.0 - share, share))
+    objective = HeadsObjective(trainee, lambda _: packed, TextFeed(HEADS), teacher, HeadLoss(trainee, decay=DECAY))
     values = objective.accumulate(torch.zeros(1, 2), 0.5)
     found = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
     heads.zero_grad()
@@ -81,9 +91,7 @@ def test_a_new_head_starts_as_the_lm_head(lm_head, packed):
         assert torch.equal(logits[head], lm_head(packed.hidden))
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_unusable_shares(lm_head, share):
-    with pytest.raises(OptionError, match="law_share must lie in"):
-        HeadLoss(new_heads(True, lm_head), lm_head, law_share=share)
-    with pytest.raises(OptionError, match="decay must lie in"):
-        HeadLoss(new_heads(True, lm_head), lm_head, decay=0.0)
+@pytest.mark.parametrize("decay", [0.0, 1.1])
+def test_unusable_decays(lm_head, decay):
+    with pytest.raises(OptionError, match="place_decay must lie in"):
+        HeadLoss(MedusaTrainee(new_heads(True, lm_head), lm_head), decay=decay)

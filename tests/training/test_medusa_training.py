@@ -17,22 +17,20 @@ from truedraft.drafters.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.heads.checkpoint import load_medusa
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
-from truedraft.models.architecture import LlamaShape, save_llama
+from truedraft.models.architecture import load_causal_lm
+from truedraft.models.lm_head import LmHead
 from truedraft.training import loop as loop_module
 from truedraft.training import medusa as medusa_module
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.head_loop import heads_optimizer
+from truedraft.training.head_config import schedule_of
+from truedraft.training.head_job import HeadJob
 from truedraft.training.medusa import train_medusa
-from truedraft.training.medusa_config import MedusaTrainingConfig, schedule_of
-from truedraft.training.medusa_job import MedusaJob
+from truedraft.training.medusa_config import MedusaTrainingConfig
+from truedraft.training.medusa_trainee import MedusaTrainee
 from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.pretrain import PretrainConfig, pretraining_loop
 from truedraft.training.prompts import PromptSets
-from truedraft.training.schedule import WarmupStableDecay
 from truedraft.training.self_writing import SelfTextConfig
-from truedraft.training.tokenizer import save_tokenizer
+from truedraft.training.trainee import heads_optimizer
 
-SHAPE = LlamaShape(vocab_size=300, width=32, layers=2, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
 HEADS = 2
 CONFIG = MedusaTrainingConfig(
     heads=HEADS,
@@ -57,16 +55,8 @@ def one_thread_for_all():
 
 
 @pytest.fixture(scope="module")
-def target_folder(tmp_path_factory, tokenizer, stream):
-    """A target that has learned the text well, so that its answers can be guessed."""
-    folder = tmp_path_factory.mktemp("learned")
-    rates = OptimizerConfig(1e-2, 1e-2)
-    config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), rates, curriculum=Curriculum(32, 64, 256, 256))
-    loop = pretraining_loop(config, stream, folder / "work")
-    loop.run()
-    save_llama(loop.model, folder)
-    save_tokenizer(tokenizer, folder)
-    return folder
+def target_folder(learned_folder):
+    return learned_folder
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +103,9 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     target = load_model(target_folder)
     for served in result.heads.served:
         params = SamplingParams(max_tokens=64, temperature=served.temperature, seed=0)  # half of the context
-        answers = Engine(target, Medusa.load(out, nodes=served.nodes)).generate(list(prompts.test), params)
+        trees = load_medusa(out).trees if served.trees == "counted" else None
+        drafter = Medusa.load(out, nodes=served.nodes, trees=trees)
+        answers = Engine(target, drafter).generate(list(prompts.test), params)
         emitted = sum(answer.stats.emitted_tokens for answer in answers)
         calls = sum(answer.stats.target_calls for answer in answers)
         assert served.mean_acceptance_length == pytest.approx(emitted / calls)
@@ -203,7 +195,7 @@ def test_other_prompts_are_refused(trained, target_folder, prompts, tmp_path):
 
 def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_path):
     short = replace(CONFIG, heads=4, writing=SelfTextConfig(answer_tokens=4))
-    with pytest.raises(DataError, match="4 heads learn from answers of at least 5"):
+    with pytest.raises(DataError, match="heads that reach 4 tokens ahead learn from answers of at least 5"):
         train_medusa(target_folder, prompts, tmp_path, short)
 
 
@@ -253,7 +245,8 @@ def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, targ
     train_medusa(target_folder, prompts, copied(trained, tmp_path), free)
     heads = load_medusa(tmp_path).heads
     assert heads.config.tied is False
-    optimizer = heads_optimizer(heads.requires_grad_(True), CONFIG.optimizer)
+    lm_head = LmHead.of(load_causal_lm(target_folder))
+    optimizer = heads_optimizer(MedusaTrainee(heads.requires_grad_(True), lm_head), CONFIG.optimizer)
     muon, adam = (inner.param_groups[0]["params"] for inner in optimizer._optimizers)
     assert {tuple(weight.shape) for weight in muon} == {(32, 32)}
     assert {tuple(weight.shape) for weight in adam} == {(32,), (300, 32)}
@@ -292,7 +285,7 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, m
     (tmp_path / "a.txt").write_text(tokenizer.decode(stream[1:1000].tolist()))
     found = []
 
-    def keep(job: MedusaJob, *_):
+    def keep(job: HeadJob, *_):
         found.append(job)
         raise InterruptedError
 
@@ -311,7 +304,7 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, m
         ({"steps": 0}, "steps must be a whole number of 1 or more"),
         ({"law_share": 2.0}, r"law_share must lie in \[0, 1\]"),
         ({"seed": -1}, "seed must be a whole number of 0 or more"),
-        ({"head_decay": 0.0}, "head_decay must lie in"),
+        ({"place_decay": 0.0}, "place_decay must lie in"),
     ],
 )
 def test_unusable_numbers(options, message):

@@ -47,8 +47,9 @@ def test_a_pack_has_the_tokens_and_vectors_that_heads_reach(text):
     assert packed.tokens.tolist() == [114, 115, 116, 117, 118, 100, 101, 102, 103]
     assert packed.hidden[:, 0].tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
     assert packed.places.tolist() == [0, 1, 2, 5, 6]
+    assert packed.rows.tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
 
 
 def test_answers_shorter_than_the_reach_are_refused(text):
-    with pytest.raises(DataError, match=r"longest answer of the target has 12 tokens, and 12 heads learn from .*13"):
+    with pytest.raises(DataError, match=r"longest answer .* has 12 tokens, and heads that reach 12 .* 13: let"):
         WindowSampler(text, 12, 4, seed=0)

@@ -12,11 +12,13 @@ from support.tiny_models import PROMPTS, VOCAB, packed, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.counters import Counters
 from truedraft.core.trees import chain_shape
+from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
+from truedraft.training.likely_paths import LikelyTable
 from truedraft.training.rank_paths import count_rank_paths
 from truedraft.training.traces import Trace
 from truedraft.training.tree_choice import choose_tree
@@ -91,3 +93,16 @@ def test_the_engine_keeps_the_promise_call_by_call(way: str, nodes: int) -> None
     assert stats.mean_acceptance_length == pytest.approx(counts.table.replay(tree))
     assert tree.expected_tokens == pytest.approx(stats.mean_acceptance_length)
     assert stats.mean_acceptance_length > 1.1  # else there would be nothing to keep
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("nodes", [1, 6, 24])
+def test_so_it_does_for_trees_that_are_chosen_at_each_step(way: str, nodes: int) -> None:
+    table = LikelyTable.of(heads(way), lm_head(), traces(way), limit=32)
+    engine = Engine(target(), Medusa(heads(way), LikeliestTrees(HEADS), nodes=nodes))
+    answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
+    assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]
+    stats = sum((answer.stats for answer in answers), Counters())
+    assert stats.target_calls == len(table.walk.visited(table.accepted(nodes)))
+    assert stats.mean_acceptance_length == pytest.approx(table.replay(nodes))
+    assert stats.mean_acceptance_length > 1.1

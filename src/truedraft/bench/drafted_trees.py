@@ -11,31 +11,58 @@ from truedraft.bench.lineup import Lineup
 from truedraft.bench.summary import Summary
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.medusa import GREEDY, SAMPLED, Medusa
+from truedraft.drafters.guess_trees import FixedTrees, kind_of
+from truedraft.drafters.medusa import Medusa
 from truedraft.planning import sized
 from truedraft.theory import TargetCost, expected_tokens_if_independent
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedTree:
-    """A contestant's tree, with promised and measured tokens per target call.
+class ChosenTrees:
+    """Trees that are chosen at each step.
 
     Attributes:
-        contestant: who drafted it.
-        tree: its nodes; with `reach` where they were counted.
+        nodes: of each, at most.
+        promised: tokens per target call by their replay; None where nobody replayed them.
+    """
+
+    nodes: int
+    promised: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTree:
+    """A contestant's trees, with promised and measured tokens per target call.
+
+    Attributes:
+        contestant: who drafted them.
+        tree: its nodes, with `reach` where they were counted; where trees are chosen at each step, the tree that was
+            counted for the same heads.
         measured: mean acceptance length in the benchmark; None where it did not run.
         product: what the tree would promise if heads erred independently; None where that was not kept with them.
+        chosen: those that are drafted instead of `tree`; None where it is drafted itself.
     """
 
     contestant: str
     tree: RankTree
     measured: float | None
     product: float | None = None
+    chosen: ChosenTrees | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes that are drafted."""
+        return len(self.tree) if self.chosen is None else self.chosen.nodes
+
+    @property
+    def counted(self) -> float | None:
+        """Tokens per target call that the tree's counts promise; None where nobody counted."""
+        return None if math.isnan(self.tree.expected_tokens) else self.tree.expected_tokens
 
     @property
     def promised(self) -> float | None:
-        """Tokens per target call by the counts; None where nobody counted."""
-        return None if math.isnan(self.tree.expected_tokens) else self.tree.expected_tokens
+        """Tokens per target call that were to be expected; None where nobody measured that."""
+        return self.counted if self.chosen is None else self.chosen.promised
 
     @property
     def measured_over_promised(self) -> float | None:
@@ -44,9 +71,15 @@ class DraftedTree:
 
     def describe(self) -> str:
         """In one line."""
-        told = [f"{self.contestant}: a tree of {len(self.tree)} node{'s' if len(self.tree) > 1 else ''}"]
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
+        if self.chosen is None:
+            told = [f"{self.contestant}: a tree of {nodes}"]
+        else:
+            told = [f"{self.contestant}: trees of {nodes}, chosen at each step"]
         if self.promised is not None:
             told.append(f"promised {self.promised:.2f} tokens per target call")
+        if self.chosen is not None and self.counted is not None:
+            told.append(f"{self.counted:.2f} by the counted tree")
         if self.product is not None:
             told.append(f"{self.product:.2f} if heads erred independently")
         if self.measured is not None:
@@ -59,8 +92,10 @@ class DraftedTree:
         """For the record."""
         return {
             "contestant": self.contestant,
-            "nodes": len(self.tree),
+            "trees": "fixed" if self.chosen is None else "likeliest",
+            "nodes": self.nodes,
             "promised": self.promised,
+            "counted": self.counted,
             "product": self.product,
             "measured": self.measured,
             "measured_over_promised": self.measured_over_promised,
@@ -95,15 +130,26 @@ def drafted_trees(lineup: Lineup, summaries: Sequence[Summary], params: Sampling
     found = []
     for each in lineup.ours:
         drafter = each.engine.drafter
-        if isinstance(drafter, Medusa) and drafter.nodes:
-            tree = drafter.tree_for(params).first(drafter.nodes)
-            found.append(DraftedTree(each.name, tree, measured.get(each.name), _product(drafter, tree, params)))
+        if not isinstance(drafter, Medusa) or not drafter.nodes:
+            continue
+        whole = drafter.tree_for(params)
+        if whole is not None:
+            tree, product = whole.first(drafter.nodes), _product(drafter, whole.first(drafter.nodes), params)
+            found.append(DraftedTree(each.name, tree, measured.get(each.name), product, _chosen(drafter, params)))
     return found
+
+
+def _chosen(drafter: Medusa, params: SamplingParams) -> ChosenTrees | None:
+    """None for a drafter of fixed trees."""
+    if drafter.tree_kind == FixedTrees.name:
+        return None
+    promise = drafter.promise(params)
+    return ChosenTrees(drafter.nodes, None if promise is None else promise.tokens(drafter.nodes))
 
 
 def _product(drafter: Medusa, tree: RankTree, params: SamplingParams) -> float | None:
     """From the accuracies that were kept with the heads, if they were."""
     facts = drafter.facts
-    counted = facts.get("trees", {}).get(GREEDY if params.greedy else SAMPLED, {})
+    counted = facts.get("trees", {}).get(kind_of(params), {})
     accuracy = counted.get("rank_accuracy")
     return None if accuracy is None or not tree.reach else expected_tokens_if_independent(tree.paths, accuracy)

@@ -44,8 +44,9 @@ _LOSSY = """\
   over all emitted tokens; *of greedy* is what taking the likeliest token at the same places would have.
 """
 _PROMISE = """\
-*promised*: tokens per target call that the tree was counted to bring on held-out text of the target, walked as decoding
-walks; *if independent*: what the heads' accuracies alone would promise, as if they did not err together. Neither looked
+*promised*: tokens per target call that trees of so many nodes bring on held-out text of the target, walked as decoding
+walks: of trees that are chosen at each step where these are drafted, else of the counted tree in the picture; *if
+independent*: what the heads' accuracies alone would promise, as if they did not err together. Neither looked
 at this run. In the pictures a node's number is the rank of the head's guess, its colour and size how often it was
 accepted on the counting text.
 """

@@ -108,7 +108,7 @@ def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
     rows = tuple(
         (
             each.contestant,
-            str(len(each.tree)),
+            str(each.nodes),
             _number(each.promised, 2),
             _number(each.product, 2),
             _number(each.measured, 2),

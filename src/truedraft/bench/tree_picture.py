@@ -25,18 +25,24 @@ _NARROW, _WIDE = 7.0, 13.0  # inches
 _LARGEST = 17.0  # points across a node
 _SMALLEST = 0.72  # the smallest node's share of the largest one's width
 _WITH_NUMBERS = 12  # most nodes that leave room for their probabilities
+_NOT_DRAFTED = "counted over all steps; drafted were other trees, chosen at each step by the heads' own probabilities"
 _NAMES = ("1st", "2nd", "3rd")
 
 
 def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
     """Draw a contestant's tree into a folder; returns the picture's name without suffix.
 
+    Where trees are chosen at each step it is the one that was counted for the same heads, and the picture says so.
+
     Raises:
         OSError: a file cannot be written.
     """
     name = f"tree-{re.sub(r'[^0-9A-Za-z.=-]+', '-', drafted.contestant).strip('-')}"
-    nodes = len(drafted.tree)
-    heading = f"Token tree of {drafted.contestant}: {nodes} node{'s' if nodes > 1 else ''}"
+    nodes = f"{len(drafted.tree)} node{'s' if len(drafted.tree) > 1 else ''}"
+    heading = f"Token tree of {drafted.contestant}: {nodes}"
+    if drafted.chosen is not None:
+        heading = f"Counted tree of the heads of {drafted.contestant}: {nodes}"
+        under = f"{_NOT_DRAFTED}\n{under}"
     draw_tree(drafted.tree, folder / name, heading, under)
     return name
 

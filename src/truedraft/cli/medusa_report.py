@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LOG = Path("work") / "log.jsonl"
 _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
+_TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
 
 
 def print_result(terminal: Terminal, model: str, result: MedusaResult) -> None:
@@ -65,9 +66,18 @@ def _print_heads(terminal: Terminal, heads: TrainedHeads) -> None:
     for kind, counted in heads.trees.items():
         shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted.accuracy)
         say(f"heads right {_KINDS[kind]} with their first guess / one of five: {shares}")
-    table = Table("temperature", "nodes", "tokens per target call", "promised by the tree", box=None, pad_edge=False)
+    say("tokens per target call: measured in the engine, promised by the trees, and as if heads erred independently")
+    columns = ("temperature", "nodes", "trees", "measured", "promised", "independent")
+    table = Table(*columns, box=None, pad_edge=False)
     for each in heads.served:
+        counted = heads.trees["sampled" if each.temperature else "greedy"]
+        products = {promise.nodes: f"{promise.product:.2f}" for promise in counted.promises}
         table.add_row(
-            f"{each.temperature:g}", str(each.nodes), f"{each.mean_acceptance_length:.2f}", f"{each.promised:.2f}"
+            f"{each.temperature:g}",
+            str(each.nodes),
+            _TREES[each.trees],
+            f"{each.mean_acceptance_length:.2f}",
+            f"{each.promised:.2f}",
+            products.get(each.nodes, "") if each.trees == "counted" else "",
         )
     terminal.out.print(table)

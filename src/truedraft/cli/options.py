@@ -50,8 +50,8 @@ RuleWord: TypeAlias = Annotated[
     str,
     option(
         "--rule",
-        "speculative keeps the target's law exactly. Lossy ones, by name: speculative,lenience=L with L below 1, or "
-        "typical[,epsilon=0.09][,delta=0.3].",
+        "speculative and block keep the target's law exactly; block judges a drafted chain as a whole. Lossy ones, by "
+        "name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3].",
         _MODEL,
         "R",
     ),

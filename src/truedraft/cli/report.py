@@ -119,6 +119,8 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, params: SamplingPara
     if stats.draft_tokens:
         parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
         parts.append(f"acceptance rate {stats.draft_acceptance_rate:.2f}")
+    if stats.listed_tokens > stats.draft_tokens:
+        parts.append(f"merged paths: {stats.draft_tokens} nodes for {stats.listed_tokens} tokens")
     if stats.divergence is not None:
         parts.append(f"lossy: {divergence_words(stats)}")
     if not params.greedy:

@@ -7,6 +7,7 @@ import typer
 from truedraft.cli.failures import telling
 from truedraft.cli.train_draft import draft
 from truedraft.cli.train_medusa import medusa
+from truedraft.cli.train_redrafter import redrafter
 
 
 def train_app() -> typer.Typer:
@@ -14,4 +15,5 @@ def train_app() -> typer.Typer:
     app = typer.Typer(name="train", help="Train a drafter for a target.")
     app.command()(telling(draft))
     app.command()(telling(medusa))
+    app.command()(telling(redrafter))
     return app

@@ -22,6 +22,8 @@ class Counters:
         prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
         tried_per_position: how often a path reached the k-th drafted position.
+        listed_tokens: tokens that the paths of the proposed trees would come to as a plain list, from the root to
+            each leaf; `draft_tokens` is what is left of them because shared prefixes are merged.
         divergence: how far the emitted tokens' laws were from the target's, where a lossy rule judged; None where
             every token was emitted losslessly.
     """
@@ -34,6 +36,7 @@ class Counters:
     prefill_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     tried_per_position: list[int] = field(default_factory=list)
+    listed_tokens: int = 0
     divergence: Divergence | None = None
 
     @property
@@ -102,6 +105,7 @@ class Counters:
             self.prefill_tokens + other.prefill_tokens,
             _sum(self.accepted_per_position, other.accepted_per_position),
             _sum(self.tried_per_position, other.tried_per_position),
+            self.listed_tokens + other.listed_tokens,
             _sum_known(self.divergence, other.divergence),
         )
 

@@ -110,7 +110,12 @@ def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
-    return tuple(tuple(Draw(child, -1, DrawKind.DETERMINISTIC) for child in nodes) for nodes in shape.children)
+    return tuple(tuple(map(_candidate, nodes)) for nodes in shape.children)
+
+
+@lru_cache(maxsize=4096)
+def _candidate(child: int) -> Draw:
+    return Draw(child, -1, DrawKind.DETERMINISTIC)
 
 
 _EMPTY = Proposal(TokenTree.empty(), ((),))

@@ -69,6 +69,11 @@ class TreeShape:
         return tuple(node for node in range(len(self.parents)) if not self.children[node + 1])
 
     @cached_property
+    def listed(self) -> int:
+        """Tokens of all paths from the root to a leaf, one behind another: what a list of them would have to check."""
+        return sum(self.depths[leaf] for leaf in self.leaves)
+
+    @cached_property
     def ancestor_mask(self) -> Tensor:
         """Which node sees which: bool `[nodes, nodes]`, True where the column is the row's node or its ancestor."""
         if self.is_chain:
@@ -170,6 +175,25 @@ class TokenTree:
         """Take note of what the tokens are, for `token_list`: the numbers in `tokens`, read elsewhere."""
         self.__dict__["token_list"] = list(ids)  # where cached_property would keep it; nothing else changes
 
+    def first(self, nodes: int) -> TokenTree:
+        """The tree of the first `nodes` nodes."""
+        if nodes >= len(self):
+            return self
+        return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
+
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`."""
         return tuple(self.token_list[i] for i in self.shape.path(node))
+
+
+def narrowed(tree: TokenTree, width: int) -> TokenTree:
+    """A tree without the later children of nodes that have more than `width`, and what hangs on them."""
+    kept: list[int] = []
+    number, taken = {-1: -1}, dict.fromkeys(range(-1, len(tree)), 0)
+    for node, parent in enumerate(tree.shape.parents):
+        if parent in number and taken[parent] < width:
+            taken[parent] += 1
+            number[node] = len(kept)
+            kept.append(node)
+    parents = tuple(number[tree.shape.parents[node]] for node in kept)
+    return TokenTree(tree.tokens[kept], TreeShape(parents))

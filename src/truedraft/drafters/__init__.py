@@ -5,6 +5,17 @@ from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.medusa import Medusa
 from truedraft.drafters.none import NoDrafter
 from truedraft.drafters.prompt_lookup import PromptLookup
+from truedraft.drafters.redrafter import Redrafter
 from truedraft.drafters.specs import from_spec
 
-__all__ = ["DraftModel", "DraftRequest", "Drafter", "Medusa", "NoDrafter", "PromptLookup", "StepOutcome", "from_spec"]
+__all__ = [
+    "DraftModel",
+    "DraftRequest",
+    "Drafter",
+    "Medusa",
+    "NoDrafter",
+    "PromptLookup",
+    "Redrafter",
+    "StepOutcome",
+    "from_spec",
+]

@@ -13,6 +13,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.size_plans import SizePlan
 from truedraft.models.base import LanguageModel
 
 
@@ -80,6 +81,13 @@ class Drafter(ABC):
 
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; its prompt is in `request.tokens`."""
+
+    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
+        """Sizes to choose from by measuring, for requests with such options.
+
+        Empty where they were chosen, or where nobody measured what they bring.
+        """
+        return ()
 
     @abstractmethod
     def propose(

@@ -16,15 +16,18 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.errors import CompositionError, DrafterError, OptionError
+from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees, Wanted, curves_of
+from truedraft.drafters.last_vectors import LastVectors
+from truedraft.drafters.size_plans import Promise, SizePlan
+from truedraft.drafters.trained_for import TrainedFor
+from truedraft.errors import DrafterError, OptionError
 from truedraft.heads.checkpoint import MedusaCheckpoint, load_medusa
 from truedraft.heads.medusa import MedusaHeads
 from truedraft.heads.medusa_runner import MedusaRunner
 from truedraft.models.base import LanguageModel
+from truedraft.models.ranking import Likeliest
 
-GREEDY, SAMPLED = "greedy", "sampled"
 DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
 
@@ -32,18 +35,17 @@ DEFAULT_NODES = 16
 class Medusa(Drafter):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
 
-    Each head's likeliest tokens are candidates, put together by a tree of ranks that was fixed before. They were
-    chosen, not drawn, so the rule follows the child that carries the token it draws from the target's law: exact at
-    every temperature. Ties go to the lowest id, so a request's candidates do not depend on its neighbours.
+    Each head's likeliest tokens are candidates, put together by a tree of ranks. They were chosen, not drawn, so the
+    rule follows the child that carries the token it draws from the target's law: exact at every temperature. Ties go
+    to the lowest id, so a request's candidates do not depend on its neighbours.
 
     The target's own LM head ends tied heads, so the drafter runs with the target that it was last checked against,
     which an engine does when it is made.
 
     Args:
         heads: trained for the target.
-        trees: a tree for requests at temperature 0, "greedy", and one for others, "sampled"; if one is missing, the
-            other serves for both.
-        nodes: most nodes of a proposal, the first of the tree; None takes 16 until `with_nodes` says better.
+        trees: how guesses become trees; a mapping stands for `FixedTrees` of it.
+        nodes: most nodes of a proposal; None takes 16 until `with_nodes` says better.
         target_name: what the heads' target was called, for messages.
         fingerprint: of the heads' target; None where nobody knows, then any target of their sizes is taken.
         note: what a user should know of these heads.
@@ -52,12 +54,13 @@ class Medusa(Drafter):
     Attributes:
         nodes: most nodes of a proposal.
         nodes_chosen: whether the number of nodes was chosen, by the caller or by measuring.
+        tree_kind: how guesses become trees, "likeliest" or "fixed".
         sizes: of the heads, as `MedusaConfig` lists them; what a proposal costs depends on them.
         note: as given.
         facts: as given.
 
     Raises:
-        OptionError: no tree, one that is deeper than there are heads, or a number of nodes below 0.
+        OptionError: no tree, one that is deeper than there are heads, or an unusable number of nodes.
     """
 
     name: ClassVar[str] = "medusa"
@@ -66,7 +69,7 @@ class Medusa(Drafter):
     def __init__(
         self,
         heads: MedusaHeads,
-        trees: Mapping[str, RankTree],
+        trees: GuessTrees | Mapping[str, RankTree],
         *,
         nodes: int | None = None,
         target_name: str = "",
@@ -74,35 +77,38 @@ class Medusa(Drafter):
         note: str | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self._trees = _trees_for(trees, heads)
+        self._trees = trees if isinstance(trees, GuessTrees) else FixedTrees(trees)
+        self._trees.check(heads.config.heads)
         self.nodes_chosen = nodes is not None
         self.nodes = DEFAULT_NODES if nodes is None else nodes
         if self.nodes < 0:
             raise OptionError(f"nodes of a Medusa tree must be 0 or more, got {nodes}")
+        self.limits = self._trees.extent(self.nodes)
+        self.tree_kind = self._trees.name
         self.note = note
         self.facts = dict(facts or {})
         self.sizes = astuple(heads.config)
         self._heads = heads
-        self._target_name = target_name
-        self._fingerprint = fingerprint
-        kept = [tree.first(self.nodes) for tree in self._trees.values()]
-        # Limits of the whole trees: a deeper node may come first in one of them, and cutting is done by order.
-        self.limits = Budget(max(tree.depth for tree in kept), max(tree.width for tree in kept), max(map(len, kept)))
-        self._cut: dict[tuple[str, int, int, int], RankTree] = {}
+        config = heads.config
+        self._trained_for = TrainedFor("Medusa heads", config.width, config.vocab_size, target_name, fingerprint)
         self._runner: MedusaRunner | None = None
         self._runs_with: LanguageModel | None = None
-        self._vectors: dict[int, Tensor | None] = {}
+        self._vectors = LastVectors(config.width)
 
     @classmethod
     def load(
-        cls, folder: Path | str, *, nodes: int | None = None, trees: Mapping[str, RankTree] | None = None
+        cls,
+        folder: Path | str,
+        *,
+        nodes: int | None = None,
+        trees: GuessTrees | Mapping[str, RankTree] | None = None,
     ) -> Medusa:
         """Heads of a folder that `truedraft train medusa` wrote, or of the original Medusa project.
 
         Args:
             folder: with the heads.
             nodes: as for `Medusa`.
-            trees: in place of those in the folder.
+            trees: as for `Medusa`; None chooses them at each step, see `LikeliestTrees`.
 
         Raises:
             ModelError: there are no heads, or their files are damaged.
@@ -112,12 +118,19 @@ class Medusa(Drafter):
 
     @classmethod
     def of(
-        cls, checkpoint: MedusaCheckpoint, *, nodes: int | None = None, trees: Mapping[str, RankTree] | None = None
+        cls,
+        checkpoint: MedusaCheckpoint,
+        *,
+        nodes: int | None = None,
+        trees: GuessTrees | Mapping[str, RankTree] | None = None,
     ) -> Medusa:
         """Heads of a checkpoint; see `load`."""
+        if trees is None:
+            fixed = FixedTrees(checkpoint.trees) if checkpoint.trees else None
+            trees = LikeliestTrees(checkpoint.heads.config.heads, curves_of(checkpoint.facts), fixed)
         return cls(
             checkpoint.heads,
-            checkpoint.trees if trees is None else trees,
+            trees,
             nodes=nodes,
             target_name=checkpoint.target_name,
             fingerprint=checkpoint.fingerprint,
@@ -134,8 +147,8 @@ class Medusa(Drafter):
             self._heads,
             self._trees,
             nodes=nodes,
-            target_name=self._target_name,
-            fingerprint=self._fingerprint,
+            target_name=self._trained_for.name,
+            fingerprint=self._trained_for.fingerprint,
             note=self.note,
             facts=self.facts,
         )
@@ -150,9 +163,23 @@ class Medusa(Drafter):
         """The heads."""
         return self._heads
 
-    def tree_for(self, params: SamplingParams) -> RankTree:
-        """The whole tree, all of its nodes, that requests with these sampling options are drafted by."""
-        return self._trees[_kind(params)]
+    def tree_for(self, params: SamplingParams) -> RankTree | None:
+        """The whole tree of ranks for requests with these sampling options, all of its nodes; None if there is none.
+
+        With `tree_kind` "fixed" it is what they are drafted by; otherwise what was counted for these heads.
+        """
+        return self._trees.counted(params)
+
+    def promise(self, params: SamplingParams) -> Promise | None:
+        """What nodes are expected to bring to requests with these options; None where nobody measured it."""
+        return self._trees.promise(params)
+
+    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
+        """One, unless the number of nodes was chosen; see `Drafter.size_plans`."""
+        promise = None if self.nodes_chosen else self.promise(params)
+        if promise is None:
+            return ()
+        return (SizePlan("", promise, self.with_nodes(len(promise.gains)), self.with_nodes),)
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another target than that of the heads; from now on drafts with this one.
@@ -163,34 +190,17 @@ class Medusa(Drafter):
         """
         if target is self._runs_with:
             return
+        self._trained_for.check(target)
         config = self._heads.config
-        if target.head_width == 0:
-            raise CompositionError(f"the target {target.name} has no vectors that heads could read")
-        # With free outputs a head may know more ids than there are, as the rows of a padded embedding; never fewer.
-        fits = config.vocab_size >= target.vocab_size
-        if config.width != target.head_width or not fits:
-            trained_for = f" for {self._target_name}" if self._target_name else ""
-            raise CompositionError(
-                f"these Medusa heads{trained_for} read {config.width} numbers and know {config.vocab_size} ids, but "
-                f"{target.name} has {target.head_width} numbers and {target.vocab_size} ids; take heads that were "
-                "trained for it"
-            )
-        if self._fingerprint is not None and self._fingerprint != target.fingerprint:
-            raise CompositionError(
-                f"these Medusa heads were trained for {self._target_name} (fingerprint {self._fingerprint}), and the "
-                f"target is {target.name} (fingerprint {target.fingerprint}); take heads that were trained for it"
-            )
-        widest = max(tree.width for tree in self._trees.values())
         if config.reads_token:
             target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises where it cannot
-        if widest > target.vocab_size:
-            raise CompositionError(f"a Medusa tree {widest} ranks wide needs as many ids; {target.name} has fewer")
-        self._runner = MedusaRunner(self._heads, target, max(tree.depth for tree in self._trees.values()))
+        self._trees.check(config.heads, target.vocab_size)
+        self._runner = MedusaRunner(self._heads, target, max(1, self.limits.depth))
         self._runs_with = target
 
     def begin(self, request: DraftRequest) -> None:
         """A request starts; its first vector comes with the end of its prompt."""
-        self._vectors[request.id] = None
+        self._vectors.begin(request)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -198,71 +208,40 @@ class Medusa(Drafter):
         """A tree for each request, by one pass of the heads over all their vectors."""
         proposals = [Proposal.empty()] * len(batch)
         places: list[int] = []
-        trees: list[RankTree] = []
+        requests: list[Wanted] = []
+        extents: list[Budget] = []
         vectors: list[Tensor] = []
         drawn: list[int] = []
         for place, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
-            vector, tree = self._vectors.get(request.id), self._tree(request.params, budget)
-            if vector is not None and len(tree):
+            vector = self._vectors.get(request)
+            allowed = Budget(budget.depth, budget.width, min(budget.nodes, self.nodes))
+            extent = self._trees.wanted(request.params, allowed)
+            if vector is not None and not extent.is_zero:
                 places.append(place)
-                trees.append(tree)
+                requests.append((request.params, allowed))
+                extents.append(extent)
                 vectors.append(vector)
                 drawn.append(request.tokens[-1])
         if not places:
             return proposals
-        guesses = self._guess(vectors, drawn, max(tree.depth for tree in trees), max(tree.width for tree in trees))
-        for row, (place, tree) in enumerate(zip(places, trees, strict=True)):
-            proposals[place] = Proposal.deterministic(TokenTree(tree.fill(guesses[:, row]), tree.shape))
+        guesses = self._guess(vectors, drawn, max(e.depth for e in extents), max(e.width for e in extents))
+        for place, tree in zip(places, self._trees.trees(guesses, requests), strict=True):
+            proposals[place] = Proposal.deterministic(tree)
         return proposals
 
-    def _guess(self, vectors: Sequence[Tensor], drawn: Sequence[int], depth: int, ranks: int) -> Tensor:
-        """Token ids `[depth, requests, ranks]`; on a device they stay there, for nobody needs to see them yet."""
-        if self._runner is None:
+    def _guess(self, vectors: Sequence[Tensor], drawn: Sequence[int], depth: int, ranks: int) -> Likeliest:
+        """Guesses `[depth, requests, ranks]`; on a device they stay there."""
+        if self._runner is None or self._runs_with is None:
             raise DrafterError("Medusa heads need the target's LM head: call check(target) first, as an engine does")
         with torch.inference_mode():
             hidden = torch.stack(list(vectors))
-            return self._runner.largest(hidden, depth, ranks, transfers.upload(drawn, hidden.device))
-
-    def _tree(self, params: SamplingParams, budget: Budget) -> RankTree:
-        """The part of a request's tree that fits its budget: the first of the nodes that are not too deep or wide."""
-        key = (_kind(params), budget.depth, budget.width, min(budget.nodes, self.nodes))
-        if key not in self._cut:
-            kind, depth, width, nodes = key
-            self._cut[key] = self._trees[kind].first(nodes).within(depth, width)
-        return self._cut[key]
+            ranks = min(ranks, self._runs_with.vocab_size)
+            return self._runner.likeliest(hidden, depth, ranks, transfers.upload(drawn, hidden.device))
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the vector from which each request's last token was drawn: at the end of its accepted path."""
-        for request, outcome in zip(batch, outcomes, strict=True):
-            if outcome.hidden is None:
-                self._vectors[request.id] = None
-                continue
-            row = outcome.path[-1] + 1 if outcome.path else 0
-            # A copy: the next forward may write over the rows, and one row should not hold on to all of them. Behind
-            # the heads' width there are the zeros of a padded target.
-            self._vectors[request.id] = outcome.hidden[row, : self._heads.config.width].clone()
+        self._vectors.observe(batch, outcomes)
 
     def end(self, request: DraftRequest) -> None:
         """Drop the vector."""
-        self._vectors.pop(request.id, None)
-
-
-def _kind(params: SamplingParams) -> str:
-    return GREEDY if params.greedy else SAMPLED
-
-
-def _trees_for(trees: Mapping[str, RankTree], heads: MedusaHeads) -> dict[str, RankTree]:
-    """A tree for both kinds of requests."""
-    unknown = set(trees) - {GREEDY, SAMPLED}
-    if unknown or not trees:
-        raise OptionError(
-            f"trees of Medusa heads are {GREEDY!r} and {SAMPLED!r}, got {sorted(trees)}; count them, or give one"
-        )
-    for tree in trees.values():
-        if tree.depth > heads.config.heads:
-            raise OptionError(
-                f"a Medusa tree {tree.depth} deep needs as many heads, and there are {heads.config.heads}; "
-                "give a shallower tree"
-            )
-    either = next(iter(trees.values()))
-    return {kind: trees.get(kind, either) for kind in (GREEDY, SAMPLED)}
+        self._vectors.end(request)

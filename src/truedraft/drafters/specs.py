@@ -11,17 +11,21 @@ from pathlib import Path
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.medusa import GREEDY, SAMPLED, Medusa
+from truedraft.drafters.guess_trees import GREEDY, SAMPLED, FixedTrees
+from truedraft.drafters.medusa import Medusa
 from truedraft.drafters.none import NoDrafter
 from truedraft.drafters.prompt_lookup import PromptLookup
+from truedraft.drafters.redrafter import Redrafter
 from truedraft.embedded import embedded_heads
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.heads.checkpoint import load_medusa
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.models.padding import unpadded_name
 
 Options = Mapping[str, str]
 _EMBEDDED_TARGET = "embedded:target"
+_COUNTED = "counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,12 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
     `none`; `auto`, the embedded draft for the embedded target and prompt lookup for any other;
     `prompt-lookup[,num_speculative_tokens=6][,max_ngram=4][,min_ngram=2]`;
     `draft[:MODEL][,num_speculative_tokens=4][,branching=3-2-1][,min_probability=0]`, without MODEL the embedded one;
-    `medusa[:DIR][,nodes=N][,branching=4-3-2][,tree=FILE]`, without DIR the embedded one: the first N nodes of the
-    heads' own tree, of all paths of 4, 3 and 2 ranks, or of a JSON list of rank paths such as `[[0], [0, 0], [1]]`.
+    `medusa[:DIR][,nodes=N][,branching=4-3-2][,tree=counted|FILE]`, without DIR the embedded one: at each step the N
+    paths that the heads hold likeliest; or the first N nodes of a tree that is the same at each step: of all paths of
+    4, 3 and 2 ranks, of the tree that was counted for the heads, or of a JSON list of rank paths such as
+    `[[0], [0, 0], [1]]`;
+    `redrafter[:DIR][,beams=B][,length=L][,nodes=N][,sampled=true]`, without DIR the embedded one: B beams of L tokens,
+    merged and cut to the N likeliest nodes; with `sampled` they are drawn, for requests at a temperature.
 
     Raises:
         UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
@@ -100,22 +108,30 @@ def _medusa(spec: _Spec, target: LanguageModel) -> Drafter:
     if branching is not None and file is not None:
         raise OptionError("drafter 'medusa' takes branching or tree, not both")
     nodes = _whole("nodes", spec.options["nodes"]) if "nodes" in spec.options else None
-    tree = None
-    if branching is not None:
-        tree = RankTree.cartesian(_widths(branching))
-    elif file is not None:
-        tree = _listed(file)
-    if tree is not None and nodes is None:
-        nodes = len(tree)
-    trees = None if tree is None else {GREEDY: tree, SAMPLED: tree}
-    return Medusa.load(_heads_folder(spec.path), nodes=nodes, trees=trees)
+    checkpoint = load_medusa(_heads_folder("medusa", spec.path))
+    if branching is None and file is None:
+        return Medusa.of(checkpoint, nodes=nodes)
+    if file == _COUNTED:
+        return Medusa.of(checkpoint, nodes=nodes, trees=FixedTrees(checkpoint.trees))
+    tree = _listed(file) if file is not None else RankTree.cartesian(_widths(branching or ""))
+    trees = FixedTrees({GREEDY: tree, SAMPLED: tree})
+    return Medusa.of(checkpoint, nodes=len(tree) if nodes is None else nodes, trees=trees)
 
 
-def _heads_folder(path: str | None) -> str | Path:
-    """Where heads lie; without a path the embedded ones, also called `embedded:medusa`."""
+def _redrafter(spec: _Spec, target: LanguageModel) -> Drafter:
+    _known(spec, ("beams", "length", "nodes", "sampled"))
+    sizes = {name: _whole(name, value) for name, value in spec.options.items() if name != "sampled"}
+    sampled = spec.options.get("sampled", "false")
+    if sampled not in ("true", "false"):
+        raise OptionError(f"sampled must be true (paths are drawn) or false (the likeliest beams), got {sampled!r}")
+    return Redrafter.load(_heads_folder("redrafter", spec.path), sampled=sampled == "true", **sizes)
+
+
+def _heads_folder(kind: str, path: str | None) -> str | Path:
+    """Where heads lie; without a path the embedded ones of a kind, as `embedded:medusa`."""
     prefix = "embedded:"
     if path is None or path.startswith(prefix):
-        return embedded_heads((path or "medusa").removeprefix(prefix))
+        return embedded_heads((path or kind).removeprefix(prefix))
     return path
 
 
@@ -170,4 +186,5 @@ _MAKERS: dict[str, Callable[[_Spec, LanguageModel], Drafter]] = {
     "prompt-lookup": _prompt_lookup,
     "draft": _draft,
     "medusa": _medusa,
+    "redrafter": _redrafter,
 }

@@ -8,7 +8,7 @@ from truedraft.errors import ModelNotFoundError, UnknownOptionError
 
 _FOLDER = Path(__file__).parent / "stdlib"
 _MODELS = ("target", "draft")
-_HEADS = ("medusa",)
+_HEADS = ("medusa", "redrafter")
 
 
 def embedded_folder(name: str) -> Path:

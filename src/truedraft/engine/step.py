@@ -206,6 +206,7 @@ class Step:
         before = len(request.tokens)
         shape: TreeShape = part.proposal.tree.shape
         accepted = request.emit(verdict, len(shape), shape.depth)
+        request.counters.listed_tokens += shape.listed
         path = verdict.path[:accepted]
         request.cache.commit([*range(part.fed), *(part.fed + node for node in path)])
         if broke and request.finish_reason is None:

@@ -1,32 +1,22 @@
-"""Heads on disk: one folder, which names the target that they were trained for.
-
-`config.json` holds the sizes and the target, `heads.safetensors` the weights, and `trees.json` the trees that were
-counted for them, beside what else was found out about them. `config.json` is written last, so that half a checkpoint
-is none.
-"""
+"""Medusa heads on disk: their files (see `storage`), and in `trees.json` their counted trees and what else is known."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.errors import ModelError, OptionError
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.original import is_original, load_original
+from truedraft.heads.storage import AGAIN, HeadFiles, NamedTarget, expanded, read_json
 
-_KIND = "medusa"
-_VERSION = 1
-_CONFIG, _WEIGHTS, _TREES = "config.json", "heads.safetensors", "trees.json"
-_FACTS = "facts"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FILES = HeadFiles("medusa", MedusaConfig, MedusaHeads)
+_TREES, _FACTS = "trees.json", "facts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +64,9 @@ def save_medusa(
     Raises:
         ModelError: the files cannot be written.
     """
-    path = Path(folder)
-    name = str(dtype).removeprefix("torch.")
-    record = {"kind": _KIND, "version": _VERSION, "target": {"name": target_name, "fingerprint": fingerprint}}
-    record |= {"dtype": name, **asdict(heads.config)}
-    weights = {part: weight.detach().to("cpu", dtype).contiguous() for part, weight in heads.state_dict().items()}
     counted = {kind: tree.as_dict() for kind, tree in trees.items()} | {_FACTS: dict(facts or {})}
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / _CONFIG).unlink(missing_ok=True)
-        save_file(weights, path / _WEIGHTS)
-        (path / _WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner can read
-        (path / _TREES).write_text(json.dumps(counted) + "\n", encoding="utf-8")
-        (path / _CONFIG).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write the heads into {str(path)!r} ({error}); make room, or name another folder"
-        ) from error
+    target = NamedTarget(target_name, fingerprint)
+    _FILES.save(Path(folder), heads, heads.config, target, {_TREES: counted}, dtype)
 
 
 def load_medusa(folder: Path | str) -> MedusaCheckpoint:
@@ -98,78 +74,16 @@ def load_medusa(folder: Path | str) -> MedusaCheckpoint:
 
     Raises:
         ModelNotFoundError: there is no such folder, or no heads in it.
-        ModelError: a file is damaged, or does not fit the others.
+        ModelError: a file is damaged, does not fit the others, or holds a recurrent drafter.
     """
-    try:
-        path = Path(folder).expanduser()
-    except RuntimeError as error:
-        raise ModelNotFoundError(f"there is no home for the ~ of {str(folder)!r}; check the path") from error
+    path = expanded(folder)
     if is_original(path):
         return MedusaCheckpoint(*load_original(path))
-    if not path.is_dir():
-        raise ModelNotFoundError(f"there is no folder {str(folder)!r} with Medusa heads; check the path")
-    if not (path / _CONFIG).is_file():
-        raise ModelNotFoundError(
-            f"the folder {str(folder)!r} has no {_CONFIG}, so it holds no Medusa heads; name one that `truedraft train "
-            "medusa` wrote"
-        )
-    record = _read_json(path / _CONFIG)
-    config, target, dtype = _checked(record, path / _CONFIG)
-    heads = _read_heads(path / _WEIGHTS, config, dtype)
-    counted = _read_json(path / _TREES)
+    heads, target = _FILES.load(path)
+    counted = read_json(path / _TREES)
     facts = counted.pop(_FACTS, {})
     try:
         trees = {kind: RankTree.of(tree) for kind, tree in counted.items()}
     except (OptionError, TypeError) as error:
-        raise ModelError(f"{str(path / _TREES)!r} is damaged ({error}); fetch or train the heads again") from error
-    return MedusaCheckpoint(heads, str(target["name"]), str(target["fingerprint"]), trees, facts)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(f"{str(path)!r} is missing; fetch or train the heads again") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {str(path)!r} ({error}); fetch or train the heads again") from error
-    if not isinstance(record, dict):
-        raise ModelError(f"{str(path)!r} does not hold a JSON object; fetch or train the heads again")
-    return record
-
-
-def _checked(record: dict[str, Any], path: Path) -> tuple[MedusaConfig, dict[str, Any], torch.dtype]:
-    """Sizes, target and dtype of a config.json that is ours."""
-    kind, version = record.get("kind"), record.get("version")
-    if kind != _KIND:
-        raise ModelError(
-            f"{str(path)!r} is not of Medusa heads (its kind is {kind!r}); name a folder with Medusa heads"
-        )
-    if version != _VERSION:
-        raise ModelError(
-            f"{str(path)!r} is of version {version!r}, and this truedraft reads version {_VERSION}; train the heads "
-            "again, or install the truedraft that wrote them"
-        )
-    try:
-        config = MedusaConfig(**{each.name: record[each.name] for each in fields(MedusaConfig)})
-        target = {"name": record["target"]["name"], "fingerprint": record["target"]["fingerprint"]}
-        return config, target, _DTYPES[record["dtype"]]
-    except (KeyError, TypeError, OptionError) as error:
-        raise ModelError(f"{str(path)!r} is damaged ({error}); fetch or train the heads again") from error
-
-
-def _read_heads(path: Path, config: MedusaConfig, dtype: torch.dtype) -> MedusaHeads:
-    """Heads with all of their weights and no others."""
-    if not path.is_file():
-        raise ModelNotFoundError(f"{str(path)!r} is missing; fetch or train the heads again")
-    with torch.device("meta"):
-        heads = MedusaHeads(config)
-    try:
-        weights = load_file(path)
-        heads.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, strict=True, assign=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"{str(path)!r} is damaged, or not of the sizes that {_CONFIG} names ({reason}); fetch or train the heads "
-            "again"
-        ) from error
-    return heads.eval().requires_grad_(False)
+        raise ModelError(f"{str(path / _TREES)!r} is damaged ({error}); {AGAIN}") from error
+    return MedusaCheckpoint(heads, target.name, target.fingerprint, trees, facts)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, pad, silu
 from truedraft.heads.medusa import MedusaHead, MedusaHeads, scaled_embedding
 from truedraft.models.base import HeadRun, LanguageModel
 from truedraft.models.packed_linear import PackedLinear, can_pack
-from truedraft.models.ranking import largest_ids
+from truedraft.models.ranking import Likeliest
 
 # Kernels treat very short products differently, and a row must not depend on how many share its product.
 _LEAST_ROWS = 4
@@ -34,7 +34,7 @@ class MedusaRunner:
         self._run: HeadRun = run or _Plain(used, target)
 
     @torch.inference_mode()
-    def largest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> Tensor:
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> Likeliest:
         """The guesses of the first `depth` heads.
 
         Args:
@@ -44,8 +44,7 @@ class MedusaRunner:
             tokens: `[rows]`, int64: those drawn from the vectors; heads that do not read tokens need none.
 
         Returns:
-            Token ids `[depth, rows, ranks]`, int64, on the target's device, the likeliest first; of equal logits the
-            lowest id first.
+            The likeliest ids `[depth, rows, ranks]`, on the target's device.
         """
         if self._token is not None:
             assert tokens is not None, "these heads read tokens"
@@ -66,8 +65,8 @@ class _Plain:
         self._later = [[_placed([head.linears[j]], target) for head in heads] for j in range(1, layers)]
         self._outputs = [_placed([head.output], target) for head in heads if head.output is not None]
 
-    def __call__(self, hidden: Tensor, depth: int, ranks: int) -> Tensor:
-        """See `MedusaRunner.largest`."""
+    def __call__(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+        """See `MedusaRunner.likeliest`."""
         rows, width = hidden.shape
         hidden = pad(hidden, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
         steps = self._first(hidden).view(len(hidden), self._heads, width)[:, :depth]
@@ -77,11 +76,11 @@ class _Plain:
             vectors = torch.stack([x + silu(layer(x.contiguous())) for x, layer in pairs])
         if not self._outputs:
             flat = vectors[:, :rows].reshape(depth * rows, width)
-            return self._target.largest(flat, ranks).view(depth, rows, ranks)
+            return self._target.likeliest(flat, ranks).view(depth, rows)
         vocab, finish = self._target.vocab_size, self._target.finish_logits
         outputs = zip(vectors, self._outputs, strict=False)
         logits = torch.stack([finish(output(x.contiguous())[:rows, :vocab]) for x, output in outputs])
-        return largest_ids(logits.flatten(0, 1), ranks).view(depth, rows, ranks)
+        return Likeliest.of(logits.flatten(0, 1), ranks).view(depth, rows)
 
 
 def _placed(layers: Sequence[nn.Linear], target: LanguageModel) -> Callable[[Tensor], Tensor]:

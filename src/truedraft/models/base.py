@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.ranking import largest_ids
+from truedraft.models.ranking import Likeliest
 from truedraft.text.tokenizer import Tokenizer
 
-HeadRun: TypeAlias = Callable[[Tensor, int, int], Tensor]
+HeadRun: TypeAlias = Callable[[Tensor, int, int], Likeliest]
 """See `LanguageModel.shared_heads`."""
 
 
@@ -124,26 +124,23 @@ class LanguageModel(ABC):
         """
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could share")
 
-    def largest(self, vectors: Tensor, count: int) -> Tensor:
-        """The `count` ids with the largest logits of `unembed`, the largest first; ties to the lowest id.
-
-        Returns:
-            `[rows, count]`, int64.
+    def likeliest(self, vectors: Tensor, count: int) -> Likeliest:
+        """The `count` likeliest ids by the logits of `unembed`, `[rows, count]`; a row does not depend on the others.
 
         Raises:
             UnsupportedModelError: as `unembed`.
         """
-        return largest_ids(self.unembed(vectors), count)
+        return Likeliest.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """Residual heads x + SiLU(W x + b) that end in the LM head, where the model runs them faster than by `largest`.
+        """Residual heads x + SiLU(W x + b) that end in the LM head, where the model has a faster way than `likeliest`.
 
         Args:
             blocks: the linear layers of each head, as many of each, `head_width` wide; their weights are copied.
 
         Returns:
-            A function of vectors `[rows, head_width]`, a number of heads and a number of ranks, that gives the ids
-            `[heads, rows, ranks]` which the first heads rank highest; None where there is none.
+            A function of vectors `[rows, head_width]`, a number of heads and a number of ranks, that gives the
+            likeliest ids `[heads, rows, ranks]` by the first heads; None where there is none.
         """
         return None
 

@@ -15,16 +15,23 @@ from truedraft.cache import CachePool
 from truedraft.models.base import Segment
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.plan import ForwardPlan
-from truedraft.models.ranking import largest_ids
+from truedraft.models.ranking import Likeliest
 
 
 class SharedHeads(Protocol):
     """Residual heads x + SiLU(W x + b) that end in a model's LM head."""
 
-    def largest(self, hidden: Tensor, depth: int, ranks: int, vocab: int) -> Tensor:
-        """Ids `[depth, rows, ranks]` for vectors `[rows, width]`, by the first `depth` heads, the likeliest first.
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int, vocab: int, factor: float) -> Likeliest:
+        """The likeliest of the first `vocab` ids by the first `depth` heads, `[depth, rows, ranks]`.
 
-        A row's guesses depend on it alone; of equal logits the lowest id comes first.
+        A row's guesses depend on it alone.
+
+        Args:
+            hidden: vectors `[rows, width]`.
+            depth: at most as many as there are heads.
+            ranks: ids of each head and row.
+            vocab: ids that exist.
+            factor: what the model multiplies its logits by.
         """
         ...
 
@@ -84,16 +91,15 @@ class Body(ABC):
             `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
         """
 
-    def largest(self, vectors: Tensor, count: int, vocab: int) -> Tensor:
-        """Of the first `vocab` ids the `count` that `unembed` gives the largest logits; ties to the lowest id.
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+        """Of the first `vocab` ids the likeliest `[rows, count]` by `factor` times the logits of `unembed`.
 
-        Returns:
-            `[rows, count]`, int64, the largest first.
+        A row does not depend on the others.
         """
-        return largest_ids(self.unembed(vectors)[:, :vocab], count)
+        return Likeliest.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> SharedHeads | None:
-        """Residual heads that end in the LM head, where the body runs them faster than by `largest`; else None.
+        """Residual heads that end in the LM head, where the body runs them faster than by `likeliest`; else None.
 
         Args:
             blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.

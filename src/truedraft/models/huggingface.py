@@ -20,6 +20,7 @@ from truedraft.models.fingerprint import can_be_read_from, fingerprint_of
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.padding import is_padded, padding_note_of, unpadded_width
 from truedraft.models.probe import probe_patterns
+from truedraft.models.ranking import Likeliest
 from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
 
@@ -128,22 +129,24 @@ class HuggingFaceModel(LanguageModel):
         return self._unembed(vectors)
 
     @torch.inference_mode()
-    def largest(self, vectors: Tensor, count: int) -> Tensor:
-        """See `LanguageModel.largest`; what `finish_logits` does keeps the order."""
+    def likeliest(self, vectors: Tensor, count: int) -> Likeliest:
+        """See `LanguageModel.likeliest`."""
+        if self._finish.cap is not None:  # bodies know a factor alone
+            return Likeliest.of(self.unembed(vectors), count)
         self._check_finish()
         with self._lock:
-            return self._body.largest(vectors, count, self.vocab_size)
+            return self._body.likeliest(vectors, count, self.vocab_size, self._finish.factor)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
         """See `LanguageModel.shared_heads`."""
         self._check_finish()
-        heads = self._body.shared_heads(blocks)
+        heads = self._body.shared_heads(blocks) if self._finish.cap is None else None
         if heads is None:
             return None
 
-        def run(hidden: Tensor, depth: int, ranks: int) -> Tensor:
+        def run(hidden: Tensor, depth: int, ranks: int) -> Likeliest:
             with self._lock:
-                return heads.largest(hidden, depth, ranks, self.vocab_size)
+                return heads.likeliest(hidden, depth, ranks, self.vocab_size, self._finish.factor)
 
         return run
 

@@ -156,7 +156,7 @@ class Paths:
         return self.tails.shape[0]
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
     """The paths of a tree of which nodes from `written` on are new."""
     new = range(written, len(shape))
@@ -204,7 +204,7 @@ def layout_of(
     return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def _later_nodes(chain: TreeShape, written: int, device: torch.device) -> Tensor:
     """Which slots from its first node on each new node of a chain may not see: bool `[new, slots of any span]`."""
     row = torch.arange(written, len(chain), device=device)

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_LOW = (1 << 32) - 1
+from truedraft.core.ordering import first_by_value
+
 _BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The likeliest token ids of some laws, the likeliest first; of equal ones the lowest id first.
+
+    Attributes:
+        ids: `[..., count]`, int64.
+        log_probs: `[..., count]`, float32: logs of their probabilities under the whole law, at temperature 1.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, count: int) -> Likeliest:
+        """Of laws given by logits `[rows, vocab]`, computed in float32."""
+        ids = largest_ids(logits, count)
+        logits = logits.float()
+        # One long row alone is summed in parts by several threads, and rounds otherwise than among others.
+        total = (logits if len(logits) > 1 else logits.expand(2, -1).contiguous()).logsumexp(dim=-1, keepdim=True)
+        return cls(ids, logits.gather(-1, ids) - total[: len(ids)])
+
+    def view(self, *shape: int) -> Likeliest:
+        """The same in another shape `[*shape, count]`."""
+        return Likeliest(self.ids.view(*shape, -1), self.log_probs.view(*shape, -1))
 
 
 def largest_ids(logits: Tensor, count: int) -> Tensor:
@@ -27,16 +56,7 @@ def largest_ids(logits: Tensor, count: int) -> Tensor:
     blocks = logits.view(rows, -(-vocab // _BLOCK), _BLOCK)
     # Whoever is among the `count` first is in one of the `count` first blocks, by their largest and then their number.
     number = torch.arange(blocks.shape[1], device=logits.device).expand(rows, -1)
-    chosen = _first(blocks.amax(dim=-1), number, min(count, blocks.shape[1]))
+    chosen = first_by_value(blocks.amax(dim=-1), min(count, blocks.shape[1]), number)
     kept = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
     ids = chosen[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)
-    return _first(kept, ids.flatten(1), count)
-
-
-def _first(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """The ids with the largest values, float32, ties to the lowest id; both `[rows, n]`, n at least `count`."""
-    bits = (values + 0.0).view(torch.int32)  # the sum makes -0 a 0
-    # As whole numbers, floats rise with their bits, but negative ones fall; their lower 31 bits are turned over.
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (rising.long() << 32) | (_LOW - ids)
-    return _LOW - (keys.topk(count, dim=-1).values & _LOW)
+    return first_by_value(kept, count, ids.flatten(1))

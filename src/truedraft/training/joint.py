@@ -19,21 +19,23 @@ from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
 from truedraft.training.adapters import adapters_off, merged, rank_for, with_adapters
 from truedraft.training.blocks import BlockSampler, stream_hash
-from truedraft.training.head_loop import heads_optimizer, identity_of_schedule
+from truedraft.training.head_config import schedule_of
+from truedraft.training.head_loop import identity_of_schedule
 from truedraft.training.head_loss import HeadLoss
 from truedraft.training.identity import identity_of, weights_fingerprint
+from truedraft.training.lessons import Goal, Lesson
 from truedraft.training.loop import Phase, TrainingLoop
 from truedraft.training.losses import ForwardKL
-from truedraft.training.medusa_config import schedule_of
 from truedraft.training.objectives import law_gradient
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
 from truedraft.training.records import write_run_record
+from truedraft.training.trainee import heads_optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from truedraft.heads.medusa import MedusaHeads
     from truedraft.training.medusa_config import MedusaTrainingConfig
+    from truedraft.training.medusa_trainee import MedusaTrainee
     from truedraft.training.self_text import SelfText
 
 
@@ -45,7 +47,7 @@ class JointModel(nn.Module):
         heads: warmed up.
     """
 
-    def __init__(self, backbone: nn.Module, heads: MedusaHeads) -> None:
+    def __init__(self, backbone: nn.Module, heads: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
         self.heads = heads
@@ -111,14 +113,18 @@ class JointObjective:
 
     Args:
         backbone: the target.
-        heads: of it.
-        loss: of the heads, towards the target's law before training.
+        trainee: heads of it.
+        goal: what they learn from its tokens and laws before training.
+        loss: of the heads.
         heads_share: lambda_0 of the paper.
     """
 
-    def __init__(self, backbone: Backbone, heads: MedusaHeads, loss: HeadLoss, heads_share: float) -> None:
+    def __init__(
+        self, backbone: Backbone, trainee: MedusaTrainee, goal: Goal, loss: HeadLoss, heads_share: float
+    ) -> None:
         self._backbone = backbone
-        self._heads = heads
+        self._trainee = trainee
+        self._goal = goal
         self._loss = loss
         self._heads_share = heads_share
 
@@ -127,13 +133,16 @@ class JointObjective:
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         before = self._backbone.logits_before(inputs)
         logits, hidden = self._backbone.run(inputs)
-        reach = self._heads.config.heads
+        reach = self._trainee.reach
         rows = torch.arange(len(labels), device=batch.device).view(inputs.shape)
         places = rows[:, : inputs.shape[1] - reach].flatten()
-        vectors = self._heads.vectors(hidden[places].float(), self._backbone.lm_head.embed(labels[places]))
-        of_heads, values = self._loss.gradient(
-            vectors, places, labels, lambda some: before[some], scale * self._heads_share
-        )
+        read = labels[places[:, None] + torch.arange(reach, device=batch.device)]
+        vectors = self._trainee.vectors(hidden[places].float(), read)
+
+        def lesson_of(some: slice) -> Lesson:
+            return self._goal.lesson(labels[some], lambda: before[some])
+
+        of_heads, values = self._loss.gradient(vectors, places, lesson_of, scale * self._heads_share)
         of_law, kept = law_gradient(logits, before, labels, ForwardKL(), scale)
         torch.autograd.backward([logits, vectors], [of_law, of_heads])
         heads = values.pop("loss")
@@ -149,7 +158,7 @@ def joint_stream(text: SelfText, separator: int) -> NDArray[np.uint32]:
 def joint_loop(
     config: MedusaTrainingConfig,
     backbone: Backbone,
-    heads: MedusaHeads,
+    trainee: MedusaTrainee,
     fingerprint: str,
     stream: NDArray[np.uint32],
     folder: Path,
@@ -159,7 +168,7 @@ def joint_loop(
     Args:
         config: what decides it.
         backbone: the target.
-        heads: warmed up, on the configured device.
+        trainee: heads, warmed up, on the configured device.
         fingerprint: of the target before.
         stream: what it wrote, see `joint_stream`.
         folder: for checkpoint, log and record.
@@ -173,20 +182,17 @@ def joint_loop(
     numbers = {name: value for name, value in identity_of(config).items() if name.split(".")[0] in _DECISIVE}
     identity = numbers | identity_of_schedule(schedule)
     identity |= {"joint.lora_rank": backbone.rank, "target": fingerprint, "data_sha256": stream_hash(stream)}
-    identity["start_from"] = weights_fingerprint(heads)
+    identity["start_from"] = weights_fingerprint(trainee.module)
     identity.pop("joint.steps")
     sequences = max(1, joint.tokens_per_step // joint.length)
     adapters = [weight for weight in backbone.module.parameters() if weight.requires_grad] if backbone.rank else []
     loop = TrainingLoop(
-        model=JointModel(backbone.module, heads),
+        model=JointModel(backbone.module, trainee.module),
         optimizer=SeparateOptimizers(
-            heads_optimizer(heads, joint.heads), MixedOptimizer(backbone.module, joint.backbone, adapters)
+            heads_optimizer(trainee, joint.heads), MixedOptimizer(backbone.module, joint.backbone, adapters)
         ),
         objective=JointObjective(
-            backbone,
-            heads,
-            HeadLoss(heads, backbone.lm_head, decay=config.head_decay, law_share=config.law_share),
-            joint.heads_share,
+            backbone, trainee, config.goal, HeadLoss(trainee, decay=config.place_decay), joint.heads_share
         ),
         phases=[Phase(schedule.total_steps, BlockSampler(stream, joint.length, config.seed), sequences, sequences)],
         schedule=schedule,
@@ -198,7 +204,7 @@ def joint_loop(
     return loop
 
 
-_DECISIVE = frozenset({"heads", "layers", "tied", "law_share", "head_decay", "joint", "seed"})
+_DECISIVE = frozenset({"heads", "layers", "tied", "law_share", "place_decay", "joint", "seed"})
 
 
 @contextlib.contextmanager

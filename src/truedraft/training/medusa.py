@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from truedraft.errors import DataError
 from truedraft.models.loading import load_model
 from truedraft.training.adapters import check_adapters, rank_for
+from truedraft.training.head_job import WORK, HeadJob, OnProgress, prompts_for, write_texts
+from truedraft.training.head_training import train_heads
 from truedraft.training.medusa_config import MedusaTrainingConfig
-from truedraft.training.medusa_job import WORK, MedusaJob, OnProgress, write_texts
+from truedraft.training.medusa_kind import MedusaKind
 from truedraft.training.medusa_results import MedusaResult
-from truedraft.training.prompts import PromptSets, split_prompts
-from truedraft.training.stage_one import train_heads
+from truedraft.training.prompts import PromptSets
 from truedraft.training.stage_two import train_jointly
-from truedraft.training.standard_library import standard_library_prompts
-from truedraft.training.texts import read_texts
-from truedraft.training.tokenizer import load_tokenizer
-
-_EMBEDDED_TARGET = "embedded:target"
 
 
 def train_medusa(
@@ -53,8 +48,7 @@ def train_medusa(
         TrainingError: the loss is not finite, or files cannot be written.
     """
     config = config or MedusaTrainingConfig()
-    prompts = data if isinstance(data, PromptSets) else prompts_for(target, data, held_out, config)
-    job = MedusaJob(str(target), prompts, config, on_progress)
+    job = HeadJob(str(target), prompts_for(target, data, held_out, config), config, on_progress)
     model = load_model(target, device=config.device)
     rank = config.joint.lora_rank
     if config.stage == 2 and (rank_for(model.parameters) if rank is None else rank):
@@ -63,25 +57,5 @@ def train_medusa(
     del model  # training needs the LM head alone
     if config.stage == 2:
         return train_jointly(job, text, out)
-    return train_heads(job, text, out, out / WORK)
-
-
-def prompts_for(
-    target: str | Path, data: Sequence[Path], held_out: Sequence[Path], config: MedusaTrainingConfig
-) -> PromptSets:
-    """Prompts cut from files, or without any, for the embedded target, from the standard library.
-
-    Raises:
-        DataError: there are no files and the target is another, or they cannot be used.
-        ModelError: the target has no tokenizer.
-    """
-    if not data and str(target) != _EMBEDDED_TARGET:
-        raise DataError(
-            f"there is no text to cut prompts for {str(target)!r} from; name at least one file like what it will be "
-            "used for with --data FILE"
-        )
-    tokenizer = load_tokenizer(target)
-    if not data:
-        return standard_library_prompts(tokenizer, config.prompts, config.prompt_tokens)
-    others = read_texts(held_out) if held_out else ()
-    return split_prompts(read_texts(data), others, tokenizer, config.prompts, config.prompt_tokens)
+    trained, effort = train_heads(job, MedusaKind(config), text, out, out / WORK)
+    return MedusaResult(out, trained, effort)

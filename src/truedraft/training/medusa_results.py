@@ -17,7 +17,7 @@ class TrainedHeads:
     """What heads are worth after a stage.
 
     Attributes:
-        trees: for "greedy" and "sampled" requests.
+        trees: for "greedy" and "sampled" requests, with what each kind of trees promises.
         served: acceptance, measured in the engine on prompts that neither training nor trees have seen.
     """
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,13 +22,13 @@ from torch import Tensor
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.errors import DataError, OptionError
 from truedraft.theory import expected_tokens_if_independent, expected_tokens_of_paths
+from truedraft.training.guesses import LOGITS, guesses_along, true_ranks
 from truedraft.training.traces import Trace
+from truedraft.training.walks import Walk
 
 if TYPE_CHECKING:
     from truedraft.heads.medusa import MedusaHeads
     from truedraft.models.lm_head import LmHead
-
-_LOGITS = 1 << 24  # at once: 64 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,11 @@ class RankTable:
     def __len__(self) -> int:
         """Number of positions."""
         return self.ranks.shape[0]
+
+    @property
+    def walk(self) -> Walk:
+        """Along the traces."""
+        return Walk(self.starts, self.stops)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -100,21 +104,11 @@ class RankTable:
 
     def visited(self, tree: RankTree) -> Tensor:
         """Rows `[steps]` at which decoding with this tree starts its steps."""
-        lengths = (self.accepted(tree) + 1).tolist()
-        rows: list[int] = []
-        for first, end in itertools.pairwise(self.starts):
-            place = first
-            while place < end:
-                rows.append(place)
-                place += lengths[place]
-        return torch.tensor(rows, dtype=torch.int64)
+        return self.walk.visited(self.accepted(tree))
 
     def replay(self, tree: RankTree) -> float:
-        """Mean acceptance length of decoding these traces with the tree: tokens emitted per target call.
-
-        Exact at temperature 0, and for traces drawn at the temperature of use. NaN where no trace has two tokens.
-        """
-        return (len(self) - self.stops) / len(self.visited(tree)) if len(self) else math.nan
+        """Mean acceptance length of decoding these traces with the tree; see `Walk.mean_length`."""
+        return self.walk.mean_length(self.accepted(tree))
 
     def frequencies(self, rows: Tensor) -> dict[RankPath, float]:
         """For each path of ranks that occurs, the share of `rows` at which the true continuation follows it."""
@@ -191,7 +185,7 @@ def most_frequent(frequencies: dict[RankPath, float], nodes: int) -> RankTree:
 
 
 def count_rank_paths(
-    heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], *, ranks: int = 10, logits_at_once: int = _LOGITS
+    heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], *, ranks: int = 10, logits_at_once: int = LOGITS
 ) -> PathCounts:
     """Rank the true continuations of traces under Medusa heads, and count their rank paths.
 
@@ -209,67 +203,25 @@ def count_rank_paths(
     return PathCounts.of(rank_table(heads, lm_head, traces, ranks=ranks, logits_at_once=logits_at_once))
 
 
-@torch.no_grad()
 def rank_table(
-    heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], *, ranks: int = 10, logits_at_once: int = _LOGITS
+    heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], *, ranks: int = 10, logits_at_once: int = LOGITS
 ) -> RankTable:
     """The ranks of true tokens at every position of some traces; arguments as in `count_rank_paths`.
 
     Raises:
         OptionError: ranks below 1, or so many that paths cannot be numbered.
     """
-    count, vocab = heads.config.heads, heads.config.vocab_size
+    count = heads.config.heads
     if ranks < 1 or ranks**count >= 1 << 62:
         raise OptionError(f"ranks must be 1 or more, and ranks ** heads below 2 ** 62; got {ranks} and {count} heads")
-    weight = next(heads.parameters())
-    rows = max(1, logits_at_once // (count * vocab))
-    found = []
-    for hidden, drawn, tokens in _chunks(traces, count, rows):
-        embedded = lm_head.embed(drawn.to(weight.device))
-        logits = heads.logits(hidden.to(weight.device, weight.dtype), lm_head, lm_head.finish, embedded)
-        found.append(_ranks(logits, tokens.T.to(weight.device)).T.clamp(max=ranks).cpu())
-    table = torch.cat(found) if found else torch.zeros(0, count, dtype=torch.int64)
-    starts = tuple(itertools.accumulate((trace.steps for trace in traces), initial=0))
-    stops = sum(trace.stopped and trace.steps > 0 for trace in traces)
-    return RankTable(table, starts, ranks, stops)
-
-
-_Chunk: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Positions: their vectors `[rows, width]`, the tokens `[rows]` drawn from these, and those behind `[rows, heads]`; -1
-where none is drafted."""
-
-
-def _chunks(traces: Sequence[Trace], heads: int, rows: int) -> Iterator[_Chunk]:
-    """Positions of all traces, a number of them at a time."""
-    waiting: list[_Chunk] = []
-    size = 0
-    for trace in traces:
-        for first in range(0, trace.steps, rows):
-            places = torch.arange(first, min(first + rows, trace.steps))
-            if size + len(places) > rows and waiting:
-                yield _together(waiting)
-                waiting, size = [], 0
-            after = places[:, None] + 1 + torch.arange(heads)
-            inside = after < trace.steps  # the last token is never drafted: the step that emits it ends the answer
-            tokens = torch.where(inside, trace.tokens.cpu()[after.clamp(max=trace.steps)], -1)
-            here = slice(first, first + len(places))
-            waiting.append((trace.hidden[here], trace.tokens[here], tokens))
-            size += len(places)
-    if waiting:
-        yield _together(waiting)
-
-
-def _together(parts: Sequence[_Chunk]) -> _Chunk:
-    hidden, drawn, tokens = zip(*parts, strict=True)
-    return torch.cat(hidden), torch.cat(drawn), torch.cat(tokens)
-
-
-def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """How many ids rank before each token: `[heads, rows]` from `[heads, rows, vocab]`; the vocabulary for token -1."""
-    own = logits.gather(-1, tokens.clamp(min=0)[..., None])
-    before = torch.arange(logits.shape[-1], device=logits.device) < tokens[..., None]
-    ahead = (logits > own).sum(-1) + ((logits == own) & before).sum(-1)
-    return torch.where(tokens < 0, logits.shape[-1], ahead)
+    found = [
+        true_ranks(logits, tokens).clamp(max=ranks).cpu()
+        for logits, tokens in guesses_along(heads, lm_head, traces, logits_at_once)
+    ]
+    walk = Walk.along(traces)
+    return RankTable(
+        torch.cat(found) if found else torch.zeros(0, count, dtype=torch.int64), walk.starts, ranks, walk.stops
+    )
 
 
 def _code(path: RankPath, limit: int) -> int:

@@ -24,6 +24,7 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.training.identity import identity_of
 from truedraft.training.prompts import prompts_hash
 from truedraft.training.self_text import SelfText, SelfTextFiles, Written
+from truedraft.training.threads import ThreadTrial
 
 _CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
 
@@ -93,12 +94,14 @@ def write_self_text(
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
     writer = _Writer(target, _fitting(prompts, target, config), config, files)
+    trial = ThreadTrial(target.device)
     on_progress(len(files.records), len(prompts))
     try:
         while len(files.records) < len(prompts):
-            if writer.step():
+            if trial.run(writer.step):
                 on_progress(len(files.records), len(prompts))
     finally:
+        trial.stop()
         writer.stop()
     return files.read()
 

@@ -1,4 +1,4 @@
-"""The mean acceptance length of heads, measured in the very engine that serves them."""
+"""The mean acceptance length of Medusa heads, measured in the very engine that serves them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from truedraft.core.counters import Counters
-from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
-from truedraft.engine import Engine
-from truedraft.errors import TrainingError
+from truedraft.training.acceptance import count_answers
 from truedraft.training.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree
 
 if TYPE_CHECKING:
     from truedraft.heads.medusa import MedusaHeads
     from truedraft.models.base import LanguageModel
 
-
-_TOKENS = 128  # of an answer, half the context at the most
+LIKELIEST, COUNTED = "likeliest", "counted"
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What heads brought at one temperature with one number of nodes.
+    """What heads brought at one temperature with one kind of trees and one number of nodes.
 
     Attributes:
         temperature: of the requests.
-        nodes: of the tree.
+        trees: "likeliest", chosen at each step, or "counted", one for all.
+        nodes: of the trees.
         mean_acceptance_length: emitted tokens per target call, measured.
-        promised: the same, as the tree promised it on the text on which it was counted.
+        promised: the same, as replayed on the text on which the trees were counted.
         target_calls: that were measured.
         emitted_tokens: by them.
     """
 
     temperature: float
+    trees: str
     nodes: int
     mean_acceptance_length: float
     promised: float
@@ -46,6 +45,16 @@ class Served:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one round over the prompts measures."""
+
+    temperature: float
+    trees: str
+    nodes: int
+    promised: float
+
+
 def measure_served(
     target: LanguageModel,
     heads: MedusaHeads,
@@ -54,7 +63,7 @@ def measure_served(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Served]:
-    """Answer the prompts, greedily and at temperature 1, with small and large trees.
+    """Answer the prompts, greedily and at temperature 1, with small and large trees of both kinds.
 
     Args:
         target: the heads'.
@@ -67,26 +76,24 @@ def measure_served(
         TrainingError: the engine failed.
         CompositionError: the heads do not fit the target.
     """
-    max_tokens = min(_TOKENS, target.context_length // 2)
-    rounds = [
-        (kind, temperature, nodes)
-        for kind, temperature in TREE_TEMPERATURES.items()
-        for nodes in sorted({min(budget, len(trees[kind].tree)) for budget in BUDGETS})
-    ]
+    ways: dict[str, GuessTrees] = {
+        LIKELIEST: LikeliestTrees(heads.config.heads),
+        COUNTED: FixedTrees({kind: counted.tree for kind, counted in trees.items()}),
+    }
+    rounds = [each for kind, temperature in TREE_TEMPERATURES.items() for each in _rounds(trees[kind], temperature)]
     found = []
-    drafter = Medusa(heads, {kind: counted.tree for kind, counted in trees.items()})
-    for number, (kind, temperature, nodes) in enumerate(rounds):
+    for number, each in enumerate(rounds):
         on_progress(number, len(rounds))
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
-        engine = Engine(target, drafter.with_nodes(nodes))
-        most = target.context_length - max_tokens
-        stats = Counters()
-        for answer in engine.generate([list(prompt)[-most:] for prompt in prompts], params):
-            if answer.error is not None or answer.warnings:
-                raise TrainingError(f"an answer with the trained heads failed: {answer.error or answer.warnings[0]}")
-            stats = stats + answer.stats
-        promised = trees[kind].promised(nodes)
-        length = stats.mean_acceptance_length
-        found.append(Served(temperature, nodes, length, promised, stats.target_calls, stats.emitted_tokens))
+        stats = count_answers(target, Medusa(heads, ways[each.trees], nodes=each.nodes), prompts, each.temperature)
+        measured = (stats.mean_acceptance_length, each.promised, stats.target_calls, stats.emitted_tokens)
+        found.append(Served(each.temperature, each.trees, each.nodes, *measured))
     on_progress(len(rounds), len(rounds))
     return found
+
+
+def _rounds(counted: CountedTree, temperature: float) -> list[_Round]:
+    sizes = sorted({min(nodes, len(counted.tree)) for nodes in BUDGETS})
+    return [
+        *(_Round(temperature, LIKELIEST, nodes, counted.promised_by_likeliest(nodes)) for nodes in BUDGETS),
+        *(_Round(temperature, COUNTED, nodes, counted.promised(nodes)) for nodes in sizes),
+    ]

@@ -26,12 +26,14 @@ class Pack:
         hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
         tokens: `[rows]`, int64: the token that was drawn from each.
         places: `[positions]`, int64, rising: the rows at which heads guess; behind each there are as many rows of the
-            same answer as there are heads.
+            same answer as heads reach.
+        rows: `[rows]`: which rows of the text these are.
     """
 
     hidden: Tensor
     tokens: Tensor
     places: Tensor
+    rows: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class WindowSampler:
 
     Attributes:
         text: what the target wrote.
-        heads: how many tokens after the next are guessed.
+        reach: how many tokens after the next are guessed.
         length: positions of a window; the last of an answer has fewer.
         seed: of the order.
 
@@ -51,7 +53,7 @@ class WindowSampler:
     """
 
     text: SelfText
-    heads: int
+    reach: int
     length: int
     seed: int
 
@@ -60,17 +62,18 @@ class WindowSampler:
         if not len(self.windows):
             longest = max((len(record.answer) for record in self.text.records), default=0)
             raise DataError(
-                f"the longest answer of the target has {longest} tokens, and {self.heads} heads learn from answers of "
-                f"at least {self.heads + 1}: let it write longer answers, or train fewer heads"
+                f"the longest answer of the target has {longest} tokens, and heads that reach {self.reach} tokens "
+                f"ahead learn from answers of at least {self.reach + 1}: let it write longer answers, or let them "
+                "reach less far"
             )
 
     @cached_property
     def windows(self) -> NDArray[np.int64]:
         """For each window its first row and its number of positions: `[windows, 2]`."""
         found = [
-            (row, min(self.length, end - self.heads - row))
+            (row, min(self.length, end - self.reach - row))
             for first, end in itertools.pairwise(self.text.starts)
-            for row in range(first, end - self.heads, self.length)
+            for row in range(first, end - self.reach, self.length)
         ]
         return np.array(found, dtype=np.int64).reshape(-1, 2)
 
@@ -95,16 +98,17 @@ class WindowSampler:
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.windows))
 
 
-def pack(text: SelfText, windows: Tensor, heads: int) -> Pack:
+def pack(text: SelfText, windows: Tensor, reach: int) -> Pack:
     """The rows of some windows `[count, 2]`, on the device of `windows`."""
     rows, places, end = [], [], 0
     for first, count in windows.tolist():
-        rows.append(np.arange(first, first + count + heads))
+        rows.append(np.arange(first, first + count + reach))
         places.append(np.arange(end, end + count))
-        end += count + heads
+        end += count + reach
     chosen = np.concatenate(rows)
     return Pack(
         text.hidden(chosen).to(windows.device),
         torch.from_numpy(text.tokens[chosen]).to(windows.device),
         torch.from_numpy(np.concatenate(places)).to(windows.device),
+        chosen,
     )

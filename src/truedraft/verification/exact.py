@@ -1,4 +1,7 @@
-"""The exact law of what a rule emits, by recursion over its one-node kernel, on tiny vocabularies."""
+"""The exact law of what a rule emits, by recursion over its kernel, on tiny vocabularies.
+
+The kernel is that of one node, and beside it, for a rule that judges blocks, that of a block.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from torch import Tensor
 
 from truedraft.core import laws as L
 from truedraft.core.proposals import DrawKind
+from truedraft.verification.block import BlockVerification
+from truedraft.verification.block_looks import is_joint
 from truedraft.verification.rule import DrawnToken, Rule
 
 Prefix = tuple[int, ...]
@@ -40,7 +45,7 @@ def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict
     Siblings' subtrees are independent, so only the subtree below the accepted child matters.
 
     Args:
-        rule: its `outcomes` are summed over.
+        rule: its `outcomes` are summed over, and its `block_outcomes` where it judges blocks.
         target: the target's law `[vocab]` after a prefix, float64.
         scheme: what is drafted at a node; called with the answer so far and its part that this step drafted.
         length: tokens to look at.
@@ -48,21 +53,49 @@ def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict
     Returns:
         Probability of each answer of `length` tokens.
     """
-    law: dict[Prefix, float] = {}
+    # Mass by what was drafted of it in this step, for every beginning of an answer; an outcome makes it longer.
+    reached: list[dict[Prefix, dict[Prefix, float]]] = [{} for _ in range(length + 1)]
+    reached[0][()] = {(): 1.0}
+    for beginnings in reached[:-1]:
+        for prefix, masses in beginnings.items():
+            for drafted, mass in masses.items():
+                for probability, tokens, goes_on in _outcomes(rule, target, scheme, prefix, drafted):
+                    answer, below = (*prefix, *tokens)[:length], (*drafted, *tokens) if goes_on else ()
+                    weight = mass * probability
+                    if weight > 0.0:
+                        of_answer = reached[len(answer)].setdefault(answer, {})
+                        of_answer[below] = of_answer.get(below, 0.0) + weight
+    return {answer: sum(masses.values()) for answer, masses in reached[length].items()}
 
-    def visit(prefix: Prefix, drafted: Prefix, mass: float) -> None:
-        if len(prefix) == length:
-            law[prefix] = law.get(prefix, 0.0) + mass
-            return
-        for probability, draws in _drawn(scheme(prefix, drafted)):
-            for outcome in rule.outcomes(target(prefix), draws):
-                weight = mass * probability * outcome.probability
-                if weight > 0.0:
-                    below = (*drafted, outcome.token) if outcome.accepted else ()
-                    visit((*prefix, outcome.token), below, weight)
 
-    visit((), (), 1.0)
-    return law
+def _outcomes(
+    rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
+) -> Iterator[tuple[float, Prefix, bool]]:
+    """How a node, or the block that begins there, ends: probability, tokens, and whether the step goes on behind."""
+    planned = scheme(prefix, drafted)
+    if isinstance(rule, BlockVerification) and is_joint(planned):
+        for probability, draws in _drawn_blocks(scheme, prefix, drafted):
+            tokens = tuple(draw.token for draw in draws)
+            laws = [target((*prefix, *tokens[:place])) for place in range(len(draws))]
+            for end in rule.block_outcomes(laws, draws):
+                final = () if end.token is None else (end.token,)
+                yield probability * end.probability, (*tokens[: end.accepted], *final), end.token is None
+        return
+    for probability, draws in _drawn(planned):
+        for outcome in rule.outcomes(target(prefix), draws):
+            yield probability * outcome.probability, (outcome.token,), outcome.accepted
+
+
+def _drawn_blocks(scheme: Scheme, prefix: Prefix, drafted: Prefix) -> Iterator[tuple[float, list[DrawnToken]]]:
+    """Every block that may be drafted from a node on, with its probability."""
+    planned = scheme(prefix, drafted)
+    if not is_joint(planned):
+        yield 1.0, []
+        return
+    for probability, draws in _drawn(planned):
+        token = draws[0].token
+        for mass, below in _drawn_blocks(scheme, (*prefix, token), (*drafted, token)):
+            yield probability * mass, [*draws, *below]
 
 
 def target_law(target: Target, length: int) -> dict[Prefix, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.verification.block import BlockVerification
 from truedraft.verification.lenience import LenientSampling
 from truedraft.verification.rule import Rule
 from truedraft.verification.speculative import SpeculativeSampling
@@ -16,7 +17,7 @@ Options = Mapping[str, float]
 def rule_from_spec(spec: str) -> Rule:
     """Make a rule from its words, as `--rule` takes them.
 
-    `speculative` is lossless; `speculative,lenience=L` is lossy for L below 1, and so is
+    `speculative` and `block` are lossless; `speculative,lenience=L` is lossy for L below 1, and so is
     `typical[,epsilon=0.09][,delta=0.3]`.
 
     Raises:
@@ -52,11 +53,22 @@ def _speculative(options: Options) -> Rule:
     return SpeculativeSampling() if lenience == 1.0 else LenientSampling(lenience)
 
 
+def _block(options: Options) -> Rule:
+    if "lenience" in options:
+        raise OptionError(
+            f"rule {BlockVerification.name!r} is lossless and has no lenience; "
+            f"take {SpeculativeSampling.name},lenience={options['lenience']:g}"
+        )
+    return BlockVerification()
+
+
 def _typical(options: Options) -> Rule:
     return TypicalAcceptance(**options)
 
 
 _MAKERS: dict[str, tuple[Callable[[Options], Rule], tuple[str, ...]]] = {
     SpeculativeSampling.name: (_speculative, ("lenience",)),
+    # The option is known so that it is refused with the rule that has it.
+    BlockVerification.name: (_block, ("lenience",)),
     TypicalAcceptance.name: (_typical, ("epsilon", "delta")),
 }

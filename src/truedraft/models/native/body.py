@@ -24,6 +24,7 @@ from truedraft.models.native.weights import LANES, UNIT, interleaved, packed, pa
 from truedraft.models.packed_linear import release
 from truedraft.models.patterns import AttentionPattern, Full
 from truedraft.models.plan import ForwardPlan, SegmentPlan
+from truedraft.models.ranking import Likeliest
 from truedraft.models.rotary import RotaryTable
 
 _CPU = torch.device("cpu")
@@ -168,9 +169,9 @@ class NativeBody(Body):
         """See `Body.unembed`."""
         return self._lm_head.logits(vectors)
 
-    def largest(self, vectors: Tensor, count: int, vocab: int) -> Tensor:
-        """See `Body.largest`."""
-        return self._lm_head.largest(vectors, count, vocab)
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+        """See `Body.likeliest`."""
+        return self._lm_head.likeliest(vectors, count, vocab, factor)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> NativeHeads | None:
         """See `Body.shared_heads`."""
@@ -266,7 +267,7 @@ def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
     return None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
     """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
 

@@ -520,15 +520,34 @@ static void largest(const element *logits, int64_t vocab, int64_t ranks, float *
     }
 }
 
+/* Turns the largest logits of a row, in falling order, into log probabilities; `factor` is what the model scales by.
+ * Behind the vocabulary there is room for the rest of a unit, of any content. */
+static void log_probabilities(const element *logits, int64_t vocab, int64_t ranks, float factor, float *values) {
+    const lanes top = all(values[0]), scale = all(factor);
+    lanes sums = all(0.0f);
+    for (int64_t from = 0; from < vocab; from += LANES) {
+        lanes e = exponential((load(logits + from) - top) * scale);
+        if (vocab - from < LANES)
+            for (int i = (int)(vocab - from); i < LANES; i++) e[i] = 0.0f;
+        sums += e;
+    }
+    float sum = 0.0f;
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    const float log_sum = __builtin_logf(sum);
+    for (int64_t i = ranks - 1; i >= 0; i--) values[i] = (values[i] - values[0]) * factor - log_sum;
+}
+
 /* Residual heads that end in the LM head. Their vectors lie in rows of whole units. */
 typedef struct {
     const Linear *lm_head, *block; /* block: [layers][heads], as many outputs as inputs */
     int64_t layers, heads, used, wide; /* used: the first heads that run; wide: of a row of vectors */
 } Heads;
 
-/* What is asked of them: of the first `vocab` logits of each row the ids of the `ranks` largest, with their values. */
+/* What is asked of them: of the first `vocab` logits of each row the ids of the `ranks` largest, with the logs of their
+ * probabilities; the model multiplies its logits by `factor`. */
 typedef struct {
     int64_t rows, vocab, ranks;
+    double factor;
     const element *hidden;     /* [rows][wide] */
     element *vectors, *logits; /* [2][used rows][wide], [used rows][outputs, up to whole units] */
     float *values;             /* [used rows][ranks] */
@@ -550,8 +569,11 @@ static void guess(const Heads *h, const Asked *a, const Scratch *s, int64_t stri
     linear(h->lm_head, STORE, from, a->logits, logit_stride, all_rows, &own);
     if (!a->ranks) return;
     BARRIER
-    for (int64_t r = me; r < all_rows; r += threads)
-        largest(a->logits + r * logit_stride, a->vocab, a->ranks, a->values + r * a->ranks, a->ids + r * a->ranks);
+    for (int64_t r = me; r < all_rows; r += threads) {
+        const element *logits = a->logits + r * logit_stride;
+        largest(logits, a->vocab, a->ranks, a->values + r * a->ranks, a->ids + r * a->ranks);
+        log_probabilities(logits, a->vocab, a->ranks, (float)a->factor, a->values + r * a->ranks);
+    }
 }
 
 /* Runs heads; without layers and with one head, the LM head alone. `stride` is that of the scratch. */

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from truedraft.models.native import structs
 from truedraft.models.native.weights import UNIT, packed, padded_bias
+from truedraft.models.ranking import Likeliest
 
 _CPU = torch.device("cpu")
 _NOTHING = (structs.Linear * 0)()
@@ -43,11 +44,11 @@ class NativeLmHead:
 
     def logits(self, vectors: Tensor) -> Tensor:
         """Logits `[rows, ids]` for vectors `[rows, width]`; entries behind those that are given are zeros."""
-        return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0)[0]
+        return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0, 1.0)[0]
 
-    def largest(self, vectors: Tensor, count: int, vocab: int) -> Tensor:
-        """Of the first `vocab` ids the `count` with the largest logits, in falling order `[rows, count]`, int64."""
-        return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab)[1]
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+        """Of the first `vocab` ids the likeliest `[rows, count]`, where the model multiplies its logits by `factor`."""
+        return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
 
     def _without_heads(self, width: int) -> structs.Heads:
         if width not in self._alone:
@@ -61,8 +62,10 @@ class NativeLmHead:
         read = structs.Linear(head.weights, head.bias, head.inputs, head.outputs, cells)
         return structs.Heads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
 
-    def run(self, heads: structs.Heads, hidden: Tensor, count: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the largest ids `[heads * rows, count]`."""
+    def run(
+        self, heads: structs.Heads, hidden: Tensor, count: int, vocab: int, factor: float
+    ) -> tuple[Tensor, Likeliest]:
+        """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the likeliest ids `[heads * rows, count]`."""
         rows, outputs = len(hidden), self._model.lm_head.outputs
         hidden = hidden.to(self._dtype)
         hidden = (
@@ -74,10 +77,10 @@ class NativeLmHead:
         values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
         ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
         memory = (each.data_ptr() for each in (hidden, vectors, logits, values, ids))
-        asked = structs.Asked(rows, vocab, count, *memory)
+        asked = structs.Asked(rows, vocab, count, factor, *memory)
         scratch, stride = self._scratch(total, 1, threads), ctypes.c_int64(self._model.stride)
         self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
-        return logits[:, :outputs], ids
+        return logits[:, :outputs], Likeliest(ids, values)
 
 
 class NativeHeads:
@@ -103,7 +106,7 @@ class NativeHeads:
         size = layer.in_features
         return structs.Linear(cells.data_ptr(), None if bias is None else bias.data_ptr(), size, size, size)
 
-    def largest(self, hidden: Tensor, depth: int, ranks: int, vocab: int) -> Tensor:
-        """Ids `[depth, rows, ranks]` for vectors `[rows, width]`, by the first `depth` heads, the likeliest first."""
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int, vocab: int, factor: float) -> Likeliest:
+        """See `SharedHeads.likeliest`."""
         self._heads.used = depth
-        return self._lm_head.run(self._heads, hidden, ranks, vocab)[1].view(depth, len(hidden), ranks)
+        return self._lm_head.run(self._heads, hidden, ranks, vocab, factor)[1].view(depth, len(hidden))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 
 
 class Linear(Structure):
@@ -126,6 +126,7 @@ class Asked(Structure):
         ("rows", c_int64),
         ("vocab", c_int64),
         ("ranks", c_int64),
+        ("factor", c_double),
         ("hidden", c_void_p),
         ("vectors", c_void_p),
         ("logits", c_void_p),

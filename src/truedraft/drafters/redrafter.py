@@ -1,0 +1,308 @@
+"""ReDrafter as drafter: beams of one recurrent head, merged into a tree at each step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from truedraft.core import transfers
+from truedraft.core.beams import Beams, MergedBeams, merge, trees_of
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import TokenTree, narrowed
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.beam_curves import beam_curves
+from truedraft.drafters.beam_search import beam_search, with_dropped
+from truedraft.drafters.last_vectors import LastVectors
+from truedraft.drafters.sampled_beams import SampledBeams
+from truedraft.drafters.size_plans import Promise, SizePlan
+from truedraft.drafters.trained_for import TrainedFor
+from truedraft.errors import DrafterError, OptionError
+from truedraft.heads.redrafter import RedrafterHead
+from truedraft.heads.redrafter_checkpoint import RedrafterCheckpoint, load_redrafter
+from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.models.base import LanguageModel
+
+DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
+"""Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""
+
+
+_LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
+"""Least and most; a search grows with beams times length, and merging with the square of it."""
+
+
+class Redrafter(Drafter):
+    """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
+
+    The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
+    the likeliest continuations; with those that it drops on the way they are merged into a tree wherever they share
+    prefixes, and the tree's likeliest nodes are proposed.
+    Beams were chosen, not drawn, so the rule follows the child that carries the token it draws from the target's law:
+    exact at every temperature. (Accepting beams as if they had been drawn, as the published code does, is not.)
+
+    With `sampled`, requests at a temperature get paths drawn without replacement from the head's law instead, judged by
+    recursive rejection, exact too. Coupled requests get the paths that their noise makes likeliest.
+
+    On a device the host waits once a step for the shape of the merged tree; for drawn paths, once a level.
+
+    Args:
+        head: trained for the target.
+        beams: continuations that are kept; None takes 8 until measuring says better.
+        length: newly drafted tokens of each; None takes what the head was trained for.
+        nodes: most nodes of a proposal, the likeliest; None takes 16 until measuring says better.
+        sampled: whether requests at a temperature get drawn paths.
+        target_name: what the head's target was called, for messages.
+        fingerprint: of the head's target; None where nobody knows, then any target of its sizes is taken.
+        note: what a user should know of this head.
+        facts: what was found out about it when it was trained.
+
+    Attributes:
+        beams: as given, or chosen.
+        length: as given, or chosen.
+        nodes: as given, or chosen.
+        sizes_chosen: whether beams, length and nodes were chosen, by the caller or by measuring.
+        sizes: of the head, as `RedrafterConfig` lists them; what a proposal costs depends on them.
+        note: as given.
+        facts: as given.
+
+    Raises:
+        OptionError: beams outside 1 to 256, length outside 1 to 32, or nodes outside 0 to 1,024.
+    """
+
+    name: ClassVar[str] = "redrafter"
+    needs_hidden: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        head: RedrafterHead,
+        *,
+        beams: int | None = None,
+        length: int | None = None,
+        nodes: int | None = None,
+        sampled: bool = False,
+        target_name: str = "",
+        fingerprint: str | None = None,
+        note: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.sizes_chosen = not (beams is None and length is None and nodes is None)
+        self.beams = DEFAULT_BEAMS if beams is None else beams
+        self.length = head.config.length if length is None else length
+        self.nodes = DEFAULT_NODES if nodes is None else nodes
+        for option, (least, most) in _LIMITS.items():
+            given = getattr(self, option)
+            if not least <= given <= most:
+                raise OptionError(f"{option} of a recurrent drafter must be {least} to {most}, got {given}")
+        self.sampled = sampled
+        self.sizes = astuple(head.config)
+        self.note = note
+        self.facts = dict(facts or {})
+        self._head = head
+        config = head.config
+        self._target = TrainedFor("recurrent heads", config.width, config.vocab_size, target_name, fingerprint)
+        self._vectors = LastVectors(config.width)
+        self._runner: RedrafterRunner | None = None
+        self._runs_with: LanguageModel | None = None
+        self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        *,
+        beams: int | None = None,
+        length: int | None = None,
+        nodes: int | None = None,
+        sampled: bool = False,
+    ) -> Redrafter:
+        """The head of a folder that `truedraft train redrafter` wrote, or of Apple's `Drafter`; see `Redrafter`.
+
+        Raises:
+            ModelError: there is no such head, or its files are damaged.
+            OptionError: as `Redrafter`.
+        """
+        return cls.of(load_redrafter(folder), beams=beams, length=length, nodes=nodes, sampled=sampled)
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: RedrafterCheckpoint,
+        *,
+        beams: int | None = None,
+        length: int | None = None,
+        nodes: int | None = None,
+        sampled: bool = False,
+    ) -> Redrafter:
+        """The head of a checkpoint; see `load`."""
+        return cls(
+            checkpoint.head,
+            beams=beams,
+            length=length,
+            nodes=nodes,
+            sampled=sampled,
+            target_name=checkpoint.target_name,
+            fingerprint=checkpoint.fingerprint,
+            note=checkpoint.note,
+            facts=checkpoint.facts,
+        )
+
+    def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
+        """The same head with other sizes, as measuring may show them to be best; 0 nodes draft nothing.
+
+        The new drafter has no requests of the old one.
+        """
+        return Redrafter(
+            self._head,
+            beams=beams,
+            length=length,
+            nodes=nodes,
+            sampled=self.sampled,
+            target_name=self._target.name,
+            fingerprint=self._target.fingerprint,
+            note=self.note,
+            facts=self.facts,
+        )
+
+    @property
+    def head(self) -> RedrafterHead:
+        """The recurrent head."""
+        return self._head
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        """Deterministic candidates, or draws without replacement."""
+        return frozenset({DrawKind.WITHOUT_REPLACEMENT if self.sampled else DrawKind.DETERMINISTIC})
+
+    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
+        """Every width and length of beams that were replayed, drawn paths were not; see `Drafter.size_plans`."""
+        if self.sizes_chosen or self._draws(params):
+            return ()
+        plans = []
+        timed: dict[int, Redrafter] = {}
+        curves = beam_curves(self.facts, params.greedy)
+        for each in curves:
+            longest = max(other.length for other in curves if other.beams == each.beams)
+            timed.setdefault(each.beams, self.with_sizes(each.beams, longest, each.beams * longest))
+            gains = each.curve.gains
+            promise = Promise(gains, (0, *[each.length] * len(gains)))
+            sized = functools.partial(self.with_sizes, each.beams, each.length)
+            plans.append(SizePlan(f"{each.beams} beams of {each.length}", promise, timed[each.beams], sized))
+        return plans
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse another target than that of the head; from now on drafts with this one.
+
+        Raises:
+            CompositionError: names both targets, or what does not fit.
+            ModelError: the target has no LM head or embedding that could be shared, or its weights cannot be read.
+        """
+        if target is self._runs_with:
+            return
+        self._target.check(target)
+        target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises where it cannot
+        self._runner = RedrafterRunner(self._head, target)
+        self._runs_with = target
+
+    def begin(self, request: DraftRequest) -> None:
+        """A request starts; its first vector comes with the end of its prompt."""
+        self._vectors.begin(request)
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """A tree for each request; those whose beams are chosen, and those whose beams are drawn, all at once."""
+        proposals = [Proposal.empty()] * len(batch)
+        asked = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
+        drawn = [place for place in asked if self._draws(batch[place].params)]
+        chosen = [place for place in asked if not self._draws(batch[place].params)]
+        for places, propose in ((chosen, self._choose), (drawn, self._draw)):
+            if places:
+                asked_for = [batch[i] for i in places], [budgets[i] for i in places], [noise[i] for i in places]
+                made = propose(*asked_for)
+                for place, proposal in zip(places, made, strict=True):
+                    proposals[place] = proposal
+        return proposals
+
+    def _can_draft(self, request: DraftRequest, budget: Budget) -> bool:
+        return not budget.is_zero and self.nodes > 0 and self._vectors.get(request) is not None
+
+    def _draws(self, params: SamplingParams) -> bool:
+        """Whether requests with such options get paths that are drawn, not chosen."""
+        return not params.greedy and (params.coupled or self.sampled)
+
+    def _choose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """The likeliest beams, merged and cut."""
+        hidden, drawn = self._ends(batch)
+        depths = [min(budget.depth, self.length) for budget in budgets]
+        steps: list[Beams] = []
+        merged: list[MergedBeams] = []
+        order: list[int] = []
+        growing = beam_search(self._running, hidden, drawn, self._width)
+        for length, beams in enumerate(itertools.islice(growing, max(depths)), 1):
+            steps.append(beams)
+            # One length, but for requests near their end; a shorter search ends earlier, as it does alone.
+            places = [place for place, depth in enumerate(depths) if depth == length]
+            if places:
+                own = with_dropped(steps)
+                if len(places) < len(batch):
+                    own = Beams(own.tokens[places], own.scores[places])
+                merged.append(merge(own, self.nodes))  # cut to budgets below: a neighbour's changes nothing
+                order += places
+        proposals = [Proposal.empty()] * len(batch)
+        for place, tree in zip(order, trees_of(*merged), strict=True):
+            proposals[place] = Proposal.deterministic(self._within(tree, budgets[place]))
+        return proposals
+
+    def _within(self, tree: TokenTree, budget: Budget) -> TokenTree:
+        """The first nodes of a tree that a budget allows; the likeliest come first, so they are a tree too."""
+        if budget.width < self._width:
+            tree = narrowed(tree, budget.width)
+        return tree.first(min(budget.nodes, self.nodes))
+
+    def _draw(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
+        """Beams that are drawn, see `SampledBeams`."""
+        hidden, drawn = self._ends(batch)
+        within = [Budget(each.depth, each.width, min(each.nodes, self.nodes), each.min_probability) for each in budgets]
+        beams = SampledBeams(self._running, self._width, self._longest(budgets))
+        return beams.propose(batch, within, noise, hidden, drawn)
+
+    def _ends(self, batch: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The vectors `[requests, width]` of some requests, and the tokens `[requests]` drawn from them."""
+        vectors = [self._vectors.get(request) for request in batch]
+        hidden = torch.stack([vector for vector in vectors if vector is not None])
+        return hidden, transfers.upload([request.tokens[-1] for request in batch], hidden.device)
+
+    def _longest(self, budgets: Sequence[Budget]) -> int:
+        return min(self.length, max(budget.depth for budget in budgets))
+
+    @property
+    def _running(self) -> RedrafterRunner:
+        if self._runner is None:
+            raise DrafterError(
+                "a recurrent head needs the target's LM head: call check(target) first, as an engine does"
+            )
+        return self._runner
+
+    @property
+    def _width(self) -> int:
+        """Beams that there can be."""
+        assert self._runs_with is not None, "checked"
+        return min(self.beams, self._runs_with.vocab_size)
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Keep the vector from which each request's last token was drawn."""
+        self._vectors.observe(batch, outcomes)
+
+    def end(self, request: DraftRequest) -> None:
+        """Drop the vector."""
+        self._vectors.end(request)

@@ -1,0 +1,240 @@
+"""Beams that are drawn: paths without replacement from a recurrent law, or those that coupled noise makes likeliest.
+
+Stochastic beam search (Kool et al. 1903.06059; for drafting RSD-S of 2402.14160): every path has a Gumbel-perturbed log
+probability, and the paths with the largest ones are a sample without replacement. From the top down, a node's first
+child has the node's own score, and the next ones ever smaller ones: below the score g before it, the next is
+
+    -log(exp(-g) + E / m),   E a standard exponential, m the probability of all that is left below the node,
+
+which no more depends on *which* token is drawn than the maximum of Gumbel variables on the argument that attains it.
+So the children can be drawn first, one after another without replacement, and their scores after. Cutting by score is
+then a predictable choice (DESIGN section 2): recursive rejection stays exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise, Purpose
+from truedraft.core.proposals import Draw, DrawKind, Proposal
+from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
+from truedraft.heads.redrafter_runner import RedrafterRunner
+
+_DRAWS = 4
+"""Draws at a node below the root: each costs a pass over the law, and later ones are rarely among the best."""
+_SCORES, _SIBLINGS = 1 << 40, 1 << 20
+"""Keys of the scores' noise begin here, those of the draws at 0; a node has fewer children than the second number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A drawn token.
+
+    Attributes:
+        token: its id.
+        parent: number of its parent among the nodes of its tree, -1 for the root.
+        depth: 1 for a child of the root.
+        score: perturbed log probability of its path, or how near it is to what coupled noise would choose.
+        mass: log probability of its path under the head; kept where scores need it.
+        row: of the state that its children are drawn from.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    score: float
+    mass: float
+    row: int = -1
+
+
+@dataclass(slots=True)
+class _Growing:
+    """The tree of one request while it is drawn, level by level."""
+
+    request: DraftRequest
+    budget: Budget
+    noise: Noise
+    row: int  # of the request among those that grow together
+    nodes: list[_Node] = field(default_factory=list)
+    open: list[int] = field(default_factory=lambda: [-1])  # nodes whose children are drawn next; -1 is the root
+    laws: dict[int, Tensor] = field(default_factory=dict)  # by slot
+    kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT
+
+    def open_nodes(self, depth: int, width: int) -> list[OpenNode]:
+        return [OpenNode(self.noise, depth, number * width, width, True) for number in range(len(self.open))]
+
+
+class SampledBeams:
+    """Draws trees of beams for some requests at once.
+
+    Args:
+        runner: of the recurrent head.
+        beams: paths that are kept at each depth.
+        length: of the paths.
+    """
+
+    def __init__(self, runner: RedrafterRunner, beams: int, length: int) -> None:
+        self._runner = runner
+        self._beams = beams
+        self._length = length
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        batch: Sequence[DraftRequest],
+        budgets: Sequence[Budget],
+        noise: Sequence[Noise],
+        hidden: Tensor,
+        drawn: Tensor,
+    ) -> list[Proposal]:
+        """A tree for each request, within its budget.
+
+        Args:
+            batch: the requests; neighbours with the same options share computations.
+            budgets: none is zero.
+            noise: of each.
+            hidden: `[requests, width]`: the vectors from which their last tokens were drawn.
+            drawn: `[requests]`: those tokens, on the target's device.
+        """
+        trees = [_Growing(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
+        context = self._runner.context(hidden)
+        state = self._runner.advance(None, drawn)
+        level = trees
+        for depth in range(self._length):
+            rows = transfers.upload([tree.row for tree in level for _ in tree.open], hidden.device)
+            self._draw_level(level, depth, self._runner.logits(context[rows], state))
+            level = [tree for tree in level if depth + 1 < min(tree.budget.depth, self._length) and tree.open]
+            if not level:
+                break
+            opened = [tree.nodes[node] for tree in level for node in tree.open]
+            tokens = transfers.upload([node.token for node in opened], hidden.device)
+            state = self._runner.advance(state[transfers.upload([node.row for node in opened], hidden.device)], tokens)
+        return [_proposal(tree) for tree in trees]
+
+    def _draw_level(self, level: Sequence[_Growing], depth: int, logits: Tensor) -> None:
+        """Draw the children of all open nodes, and keep the best of each tree."""
+        width = self._beams if depth == 0 else min(self._beams, _DRAWS)
+        start = 0
+        for _, group in itertools.groupby(level, key=lambda tree: _draws_alike(tree.request)):
+            trees = list(group)
+            params = trees[0].request.params
+            drawing = drawing_for(params, max(2, width))
+            nodes = [tree.open_nodes(depth, min(width, tree.budget.width)) for tree in trees]
+            rows = slice(start, start + sum(map(len, nodes)))
+            children, laws = drawing.draw(logits[rows], params, list(itertools.chain.from_iterable(nodes)))
+            assert laws is not None, "greedy requests are not drawn for"
+            noise = _noise_of(children, nodes, depth, laws) if drawing.kind is DrawKind.COUPLED else None
+            for tree, own in zip(trees, nodes, strict=True):
+                here = slice(start - rows.start, start - rows.start + len(own))
+                self._keep(tree, depth, children[here], laws[here], None if noise is None else noise[here], start)
+                start += len(own)
+
+    def _keep(
+        self,
+        tree: _Growing,
+        depth: int,
+        children: Sequence[DrawnChildren],
+        laws: Tensor,
+        noise: Sequence[Sequence[float]] | None,
+        first_row: int,
+    ) -> None:
+        """Of the children that were drawn below the open nodes, keep those with the best scores.
+
+        `noise` is that of each child where it is shared with the target.
+        """
+        tree.kind = DrawKind.WITHOUT_REPLACEMENT if noise is None else DrawKind.COUPLED
+        found: list[_Node] = []
+        for number, (parent, drawn) in enumerate(zip(tree.open, children, strict=True)):
+            tree.laws[parent + 1] = laws[number]
+            if noise is None:
+                scored = _perturbed_scores(tree, parent, drawn, depth, number)
+            else:
+                scored = _coupled_scores(tree, parent, drawn, noise[number])
+            found += [
+                _Node(token, parent, depth + 1, score, mass, first_row + number)
+                for token, (score, mass) in zip(drawn.tokens, scored, strict=True)
+            ]
+        found.sort(key=lambda node: -node.score)  # stable: earlier draws of a node stay before later ones
+        first = len(tree.nodes)
+        tree.nodes += found[: self._beams]
+        tree.open = list(range(first, len(tree.nodes)))
+
+
+def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
+    return (*request.params.law_key, request.params.coupled)
+
+
+def _perturbed_scores(
+    tree: _Growing, parent: int, drawn: DrawnChildren, depth: int, number: int
+) -> list[tuple[float, float]]:
+    """Perturbed log probabilities of a node's children in the order of their draws, and their path's log masses."""
+    if parent < 0:
+        mass, score = 0.0, -math.log(-math.log(tree.noise.uniform(Purpose.DRAFT, depth, _SCORES - 1)))
+    else:
+        mass, score = tree.nodes[parent].mass, tree.nodes[parent].score
+    scored = []
+    left = 1.0
+    for index, probability in enumerate(drawn.probabilities):
+        if index:
+            uniform = tree.noise.uniform(Purpose.DRAFT, depth, _SCORES + number * _SIBLINGS + index)
+            later = math.log(-math.log(uniform)) - mass - math.log(max(left, 1e-300))
+            score = -_log_add(-score, later)
+        scored.append((score, mass + math.log(max(probability, 1e-300))))
+        left -= probability
+    return scored
+
+
+def _noise_of(
+    children: Sequence[DrawnChildren], nodes: Sequence[Sequence[OpenNode]], depth: int, laws: Tensor
+) -> list[list[float]]:
+    """The Gumbel noise of each node's children, which the target will have too; read in one transfer."""
+    wanted = []
+    for drawn, node in zip(children, itertools.chain.from_iterable(nodes), strict=True):
+        noise = node.noise.gumbel(depth, laws.shape[-1], laws.device)
+        assert noise is not None, "a greedy request has no noise"
+        wanted.append(noise[transfers.upload(drawn.tokens, noise.device)])
+    return transfers.fetch(wanted)
+
+
+def _coupled_scores(
+    tree: _Growing, parent: int, drawn: DrawnChildren, noise: Sequence[float]
+) -> list[tuple[float, float]]:
+    """How far each child's log q + G lies below the largest one, summed along the path; the target has the same G."""
+    score = 0.0 if parent < 0 else tree.nodes[parent].score
+    values = [math.log(max(q, 1e-300)) + g for q, g in zip(drawn.probabilities, noise, strict=True)]
+    return [(score + (value - values[0]), 0.0) for value in values]  # the first has exactly its parent's
+
+
+def _log_add(a: float, b: float) -> float:
+    """log(exp(a) + exp(b))."""
+    high, low = max(a, b), min(a, b)
+    return high + math.log1p(math.exp(low - high))
+
+
+def _proposal(tree: _Growing) -> Proposal:
+    """The nodes with the best scores as a proposal; a parent's score is never below its children's."""
+    order = sorted(range(len(tree.nodes)), key=lambda node: (-tree.nodes[node].score, tree.nodes[node].depth, node))
+    kept = order[: tree.budget.nodes]
+    number = {node: place for place, node in enumerate(kept)} | {-1: -1}
+    parents = tuple(number[tree.nodes[node].parent] for node in kept)
+    draws: list[list[Draw]] = [[] for _ in range(len(kept) + 1)]
+    rows: dict[int, int] = {}
+    for place, node in enumerate(kept):
+        slot = tree.nodes[node].parent + 1
+        row = rows.setdefault(slot, len(rows))
+        draws[parents[place] + 1].append(Draw(place, row, tree.kind))
+    if not kept:
+        return Proposal.empty()
+    laws = torch.stack([tree.laws[slot] for slot in rows])
+    ids = TokenTree.of_ids([tree.nodes[node].token for node in kept], TreeShape(parents))
+    return Proposal(ids, tuple(tuple(each) for each in draws), laws)

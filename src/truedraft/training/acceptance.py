@@ -1,0 +1,43 @@
+"""What a drafter brings in the very engine that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from truedraft.core.counters import Counters
+from truedraft.core.sampling import SamplingParams
+from truedraft.engine import Engine
+from truedraft.errors import TrainingError
+
+if TYPE_CHECKING:
+    from truedraft.drafters.base import Drafter
+    from truedraft.models.base import LanguageModel
+
+_TOKENS = 128  # of an answer, half the context at the most
+
+
+def count_answers(
+    target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]], temperature: float
+) -> Counters:
+    """Answer prompts with a drafter, losslessly, and count.
+
+    Args:
+        target: the drafter's.
+        drafter: that was trained.
+        prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
+        temperature: of the requests.
+
+    Raises:
+        TrainingError: the engine failed.
+        CompositionError: the drafter does not fit the target.
+    """
+    max_tokens = min(_TOKENS, target.context_length // 2)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+    most = target.context_length - max_tokens
+    stats = Counters()
+    for answer in Engine(target, drafter).generate([list(prompt)[-most:] for prompt in prompts], params):
+        if answer.error is not None or answer.warnings:
+            raise TrainingError(f"an answer with the trained heads failed: {answer.error or answer.warnings[0]}")
+        stats = stats + answer.stats
+    return stats

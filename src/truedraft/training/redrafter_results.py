@@ -1,0 +1,58 @@
+"""What a training of a recurrent head gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.drafters.beam_curves import FACT
+
+if TYPE_CHECKING:
+    from truedraft.training.medusa_results import Effort
+    from truedraft.training.redrafter_served import Promises, ServedBeams
+
+
+@dataclass(frozen=True)
+class TrainedRedrafter:
+    """What a recurrent head is worth.
+
+    Attributes:
+        accuracy: `place_K_top_1` and `place_K_top_5`, K from 1: the share of held-out positions at which the token at
+            a place was the head's first guess, or one of five, given the tokens before it.
+        promises: for "greedy" and "sampled" requests, what beams of each width and length are expected to bring,
+            replayed on held-out text.
+        served: acceptance, measured in the engine on prompts that were not trained on.
+    """
+
+    accuracy: Mapping[str, float]
+    promises: Promises
+    served: Sequence[ServedBeams]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "accuracy": dict(self.accuracy),
+            FACT: {kind: [each.as_dict() for each in of_kind] for kind, of_kind in self.promises.items()},
+            "served": [each.as_dict() for each in self.served],
+        }
+
+
+@dataclass(frozen=True)
+class RedrafterResult:
+    """A trained recurrent head: where it lies, what it is worth, and what it took.
+
+    Attributes:
+        folder: with the head.
+        head: its accuracy and its acceptance.
+        effort: what it took.
+    """
+
+    folder: Path
+    head: TrainedRedrafter
+    effort: Effort
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return self.effort.as_dict() | self.head.as_dict()

@@ -1,0 +1,128 @@
+"""The mean acceptance length of a recurrent head: replayed on held-out text, and measured in the engine that serves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from truedraft.drafters.redrafter import Redrafter
+from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.training.acceptance import count_answers
+from truedraft.training.beam_replay import BeamPromise, promises_of_beams
+from truedraft.training.head_trees import BUDGETS, TREE_TEMPERATURES
+
+if TYPE_CHECKING:
+    from truedraft.heads.redrafter import RedrafterHead
+    from truedraft.models.base import LanguageModel
+    from truedraft.training.self_text import SelfText
+
+Promises: TypeAlias = Mapping[str, Sequence[BeamPromise]]
+"""For "greedy" and "sampled" requests."""
+_WIDTHS = (1, 2, 4, 8, 16, 32)  # numbers of beams that are replayed; those of `BUDGETS` are among them
+_POSITIONS = 3000  # of a replay, about: it runs the head for every beam at each of them
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBeams:
+    """What beam search with a head brought at one temperature with one number of nodes.
+
+    Attributes:
+        temperature: of the requests.
+        nodes: most nodes of the tree of merged beams.
+        beams: that were kept: as many as nodes, so that the tree has the likeliest nodes of all.
+        length: newly drafted tokens of a beam.
+        promised: tokens per target call, replayed on held-out text.
+        mean_acceptance_length: emitted tokens per target call, measured.
+        target_calls: that were measured.
+        emitted_tokens: by them.
+    """
+
+    temperature: float
+    nodes: int
+    beams: int
+    length: int
+    promised: float | None
+    mean_acceptance_length: float
+    target_calls: int
+    emitted_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def replay_beams(
+    target: LanguageModel,
+    head: RedrafterHead,
+    text: SelfText,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Promises:
+    """What beams of several widths and all lengths are expected to bring.
+
+    Args:
+        target: the head's.
+        head: of that target, in evaluation mode.
+        text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else; a part of it is replayed.
+        on_progress: called with the number of finished widths, and of all.
+    """
+    runner, found = RedrafterRunner(head, target), {}
+    total = len(_WIDTHS) * len(TREE_TEMPERATURES)
+    for number, (kind, temperature) in enumerate(TREE_TEMPERATURES.items()):
+        traces = text.traces(temperature)
+        every = max(1, sum(trace.steps for trace in traces) // _POSITIONS)
+        before = number * len(_WIDTHS)
+
+        def follow(done: int, _: int, before: int = before) -> None:
+            on_progress(before + done, total)
+
+        found[kind] = promises_of_beams(runner, traces[::every], _WIDTHS, head.config.length, on_progress=follow)
+    return found
+
+
+def measure_redrafter(
+    target: LanguageModel,
+    head: RedrafterHead,
+    promises: Promises,
+    prompts: Sequence[Sequence[int]],
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[ServedBeams]:
+    """Answer the prompts, greedily and at temperature 1, with small and large trees.
+
+    Args:
+        target: the head's.
+        head: of that target, in evaluation mode.
+        promises: what the beams are expected to bring.
+        prompts: that were not trained on.
+        on_progress: called with the number of finished rounds over the prompts, and of all.
+
+    Raises:
+        TrainingError: the engine failed.
+        CompositionError: the head does not fit the target.
+    """
+    rounds = list(itertools.product(TREE_TEMPERATURES.items(), BUDGETS))
+    found = []
+    for number, ((kind, temperature), nodes) in enumerate(rounds):
+        on_progress(number, len(rounds))
+        drafter = Redrafter(head, beams=nodes, nodes=nodes)
+        stats = count_answers(target, drafter, prompts, temperature)
+        promised = _promised(promises[kind], drafter.beams, drafter.length, nodes)
+        sizes = (nodes, drafter.beams, drafter.length, promised)
+        counted = (stats.mean_acceptance_length, stats.target_calls, stats.emitted_tokens)
+        found.append(ServedBeams(temperature, *sizes, *counted))
+    on_progress(len(rounds), len(rounds))
+    return found
+
+
+def _promised(promises: Sequence[BeamPromise], beams: int, length: int, nodes: int) -> float | None:
+    """Tokens per target call, of so many nodes or, where the beams never come to that, of all that they come to.
+
+    None where there was nothing to replay.
+    """
+    promise = next((each for each in promises if (each.beams, each.length) == (beams, length)), None)
+    if promise is None:
+        return None
+    return next(tokens for at, tokens in reversed(list(zip(promise.nodes, promise.tokens, strict=True))) if at <= nodes)

@@ -1,0 +1,96 @@
+"""`truedraft train redrafter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.training import acceptance, redrafter, redrafter_served
+
+Run = Callable[..., Result]
+SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
+    return str(file)
+
+
+def test_a_trained_head_drafts(
+    run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, "_TOKENS", 8)
+    monkeypatch.setattr(redrafter_served, "_POSITIONS", 30)
+    out = str(tmp_path / "head")
+    words = ("train", "redrafter", "--model", target, "--data", text, "--out", out, *SMALL)
+    result = run(*words, "--json")
+    assert (result.status, result.err) == (0, "")
+    record = result.record
+    assert record["steps"] == 2 and record["command"] == "train redrafter" and record["machine"]
+    assert {(each["temperature"], each["nodes"]) for each in record["served"]} == {(0, 8), (0, 32), (1, 8), (1, 32)}
+    for phrase in ("tokens per target call", "right at each place", f"--drafter redrafter:{out}"):
+        assert phrase in result.out
+    assert f"{record['served'][0]['mean_acceptance_length']:.2f}" in result.out
+    drafter = f"redrafter:{out},beams=3,length=2,nodes=4"
+    assert run("generate", "hello", "--model", target, "--drafter", drafter, "--max-tokens", "8").status == 0
+    other = run("generate", "hello", "--model", target, "--drafter", f"medusa:{out}")
+    assert other.status != 0 and "holds a recurrent drafter, not Medusa heads; use redrafter:" in other.err
+
+    again = run(*words)
+    assert again.status == 2 and "holds a training; add --resume" in again.err
+    assert run(*words, "--resume").status == 0
+    other = run(*words, "--resume", "--length", "3", "--free", "--loss", "tv", "--self-fed", "0.5", "--summed")
+    assert other.status == 2 and other.err.count("\n") == 1
+    for phrase in (
+        "--length was 2 and is now 3", "--tied was True and is now False", "--loss was kl and is now tv",
+        "--self-fed was 0.0 and is now 0.5", "--recurrent was True and is now False",
+    ):  # fmt: skip
+        assert phrase in other.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--length", "0"), "--length must be a whole number of 1 or more, got 0"),
+        (("--state", "0"), "--state must be a whole number of 1 or more"),
+        (("--layers", "-1"), "--layers must be a whole number of 0 or more"),
+        (("--loss", "klx"), "unknown loss 'klx'; did you mean 'kl'?"),
+        (("--laws", "store"), "unknown kind of laws 'store'; did you mean 'stored'?"),
+        (("--laws", "stored", "--loss", "ce"), "--laws need not be stored for the loss 'ce'"),
+        (("--self-fed", "2"), "--self-fed must lie in [0, 1]"),
+        (("--place-decay", "0"), "--place-decay must lie in (0, 1]"),
+        (("--exit-width", "32"), "got an exit width of 32"),
+        (("--summed", "--state", "32"), "a state that sums embeddings has their 64 entries, got 32"),
+        (("--learning-rate", "0"), "--learning-rate must be a number above 0"),
+        (("--answer-tokens", "2"), "heads that reach 2 tokens ahead learn from answers of at least 3"),
+        (("--resume",), "holds no training to go on with; leave --resume out"),
+        (("--data", "nowhere.txt"), "cannot read the data file nowhere.txt"),
+        (("--stage", "2"), "--stage"),
+    ],
+)
+def test_unusable_words(run: Run, target: str, text: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    given = ("train", "redrafter", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
+    result = run(*given, *words)
+    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert message in result.err
+
+
+def test_the_help_says_that_stage_2_is_medusas(run: Run) -> None:
+    result = run("train", "redrafter", "--help")
+    assert result.status == 0 and "--stage 2" in " ".join(result.out.split())
+
+
+def test_ctrl_c_says_how_to_go_on(
+    run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(redrafter, "train_redrafter", interrupted)
+    result = run("train", "redrafter", "--model", target, "--data", text, "--out", str(tmp_path / "out"))
+    assert result.status == 130 and "before anything was written; the same command begins again" in result.err

@@ -1,0 +1,148 @@
+"""Guesses become trees: by trees of ranks, or at each step the paths that the heads hold likeliest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from truedraft.core import transfers
+from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.guess_trees import (
+    MOST_NODES,
+    MOST_RANKS,
+    FixedTrees,
+    GuessTrees,
+    LikeliestTrees,
+    Promise,
+    curves_of,
+)
+from truedraft.errors import CompositionError, ModelError, OptionError
+from truedraft.models.ranking import Likeliest
+from truedraft.theory.node_curve import NodeCurve
+
+TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
+STAR = RankTree(((0,), (1,), (2,), (3,)))
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+FACTS = {"trees": {"greedy": {"likeliest": {"nodes": [1, 4], "tokens": [1.5, 1.8]}}, "sampled": {"nodes": 3}}}
+
+
+def guesses(*rows: list[list[float]]) -> Likeliest:
+    """Of each row the heads' probabilities; ids are 100 row + 10 head + rank."""
+    probabilities = torch.tensor(rows).transpose(0, 1)  # [depth, rows, ranks]
+    depth, count, ranks = probabilities.shape
+    row, head, rank = torch.arange(count)[:, None], torch.arange(depth)[:, None, None], torch.arange(ranks)
+    return Likeliest(100 * row + 10 * head + rank, probabilities.log())
+
+
+SURE = [[0.9, 0.05], [0.8, 0.1], [0.7, 0.1]]
+UNSURE = [[0.3, 0.29], [0.2, 0.1], [0.1, 0.1]]
+
+
+def test_trees_follow_how_sure_the_heads_are() -> None:
+    """Sure: 0.9, 0.72, 0.504 make a chain. Unsure: 0.3, 0.29, then 0.06 below the first."""
+    trees = LikeliestTrees(3).trees(guesses(SURE, UNSURE), [(GREEDY, Budget(3, 2, 3))] * 2)
+    assert [(tree.token_list, tree.shape.parents) for tree in trees] == [
+        ([0, 10, 20], (-1, 0, 1)),
+        ([100, 101, 110], (-1, -1, 0)),
+    ]
+    assert [tree.tokens.tolist() for tree in trees] == [tree.token_list for tree in trees]
+
+
+@pytest.mark.parametrize("ways", [LikeliestTrees(3), FixedTrees({"greedy": TREE, "sampled": STAR.first(2)})])
+def test_each_request_has_its_own_budget_and_the_tree_that_it_gets_alone(ways: GuessTrees) -> None:
+    rows = [SURE, UNSURE, SURE, UNSURE]
+    requests = [
+        (GREEDY, Budget(3, 2, 5)),
+        (SAMPLED, Budget(1, 2, 2)),
+        (SAMPLED, Budget(2, 1, 2)),
+        (GREEDY, Budget(3, 2, 5)),
+    ]
+    together = ways.trees(guesses(*rows), requests)
+    for number, (tree, (params, budget)) in enumerate(zip(together, requests, strict=True)):
+        assert 0 < len(tree) <= budget.nodes and tree.shape.depth <= budget.depth
+        assert all(len(children) <= budget.width for children in tree.shape.children)
+        wanted = ways.wanted(params, budget)
+        alone = guesses(*rows[: number + 1])  # no deeper or wider than it wants
+        cut = Likeliest(alone.ids[: wanted.depth, -1:, : wanted.width], alone.log_probs[: wanted.depth, -1:])
+        assert ways.trees(cut, [(params, budget)])[0].token_list == tree.token_list
+
+
+def test_what_is_wanted_of_the_heads() -> None:
+    chosen, fixed = LikeliestTrees(3), FixedTrees({"greedy": TREE, "sampled": STAR})
+    assert chosen.wanted(GREEDY, Budget(9, 9, 4)) == Budget(3, 4, 4)
+    assert chosen.wanted(SAMPLED, Budget(2, 3, 40)) == Budget(2, 3, 40)
+    assert chosen.wanted(GREEDY, Budget(9, 99, 1)) == Budget(1, 1, 1)
+    assert fixed.wanted(GREEDY, Budget(9, 9, 4)) == Budget(2, 2, 4)
+    assert fixed.wanted(SAMPLED, Budget(9, 9, 9)) == Budget(1, 4, 4)
+    for ways in (chosen, fixed):
+        assert ways.wanted(GREEDY, NO_DRAFT).is_zero and ways.wanted(GREEDY, Budget(0)).is_zero
+
+
+def test_extents_are_upper_limits() -> None:
+    assert LikeliestTrees(3).extent(2) == Budget(2, 2, 2)
+    assert LikeliestTrees(3).extent(200) == Budget(3, MOST_RANKS, 200)
+    assert LikeliestTrees(3).extent(0).is_zero
+    assert FixedTrees({"greedy": TREE, "sampled": STAR}).extent(2) == Budget(2, 2, 2)
+    with pytest.raises(OptionError, match=f"at most {MOST_NODES} nodes, got 257; give fewer, or a fixed tree"):
+        LikeliestTrees(3).extent(257)
+
+
+@pytest.mark.parametrize("ways", [LikeliestTrees(3), FixedTrees({"greedy": TREE})])
+def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [(GREEDY, Budget(3, 2, 5)), (SAMPLED, Budget(2, 2, 2))]
+    expected = [tree.token_list for tree in ways.trees(guesses(SURE, UNSURE), requests)]
+    reads = []
+    fetch = transfers.fetch
+    monkeypatch.setattr(transfers, "waits", lambda device: True)
+    monkeypatch.setattr(transfers, "fetch", lambda tensors: reads.append(len(tensors)) or fetch(tensors))
+    trees = ways.trees(guesses(SURE, UNSURE), requests)
+    assert reads == ([2] if isinstance(ways, LikeliestTrees) else [])
+    assert [tree.is_known for tree in trees] == [bool(reads)] * 2
+    assert [tree.token_list for tree in trees] == expected
+
+
+def test_promises() -> None:
+    fixed = FixedTrees({"greedy": TREE, "sampled": STAR})
+    assert fixed.promise(GREEDY) == Promise(TREE.reach, (0, 1, 2, 2, 2, 3, 3))
+    assert fixed.promise(SAMPLED) is None, "nobody counted it"
+    assert LikeliestTrees(3).promise(GREEDY) is None and LikeliestTrees(3).counted(GREEDY) is None
+    chosen = LikeliestTrees(2, curves_of(FACTS), fixed)
+    promise = chosen.promise(GREEDY)
+    assert promise is not None and promise.depths == (0, 1, 2, 2, 2)
+    assert [promise.tokens(nodes) for nodes in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.5, 1.6, 1.8, 1.8])
+    older = LikeliestTrees(2, curves_of({"steps": 3}), fixed)
+    assert older.promise(GREEDY) == fixed.promise(GREEDY), "heads that were trained before there were curves"
+    assert chosen.promise(SAMPLED) is None and chosen.counted(SAMPLED) is STAR
+    assert math.isclose(TREE.expected_tokens, Promise(TREE.reach, (0,) * 7).tokens(6))
+
+
+def test_curves_are_read_from_facts() -> None:
+    assert curves_of(FACTS) == {"greedy": NodeCurve.fit([(1, 1.5), (4, 1.8)])}
+    assert curves_of({}) == {}
+    for damaged in (
+        {"trees": 3},
+        {"trees": {"greedy": 3}},
+        {"trees": {"greedy": {"likeliest": {"nodes": [1]}}}},
+        {"trees": {"greedy": {"likeliest": {"nodes": [1, 2], "tokens": [1.5]}}}},
+        {"trees": {"greedy": {"likeliest": {"nodes": [1], "tokens": ["much"]}}}},
+        {"trees": {"greedy": {"likeliest": {"nodes": [1], "tokens": [2.5]}}}},
+    ):
+        with pytest.raises(ModelError, match="is damaged"):
+            curves_of(damaged)
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(OptionError, match="3 deep needs as many heads, and there are 2"):
+        FixedTrees({"greedy": TREE}).check(2)
+    with pytest.raises(CompositionError, match="4 ranks wide needs as many ids, and the target has 3"):
+        FixedTrees({"greedy": STAR}).check(3, 3)
+    with pytest.raises(OptionError, match="trees of 3 heads need as many, and there are 2"):
+        LikeliestTrees(3).check(2)
+    LikeliestTrees(3).check(3, 2)
+    for trees in ({}, {"greeedy": TREE}):
+        with pytest.raises(OptionError, match="'greedy' and 'sampled'"):
+            FixedTrees(trees)

@@ -1,0 +1,322 @@
+"""Block verification as users run it: the batched `verify`, in both ways, at one noise value in every decision cell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import decision_cells
+import pytest
+import torch
+from decision_cells import Key, cell_laws, completed, kernel_of_slot, run, step_law
+from small_worlds import A1, A2, F1, F2, INDEPENDENT, STYLES, Case, Choice, Prefix, World, build, every_proposal, gap
+from test_block_law import BROKEN, BROKEN_ON, CAUGHT, EXACT, RULE, BlockReference
+from test_eager_verdicts import KINDS, Script, batch, eagerly
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.noise import KeyedNoise, Noise, Purpose
+from truedraft.core.proposals import Proposal
+from truedraft.core.trees import TokenTree
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.verification import BlockVerification, SpeculativeSampling
+from truedraft.verification.block import BlockOutcome
+from truedraft.verification.block_looks import block_at
+from truedraft.verification.exact import target_law
+from truedraft.verification.rule import DrawnToken
+
+MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
+
+
+# ------------------------------------------------------------------------------- cells of a rule that judges blocks
+
+
+def outcomes_of(rule: BlockVerification, case: Case, block: Sequence[int]) -> list[BlockOutcome]:
+    proposal, laws = case.proposal, case.proposal.laws
+    assert laws is not None
+    sole = [proposal.draws[slot][0] for slot in block]
+    drawn = [DrawnToken(proposal.tree.token_list[d.child], d.law, laws[d.law], d.kind) for d in sole]
+    return rule.block_outcomes([case.laws[slot] for slot in block], drawn)
+
+
+def kernel_law(rule: BlockVerification, case: Case) -> dict[Verdict, float]:
+    """The law of the verdict on one proposal, composed from the kernels of blocks and of nodes by a walk of our own."""
+    law: dict[Verdict, float] = {}
+    ids = case.proposal.tree.token_list
+
+    def end(path: Prefix, token: int, origin: Origin, mass: float) -> None:
+        if mass > 0.0:
+            verdict = Verdict(path, (*(ids[node] for node in path), token), origin)
+            law[verdict] = law.get(verdict, 0.0) + mass
+
+    def visit(slot: int, path: Prefix, mass: float) -> None:
+        block = block_at(case.proposal, slot)
+        if block:
+            nodes = [case.proposal.draws[each][0].child for each in block]
+            for outcome in outcomes_of(rule, case, block):
+                below = (*path, *nodes[: outcome.accepted])
+                if outcome.token is None:
+                    visit(nodes[-1] + 1, below, mass * outcome.probability)
+                else:
+                    end(below, outcome.token, Origin.RECOVERED, mass * outcome.probability)
+            return
+        draws = case.proposal.draws[slot]
+        accepts, final = kernel_of_slot(rule, case, slot)
+        for draw, accept in zip(draws, accepts, strict=False):
+            if accept > 0.0:
+                visit(draw.child + 1, (*path, draw.child), mass * accept)
+            mass *= 1.0 - accept
+        for token, share in enumerate(final):
+            end(path, token, Origin.RECOVERED if draws else Origin.BONUS, mass * share)
+
+    visit(0, (), 1.0)
+    return law
+
+
+def edges(
+    rule: BlockVerification, case: Case, index: int, script: dict[Key, float], key: Key, verdict: Verdict
+) -> list[decision_cells._Edge]:
+    """Where the decision `key` may flip; a prefix of a block passes below h, wherever the walk has ended."""
+    purpose, depth, number = key
+    if purpose is Purpose.ACCEPT:
+        slot = start = 0
+        while True:
+            block = block_at(case.proposal, slot)
+            if start <= depth < start + len(block):
+                ends = [0.0] * (len(block) + 1)
+                for outcome in outcomes_of(rule, case, block):
+                    ends[outcome.accepted] += outcome.probability
+                length = depth - start + 1
+                reach = sum(ends[: length + 1])
+
+                def failed(verdict: Verdict, asked: list[Key]) -> bool:
+                    return len(verdict.path) <= depth
+
+                return [decision_cells._Edge(index, script, key, failed, ends[length] / reach if reach > 0 else 0.0)]
+            if not block and start == depth:
+                break
+            start += max(1, len(block))
+            slot = verdict.path[start - 1] + 1
+        accepts, _ = kernel_of_slot(rule, case, slot)
+
+        def rejected(verdict: Verdict, asked: list[Key]) -> bool:
+            return asked[asked.index(key) + 1][1] == depth
+
+        return [decision_cells._Edge(index, script, key, rejected, accepts[number])]
+    final = [0.0] * case.laws.shape[-1]
+    for other, mass in kernel_law(rule, case).items():
+        if other.path == verdict.path:
+            final[other.tokens[-1]] += mass
+    found = []
+    for token, reach in enumerate(itertools.accumulate(final[:-1])):
+
+        def beyond(verdict: Verdict, asked: list[Key], token: int = token) -> bool:
+            return verdict.tokens[-1] > token
+
+        found.append(decision_cells._Edge(index, script, key, beyond, min(reach / (sum(final) or 1.0), 1.0)))
+    return found
+
+
+def cells(rule: BlockVerification, cases: Sequence[Case]) -> list[dict[Verdict, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decision_cells, "_edges", edges)
+        return cell_laws(rule, cases)
+
+
+class Twice(BlockVerification):
+    """Judges every batch in both ways and insists that they agree."""
+
+    def __init__(self) -> None:
+        self.judged = 0
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        verdicts = super().verify(proposals, laws, noise)
+        if proposals:
+            scripts = [Script(own.script) for own in noise]  # type: ignore[attr-defined]
+            assert eagerly(RULE, proposals, laws, scripts) == verdicts
+            self.judged += len(verdicts)
+        return verdicts
+
+
+CHAINS = [
+    *(build("block cells", 2, [A1] * 4, p, q) for p, q in STYLES),
+    *(build("block cells", 3, [A1] * 3, p, q) for p, q in [("dense", "dense"), ("varied", "varied")]),
+    *(build("block cells", 3, [A1] * 2, p, q) for p, q in STYLES),
+    *(build("block cells", vocab, [A1] * 2, "dense", q) for vocab, q in [(4, "dense"), (4, "sparse"), (5, "dense")]),
+    build("block cells", 3, [A1] * 4, "dense", "dense"),
+    build("block cells", 3, [A1] * 3, "dense", "dense", bare=1),
+]
+MIXED = [
+    build("block cells", vocab, plans, p, q, bare)
+    for plans, vocab, p, q, bare in [
+        ((A2, A1, A1), 2, "dense", "dense", -1),
+        ((A1, A1, A2), 2, "varied", "varied", -1),
+        ((A1, MERGED, A1), 2, "dense", "dense", 0),
+        ((F1, A1, A1), 3, "dense", "dense", -1),
+        ((A1, F2, A1), 2, "dense", "sparse", -1),
+        ((A1, A1, F1), 3, "sparse", "dense", 1),
+        ((F2, F1), 3, "dense", "dense", -1),
+        ((A1, F1, A1), 4, "sparse", "dense", -1),
+        ((F1, A1, A1), 5, "dense", "dense", -1),
+        ((), 3, "dense", "dense", -1),
+    ]
+]
+
+
+@pytest.mark.parametrize("worlds", [CHAINS, MIXED], ids=["chains", "blocks between other draws"])
+@pytest.mark.parametrize("vocab", [2, 3, 4, 5])
+def test_in_every_decision_cell(worlds: list[World], vocab: int) -> None:
+    """All proposals of all worlds with one vocabulary, chains and trees of several shapes, in the same batches."""
+    rule = Twice()
+    worlds = [world for world in worlds if world.vocab == vocab]
+    groups = [every_proposal(world) for world in worlds]
+    found = iter(cells(rule, [case for group in groups for case in group]))
+    for world, group in zip(worlds, groups, strict=True):
+        laws = [next(found) for _ in group]
+        for case, law in zip(group, laws, strict=True):
+            assert gap(law, kernel_law(RULE, case)) < EXACT
+        step = step_law(group, laws)
+        length = len(world.plans) + 1
+        assert gap(completed(step, world.target.law, length), target_law(world.target.law, length)) < EXACT
+        if all(plan == A1 for plan in world.plans):
+            assert gap(step, BlockReference(world).step(())) < EXACT
+    assert rule.judged > 5 * sum(map(len, groups))
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda rule: type(rule).__name__)
+def test_a_broken_rule_is_caught_through_verify(broken: BlockVerification) -> None:
+    assert by_verify(RULE) < EXACT
+    assert by_verify(broken) > CAUGHT
+
+
+def by_verify(rule: BlockVerification) -> float:
+    cases = every_proposal(BROKEN_ON)
+    step = step_law(cases, cells(rule, cases))
+    return gap(completed(step, BROKEN_ON.target.law, 3), target_law(BROKEN_ON.target.law, 3))
+
+
+def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
+    class Hides(BlockVerification):
+        def pass_probability(self, weight: float, mass: float) -> float:
+            return 0.9 * super().pass_probability(weight, mass)
+
+        def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
+            return RULE.block_outcomes(laws, draws)
+
+    cases = every_proposal(BROKEN_ON)
+    gaps = [gap(law, kernel_law(Hides(), case)) for case, law in zip(cases, cells(Hides(), cases), strict=True)]
+    assert max(gaps) > CAUGHT
+
+
+def test_keys_asked_for_are_those_of_the_prefixes_longest_first() -> None:
+    """A prefix's key is that of its last token; none is asked twice (`ScriptedNoise`), none is the drafter's."""
+    cases = every_proposal(build("block keys", 3, [A1] * 3))
+    for verdict, asked in run(RULE, cases, [{}] * len(cases)):
+        kept = len(verdict.path)
+        prefixes = [(Purpose.ACCEPT, length - 1, 0) for length in range(3, max(kept, 1) - 1, -1)]
+        final = Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS
+        assert asked == [*prefixes, (final, kept, 0)]
+        assert (verdict.final is Origin.BONUS) == (kept == 3)
+
+
+def test_a_token_that_would_be_rejected_alone_is_kept_by_those_behind_it() -> None:
+    """p_1/q_1 = 1/2 and p_2/q_2 = 2: together they are as likely under the target as under the draft."""
+    p = torch.tensor([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
+    case = Case(1.0, Proposal.chain(torch.tensor([0, 0]), q), p)
+    script = {(Purpose.ACCEPT, depth, 0): 0.9 for depth in range(2)}
+    assert run(RULE, [case], [script])[0][0].path == (0, 1)
+    assert run(SpeculativeSampling(), [case], [script])[0][0].path == ()
+
+
+# ------------------------------------------------------------------------------- random proposals, in batches
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(3, 200), (9, 200), (500, 60), (9001, 8)])
+def test_both_ways_on_random_proposals_together_and_alone(vocab: int, count: int) -> None:
+    """Trees, merged trees, chains and candidates in float32, near the target's laws or not."""
+    proposals, laws, noise = batch(count, vocab, seed=vocab, of=[KINDS[0], KINDS[2]])
+    mine = chains(count, vocab)
+    proposals, laws, noise = [*proposals, *mine[0]], [*laws, *mine[1]], [*noise, *mine[2]]
+    verdicts = RULE.verify(proposals, laws, noise)
+    assert eagerly(RULE, proposals, laws, noise) == verdicts
+    each = list(zip(proposals, laws, noise, strict=True))
+    assert [RULE.verify([p], [law], [n])[0] for p, law, n in each] == verdicts
+    assert [eagerly(RULE, [p], [law], [n])[0] for p, law, n in each] == verdicts
+    if count > 50:
+        assert {len(verdict.path) for verdict in verdicts[count:]} == {0, 1, 2, 3, 4}
+
+
+def chains(count: int, vocab: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
+    """Chains of 0 to 4 tokens, drawn as a drafter draws, from laws near the target's."""
+    generator = torch.Generator().manual_seed(vocab)
+    proposals, laws, noise = [], [], []
+    for number in range(count):
+        length = number % 5
+        scores = 2 * torch.randn(length + 1, vocab, generator=generator)
+        q = torch.softmax(scores[:length] + 0.5 * torch.randn(length, vocab, generator=generator), dim=-1)
+        tokens = torch.multinomial(q, 1, generator=generator)[:, 0] if length else torch.zeros(0, dtype=torch.int64)
+        proposals.append(Proposal.chain(tokens, q))
+        laws.append(torch.softmax(scores, dim=-1))
+        noise.append(KeyedNoise(number, 3, 1))
+    return proposals, laws, noise
+
+
+@pytest.mark.parametrize(("target", "draft"), [("float64", "float32"), ("float32", "float64")])
+def test_draft_laws_of_another_width_of_float(target: str, draft: str) -> None:
+    proposals, laws, noise = chains(150, 7)
+    proposals = [
+        Proposal.chain(p.tree.tokens, p.laws.to(getattr(torch, draft))) for p in proposals if p.laws is not None
+    ]
+    laws = [law.to(getattr(torch, target)) for law in laws]
+    assert eagerly(RULE, proposals, laws, noise) == RULE.verify(proposals, laws, noise)
+
+
+def test_the_weights_of_a_device_are_those_of_the_host_to_the_bit() -> None:
+    numbers = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 1 / 3, 0.5, 0.7, 1.0], dtype=torch.float64)
+    above, p, q = (each.flatten() for each in torch.meshgrid(numbers, numbers, numbers, indexing="ij"))
+    expected = [RULE.weight(*each) for each in zip(above.tolist(), p.tolist(), q.tolist(), strict=True)]
+    assert RULE.weights(above, p, q).tolist() == expected
+
+
+def test_a_broken_part_breaks_both_ways_alike() -> None:
+    proposals, laws, noise = chains(150, 5)
+    right = RULE.verify(proposals, laws, noise)
+    for broken in [rule for rule in BROKEN if type(rule).weight is BlockVerification.weight]:
+        eager = eagerly(broken, proposals, laws, noise)
+        assert eager == broken.verify(proposals, laws, noise)
+        assert eager != right, broken
+
+
+def test_deterministic_candidates_are_judged_as_by_speculative_sampling() -> None:
+    """With q one-hot the weight is the product of p(x): jointly as many stay as one by one, so they go one by one."""
+    proposals, laws, noise = batch(100, 5, seed=3, of=[KINDS[2]])
+    assert any(len(verdict.path) > 1 for verdict in RULE.verify(proposals, laws, noise))
+    assert RULE.verify(proposals, laws, noise) == SpeculativeSampling().verify(proposals, laws, noise)
+
+
+def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposals, laws, noise = batch(30, 11, seed=2, of=[KINDS[0], KINDS[2]])
+    mine = chains(30, 11)
+    proposals, laws, noise = [*proposals, *mine[0]], [*laws, *mine[1]], [*noise, *mine[2]]
+    expected = RULE.verify(proposals, laws, noise)
+    hidden = [Proposal(TokenTree(p.tree.tokens, p.tree.shape), p.draws, p.laws) for p in proposals]
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "waits", lambda device: True)
+        for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
+            patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
+        prepared = RULE.prepare(hidden, laws, noise)
+    numbers = transfers.fetch(prepared.wanted)
+    for proposal in hidden:
+        proposal.tree.learn(proposal.tree.tokens.tolist())
+    assert prepared.conclude(numbers) == expected
+
+
+def test_verify_changes_nothing_it_was_given() -> None:
+    proposals, laws, noise = chains(20, 6)
+    before = [(law.clone(), p.laws.clone()) for law, p in zip(laws, proposals, strict=True) if p.laws is not None]
+    first = RULE.verify(proposals, laws, noise)
+    assert eagerly(RULE, proposals, laws, noise) == RULE.verify(proposals, laws, noise) == first
+    for proposal, law, (mine, drafted) in zip(proposals, laws, before, strict=True):
+        assert torch.equal(law, mine)
+        assert proposal.laws is not None and torch.equal(proposal.laws, drafted)

@@ -1,0 +1,269 @@
+"""Block verification is lossless, to 1e-12, keeps at least as much as token by token, and is caught when it is broken.
+
+`BlockReference` says what it emits in exact fractions, without a line of the package's code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from decision_cells import completed
+from small_worlds import (
+    A1,
+    A2,
+    F1,
+    F2,
+    FIXED,
+    INDEPENDENT,
+    STYLES,
+    Choice,
+    Prefix,
+    Reference,
+    RefTree,
+    World,
+    build,
+    gap,
+)
+from torch import Tensor
+
+from truedraft.core.noise import Noise, Purpose
+from truedraft.core.proposals import DrawKind
+from truedraft.verification import BlockVerification, Rule
+from truedraft.verification.block import BlockOutcome
+from truedraft.verification.block_looks import BlockLooks
+from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.rule import DrawnToken
+
+EXACT, CAUGHT = 1e-12, 0.01
+RULE = BlockVerification()
+MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
+AFTER_FIXED = (Choice("a", FIXED), Choice("b", INDEPENDENT))
+
+
+def gap_of(rule: Rule, world: World, length: int) -> float:
+    law = emitted_law(rule, world.target.law, world.scheme, length)
+    return distance(law, target_law(world.target.law, length))
+
+
+# ------------------------------------------------------------------------------- lossless
+
+
+@pytest.mark.parametrize(
+    ("vocab", "depth", "length"), [(5, 1, 2), (2, 4, 5), (3, 2, 4), (3, 3, 4), (3, 4, 5), (4, 3, 3), (5, 2, 3)]
+)
+def test_chains(vocab: int, depth: int, length: int) -> None:
+    for p, q in STYLES:
+        world = build("block", vocab, [A1] * depth, p, q)
+        law = emitted_law(RULE, world.target.law, world.scheme, length)
+        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+        assert distance(law, target_law(world.target.law, length)) < EXACT
+
+
+def test_a_chain_of_four() -> None:
+    assert gap_of(RULE, build("long", 3, [A1] * 4, "varied", "varied"), 5) < EXACT
+    assert gap_of(RULE, build("long", 4, [A1] * 4, "dense", "sparse"), 4) < EXACT
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [(A2, A1, A1), (A1, A1, A2), (A1, MERGED, A1), (F1, A1, A1), (A1, F2, A1), (A1, A1, F1), (AFTER_FIXED, A1, A1)],
+    ids=["2-1-1", "1-1-2", "1-merged-1", "fixed-1-1", "1-fixed-1", "1-1-fixed", "both-1-1"],
+)
+@pytest.mark.parametrize("bare", [-1, 0], ids=["even", "uneven"])
+def test_blocks_between_other_draws(plans: tuple, bare: int) -> None:
+    """Uneven: below one token nothing more is drafted, as after a draft that stops when it is unsure."""
+    for p, q in [("dense", "dense"), ("varied", "varied"), ("sparse", "dense")]:
+        assert gap_of(RULE, build("mixed", 2, plans, p, q, bare), 4) < EXACT
+        assert gap_of(RULE, build("mixed", 3, plans, p, q, bare), 3) < EXACT
+
+
+# ------------------------------------------------------------------------------- a reference in fractions
+
+
+class BlockReference(Reference):
+    """Every verdict on a chain: for each subset of prefixes that pass, the longest one."""
+
+    def walk(self, prefix: Prefix, tree: RefTree) -> Iterator[tuple[Fraction, Prefix, int]]:
+        chain, laws = [], [self.world.target.fractions(prefix)]
+        while tree.drawn:
+            ((choice, token),) = tree.drawn
+            chain.append((token, self.law_of(choice, prefix)))
+            prefix, tree = (*prefix, token), tree.below[token]
+            laws.append(self.world.target.fractions(prefix))
+        weights = [Fraction(1)]
+        for (token, q), p in zip(chain, laws, strict=False):
+            weights.append(min(Fraction(1), weights[-1] * p[token] / q[token]))
+        ends = [
+            [max(Fraction(0), w * a - b) for a, b in zip(p, q, strict=True)]
+            for w, p, (_, q) in zip(weights, laws, chain, strict=False)
+        ]
+        passes = []
+        for w, rest in zip(weights[1:], ends[1:], strict=False):
+            passes.append(sum(rest) / (sum(rest) + 1 - w) if w < 1 else Fraction(1))
+        if chain:
+            passes.append(weights[-1])
+        for passed in itertools.product([True, False], repeat=len(chain)):
+            mass = Fraction(1)
+            for h, yes in zip(passes, passed, strict=True):
+                mass *= h if yes else 1 - h
+            if not mass:
+                continue
+            kept = max((i + 1 for i, yes in enumerate(passed) if yes), default=0)
+            rest = ends[kept] if kept < len(chain) and sum(ends[kept]) else laws[kept]
+            for token, share in enumerate(rest):
+                if share:
+                    yield mass * share / sum(rest), (*(t for t, _ in chain[:kept]), token), kept
+
+
+REFERENCE_WORLDS = [
+    build("block ref", 3, [A1, A1], "dense", "dense"),
+    build("block ref", 2, [A1, A1, A1], "dense", "dense"),
+    build("block ref", 3, [A1, A1], "varied", "varied"),
+    build("block ref", 2, [A1, A1, A1], "dense", "dense", bare=1),
+    build("block ref", 3, [A1, A1], "one-hot", "dense"),
+    build("block ref", 3, [A1, A1], "sparse", "equal"),
+]
+
+
+@pytest.mark.parametrize("world", REFERENCE_WORLDS, ids=range(len(REFERENCE_WORLDS)))
+def test_the_reference_in_fractions_agrees(world: World) -> None:
+    reference = BlockReference(world)
+    expected = reference.emitted(3)
+    assert sum(expected.values()) == 1
+    assert expected == reference.target(3)  # equal fractions: not an approximation
+    assert gap(by_kernel(RULE, world), reference.step(())) < EXACT
+
+
+def by_kernel(rule: BlockVerification, world: World) -> dict[tuple[Prefix, int], float]:
+    """The law of (emitted tokens, accepted count) of one step whose tree is one chain, from the kernel of a block."""
+    law: dict[tuple[Prefix, int], float] = {}
+    for probability, tree in Reference(world).trees((), ()):
+        prefix: Prefix = ()
+        laws, draws = [], []
+        while tree.drawn:
+            ((_, token),) = tree.drawn
+            laws.append(world.target.law(prefix))
+            draws.append(DrawnToken(token, 0, world.drafters["a"].law(prefix), INDEPENDENT))
+            prefix, tree = (*prefix, token), tree.below[token]
+        for end in rule.block_outcomes(laws, draws):
+            finals = {end.token: 1.0} if end.token is not None else dict(enumerate(world.target.law(prefix).tolist()))
+            for token, share in finals.items():
+                key = (*prefix[: end.accepted], token), end.accepted
+                law[key] = law.get(key, 0.0) + float(probability) * end.probability * share
+    return {key: mass for key, mass in law.items() if mass > 0.0}
+
+
+# ------------------------------------------------------------------------------- never fewer tokens
+
+
+def expected(step: dict[tuple[Prefix, int], Fraction]) -> Fraction:
+    return sum((count * mass for (_, count), mass in step.items()), Fraction(0))
+
+
+def test_the_papers_example() -> None:
+    """Two tokens, p = (1/3, 2/3) and q = (2/3, 1/3) everywhere, chains of two: 10/9 tokens one by one, 11/9 jointly."""
+    world = build("paper", 2, [A1, A1])
+    for prefix in itertools.chain.from_iterable(itertools.product(range(2), repeat=n) for n in range(3)):
+        world.target.fix(prefix, [1, 2])
+        world.drafters["a"].fix(prefix, [2, 1])
+    assert expected(Reference(world).step(())) == Fraction(10, 9)
+    assert expected(BlockReference(world).step(())) == Fraction(11, 9)
+    step = by_kernel(RULE, world)
+    assert sum(count * mass for (_, count), mass in step.items()) == pytest.approx(11 / 9, abs=EXACT)
+
+
+@pytest.mark.parametrize(("vocab", "depth"), [(2, 1), (2, 3), (3, 2), (4, 2)])
+def test_no_fewer_tokens_are_kept_than_token_by_token(vocab: int, depth: int) -> None:
+    """In exact fractions, for each number of tokens: at least as many are kept at least as often."""
+    gains = []
+    for number, (p, q) in itertools.product(range(3), STYLES):
+        world = build(f"gain {number}", vocab, [A1] * depth, p, q)
+        alone, jointly = Reference(world).step(()), BlockReference(world).step(())
+        for least in range(1, depth + 1):
+            kept = [sum(mass for (_, count), mass in step.items() if count >= least) for step in (alone, jointly)]
+            assert kept[0] <= kept[1]
+        gains.append(expected(jointly) - expected(alone))
+    assert (max(gains) > Fraction(1, 100)) if depth > 1 else not any(gains)
+
+
+# ------------------------------------------------------------------------------- broken on purpose
+
+
+class ResidualOfTheTarget(BlockVerification):
+    """Recovers from norm(max(0, p - q)), as if nothing had been scaled."""
+
+    def rejected(self, p: Tensor, q: Tensor) -> Tensor:
+        mass = p.sum(dim=-1, keepdim=True)
+        return super().rejected(p / torch.where(mass > 0, mass, 1.0), q)
+
+
+class ProductOfRatios(BlockVerification):
+    """Caps each ratio at 1 and not their running product: the weights of token by token."""
+
+    def weight(self, above: float, p_x: float, q_x: float) -> float:
+        return above * self.accept_probability(p_x, q_x)
+
+
+class NeverCapped(BlockVerification):
+    """A running product above 1 is kept for later tokens."""
+
+    def weight(self, above: float, p_x: float, q_x: float) -> float:
+        return above * p_x / q_x
+
+
+class PassesByWeight(BlockVerification):
+    """Each prefix passes with its weight, not with h."""
+
+    def pass_probability(self, weight: float, mass: float) -> float:
+        return weight
+
+
+class TokenByTokenButJointResidual(BlockVerification):
+    """Accepts token by token, and recovers from the residual of the block."""
+
+    def _kept(self, block: Sequence[int], weights: Sequence[float], looks: BlockLooks, noise: Noise, depth: int) -> int:
+        for place, slot in enumerate(block):
+            if noise.uniform(Purpose.ACCEPT, depth + place) >= self.accept_probability(*looks.drawn(slot)):
+                return place
+        return len(block)
+
+    def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
+        outcomes, reach, weight = [], 1.0, 1.0
+        for length, (p, draw) in enumerate(zip(laws, draws, strict=True)):
+            p_x, q_x = float(p[draw.token]), float(draw.q[draw.token])
+            keep = self.accept_probability(p_x, q_x)
+            rest = self.rejected(weight * p, draw.q)
+            rest = rest / rest.sum()
+            outcomes += [BlockOutcome(reach * (1 - keep) * float(x), length, token) for token, x in enumerate(rest)]
+            reach, weight = reach * keep, self.weight(weight, p_x, q_x)
+        return [*outcomes, BlockOutcome(reach, len(draws), None)]
+
+
+BROKEN = [ResidualOfTheTarget(), ProductOfRatios(), NeverCapped(), PassesByWeight(), TokenByTokenButJointResidual()]
+BROKEN_ON = build("block broken d", 3, [A1, A1])
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda rule: type(rule).__name__)
+def test_a_broken_rule_is_caught_by_the_kernel(broken: BlockVerification) -> None:
+    """The same rules are caught through the shipped `verify` by `test_block_cells`."""
+    assert gap_of(RULE, BROKEN_ON, 3) < EXACT
+    assert gap_of(broken, BROKEN_ON, 3) > CAUGHT
+
+
+def test_completing_a_step_by_hand_is_exact() -> None:
+    world = build("completed", 3, [A1, A1])
+    assert gap(completed(by_kernel(RULE, world), world.target.law, 3), target_law(world.target.law, 3)) < EXACT
+
+
+def test_a_block_of_one_is_a_node() -> None:
+    p, q = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]], dtype=torch.float64)
+    for token in range(3):
+        draw = DrawnToken(token, 0, q, DrawKind.INDEPENDENT)
+        of_node = {(o.accepted, o.token): o.probability for o in RULE.outcomes(p, [draw])}
+        for end in RULE.block_outcomes([p], [draw]):
+            node = (True, token) if end.token is None else (False, end.token)
+            assert end.probability == pytest.approx(of_node.get(node, 0.0), abs=EXACT)
