@@ -31,6 +31,7 @@ from truedraft.planning import this_machine
 
 _LISTED = (45, 4)
 _TOKENS = 128
+_CONTEXT = 16  # tokens of a prompt before the first beams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,20 +151,18 @@ def speed(target: LanguageModel, drafter: Drafter, way: Way, prompts: list[str])
 
 @torch.inference_mode()
 def merging(target: LanguageModel, drafter: Redrafter, prompts: list[str]) -> dict[str, Any]:
-    """Nodes of merged beams against their plain list, and seconds of merging, on answers at temperature 1."""
+    """Nodes of merged beams against their plain list, and seconds of merging, on the code of the prompts themselves."""
     drafter.check(target)
     runner, (width, length) = RedrafterRunner(drafter.head, target), _LISTED
     nodes, seconds, seconds_with_dropped = [], [], []
     for prompt in prompts:
-        answer = Engine(target).generate(prompt, SamplingParams(max_tokens=64, temperature=1.0, seed=1))
         assert target.tokenizer is not None
-        ids = torch.tensor([*target.tokenizer.encode(prompt), *answer.token_ids])
+        ids = torch.tensor(target.tokenizer.encode(prompt))
         cache = target.new_cache()
         hidden = target.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).hidden.clone()
         target.release_cache(cache)
-        first = len(ids) - len(answer.token_ids)
-        rows = slice(first, len(ids) - 1)
-        steps = list(itertools.islice(beam_search(runner, hidden[rows], ids[first + 1 :], width), length))
+        rows = slice(_CONTEXT, len(ids) - 1)
+        steps = list(itertools.islice(beam_search(runner, hidden[rows], ids[_CONTEXT + 1 :], width), length))
         nodes += merge(steps[-1], width * length).counts.tolist()
         for beams, times in ((steps[-1], seconds), (with_dropped(steps), seconds_with_dropped)):
             for row in range(0, len(beams.tokens), 8):
