@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -66,4 +68,6 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", "import sys; from truedraft.cli.main import main; sys.exit(main())", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    # A shell that runs the tests in the background lets them ignore Ctrl-C, and they would hand that on.
+    options = {"preexec_fn": functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} | options
     return subprocess.Popen(command, text=True, env=environment, **(pipes | options))
