@@ -23,14 +23,13 @@ Cut to four nodes, 9 is gone: there is no node for the last token of beam 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.ordering import first_by_value
-from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.core.trees import TokenTree, shape_of
 
 NO_TOKEN = -1
 """Behind the end of a beam that is shorter than others."""
@@ -125,11 +124,5 @@ def trees_of(*merged: MergedBeams) -> list[TokenTree]:
         counts, parents, width = next(numbers), next(numbers), own.parents.shape[1]
         for request, tokens in enumerate(own.tokens.unbind()):
             first, count = request * width, int(counts[request])
-            trees.append(TokenTree(tokens[:count], _shape(tuple(map(int, parents[first : first + count])))))
+            trees.append(TokenTree(tokens[:count], shape_of(tuple(map(int, parents[first : first + count])))))
     return trees
-
-
-@lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...]) -> TreeShape:
-    """Shapes recur, so what is derived from them is kept."""
-    return TreeShape(parents)

@@ -104,6 +104,12 @@ def chain_shape(length: int) -> TreeShape:
     return TreeShape(tuple(range(-1, length - 1)))
 
 
+@lru_cache(maxsize=1024)
+def shape_of(parents: tuple[int, ...]) -> TreeShape:
+    """The shape with these parents; shapes recur at every step, so what is derived from them is kept."""
+    return TreeShape(parents)
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """Drafted tokens and how they hang together.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, TreeShape, chain_shape
+from truedraft.core.trees import TokenTree, chain_shape, shape_of
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Drawing, DrawnChildren, OpenNode, drawing_for
 from truedraft.models.base import LanguageModel, Segment
@@ -155,13 +154,13 @@ class HostTree(Growing):
         written, self._fed = self._fed, len(self._tokens)
         rows = [node - written for node in self._open]
         ids = torch.tensor(self._tokens[written:])
-        return Segment(self.cache, ids, _shape(tuple(self._parents)), rows, written)
+        return Segment(self.cache, ids, shape_of(tuple(self._parents)), rows, written)
 
     def proposal(self) -> Proposal:
         """See `Growing.proposal`."""
         if not self._tokens:
             return Proposal.empty()
-        tree = TokenTree.of_ids(self._tokens, _shape(tuple(self._parents)))
+        tree = TokenTree.of_ids(self._tokens, shape_of(tuple(self._parents)))
         draws = tuple(self._draws.get(slot, ()) for slot in range(len(self._tokens) + 1))
         return Proposal(tree, draws, torch.cat(self._laws) if self._laws else None)
 
@@ -255,9 +254,3 @@ def draw_level(level: Sequence[Growing], logits: Tensor) -> list[Growing]:
         first.draw(group, logits[start : start + count], nodes, drawing)
         start += count
     return [tree for tree in level if tree.grows]
-
-
-@lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...]) -> TreeShape:
-    """Shapes recur at every step, so what is derived from them is kept."""
-    return TreeShape(parents)

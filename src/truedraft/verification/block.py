@@ -142,15 +142,11 @@ class BlockVerification(SpeculativeSampling):
                     return Walk(tuple(path), block[kept], Origin.RECOVERED)
                 slot = path[-1] + 1
                 continue
-            draws = proposal.draws[slot]
-            # Looks first: they go on past the last rejection, to the law of the token that ends the walk.
-            for index, ((p_x, q_x), draw) in enumerate(zip(looks.node(slot), draws, strict=True)):
-                if noise.uniform(Purpose.ACCEPT, len(path), index) < self.accept_probability(p_x, q_x):
-                    path.append(draw.child)
-                    slot = draw.child + 1
-                    break
-            else:
-                return Walk(tuple(path), slot, Origin.RECOVERED if draws else Origin.BONUS)
+            child = self.accepted_child(proposal, slot, looks, noise, len(path))
+            if child is None:
+                return Walk(tuple(path), slot, Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS)
+            path.append(child)
+            slot = child + 1
 
     def _weights(self, block: Sequence[int], looks: BlockLooks) -> list[float]:
         """w_0 to w_n of a block."""

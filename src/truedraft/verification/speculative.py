@@ -111,15 +111,19 @@ class SpeculativeSampling(DeferredRule):
         path: list[int] = []
         slot = 0
         while True:
-            draws = proposal.draws[slot]
-            # Looks first: they go on past the last rejection, to the law of the token that ends the walk.
-            for index, ((p_x, q_x), draw) in enumerate(zip(looks.node(slot), draws, strict=True)):
-                if noise.uniform(Purpose.ACCEPT, len(path), index) < self.accept_probability(p_x, q_x):
-                    path.append(draw.child)
-                    slot = draw.child + 1
-                    break
-            else:
-                return Walk(tuple(path), slot, Origin.RECOVERED if draws else Origin.BONUS)
+            child = self.accepted_child(proposal, slot, looks, noise, len(path))
+            if child is None:
+                return Walk(tuple(path), slot, Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS)
+            path.append(child)
+            slot = child + 1
+
+    def accepted_child(self, proposal: Proposal, slot: int, looks: Looks, noise: Noise, depth: int) -> int | None:
+        """The child of a slot whose draw stays, its draws judged one after another; None where none does."""
+        # Looks first: they go on past the last rejection, to the law of the token that ends the walk.
+        for index, ((p_x, q_x), draw) in enumerate(zip(looks.node(slot), proposal.draws[slot], strict=True)):
+            if noise.uniform(Purpose.ACCEPT, depth, index) < self.accept_probability(p_x, q_x):
+                return draw.child
+        return None
 
     def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
         """How a node ends, given the tokens drawn there; see `Rule.outcomes`."""
