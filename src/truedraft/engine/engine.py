@@ -21,7 +21,7 @@ from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.step import Step, StepTimes
 from truedraft.errors import ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
-from truedraft.verification import Rule, SpeculativeSampling
+from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -35,6 +35,8 @@ class Engine:
         rule: how guesses are judged; None is lossless speculative sampling.
         controller: how much is drafted; None is always the drafter's own limits.
         max_batch: most requests in one step.
+        coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
+            with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
 
     Attributes:
         on_step: called after each step with what it did and how long its parts took; None by default.
@@ -52,6 +54,7 @@ class Engine:
         controller: Controller | None = None,
         *,
         max_batch: int = 32,
+        coupled_rule: Rule | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter if drafter is not None else NoDrafter()
@@ -59,7 +62,8 @@ class Engine:
         self.drafter.check(target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self._drafting = Drafting(self.drafter, controller or FixedBudget(), target.vocab_size)
-        self._step = Step(target, self.rule, self._drafting, self.drafter.needs_hidden)
+        coupled = coupled_rule if coupled_rule is not None else CoupledSampling()
+        self._step = Step(target, self.rule, self._drafting, self.drafter.needs_hidden, coupled)
         if max_batch < 1:
             raise OptionError(f"max_batch must be 1 or more, got {max_batch}")
         self._scheduler = Scheduler(max_batch)

@@ -22,9 +22,8 @@ from truedraft.engine.judging import Judging, LookingAsItGoes, Part, ReadingOnce
 from truedraft.engine.request import Request
 from truedraft.errors import InvalidLogitsError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.verification import CoupledSampling, Rule
+from truedraft.verification import Rule
 
-_COUPLED = CoupledSampling()
 _AT_TEMPERATURE_ONE = SamplingParams(temperature=1.0)
 
 
@@ -66,11 +65,15 @@ class Step:
         rule: judges proposals of requests that are neither greedy nor coupled, or all if it is lossy.
         drafting: asks the drafter.
         keeps_hidden: whether the drafter wants the vectors that enter the LM head.
+        coupled: judges coupled requests, and greedy ones under a lossless rule, by comparison.
     """
 
-    def __init__(self, target: LanguageModel, rule: Rule, drafting: Drafting, keeps_hidden: bool) -> None:
+    def __init__(
+        self, target: LanguageModel, rule: Rule, drafting: Drafting, keeps_hidden: bool, coupled: Rule
+    ) -> None:
         self._target = target
         self._rule = rule
+        self._coupled = coupled
         self._drafting = drafting
         self._keeps_hidden = keeps_hidden
         self._judging: Judging = ReadingOnce(drafting) if transfers.waits(target.device) else LookingAsItGoes()
@@ -119,12 +122,12 @@ class Step:
         A coupled request keeps its promise, the same tokens whatever drafts and judges, under a lossy rule too.
         """
         if request.params.coupled or (request.params.greedy and self._rule.lossless):
-            return _COUPLED
+            return self._coupled
         return self._rule.greedy_form if request.params.greedy else self._rule
 
     def _law_params(self, request: Request) -> SamplingParams:
         """The options that make a request's laws: at temperature 0 a lossy rule looks at p at temperature 1."""
-        lossy = request.params.greedy and self.rule_for(request) is not _COUPLED
+        lossy = request.params.greedy and self.rule_for(request) is not self._coupled
         return _AT_TEMPERATURE_ONE if lossy else request.params
 
     def _segments(
@@ -184,7 +187,7 @@ class Step:
 
     def _takes_argmax(self, part: Part) -> bool:
         """Whether the rule only looks at the largest entry of a row: then logits do, and no law need be made."""
-        return part.request.params.greedy and self.rule_for(part.request) is _COUPLED
+        return part.request.params.greedy and self.rule_for(part.request) is self._coupled
 
     def _verify(self, parts: Sequence[Part]) -> None:
         """Judge all proposals, those of one rule together."""
