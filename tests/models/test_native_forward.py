@@ -131,6 +131,49 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dty
 
 
 @needs_library
+@pytest.mark.parametrize("name", ["nothing fills a unit", "biases", "five to a key head"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
+    """Rows go through products in tiles, whose sizes differ with the number of rows, on each kind of processor."""
+    model = native(CONFIGS[name]())
+    cache, tokens = model.new_cache(), torch.randint(101, (233,), generator=torch.Generator().manual_seed(11))
+    model.forward([Segment(cache, tokens[:33], chain_shape(33), ())])
+    cache.commit(range(33))
+
+    def logits(count: int) -> Tensor:
+        output = model.forward([Segment(cache, tokens[33 : 33 + count], chain_shape(count), range(count))])
+        cache.rollback(33)
+        return output.logits
+
+    most = logits(200)
+    for count in (*range(1, 40), *range(94, 101), 191, 193):
+        assert logits(count).equal(most[:count]), f"{count} rows"
+
+
+@needs_library
+def test_a_node_has_the_bits_of_its_path_alone() -> None:
+    """In trees of any size, behind contexts that fill no vector, beside another request."""
+    model, generator = native(llama()), torch.Generator().manual_seed(5)
+    caches = [model.new_cache() for _ in range(3)]
+    for cache, length in zip(caches[:2], (37, 3), strict=True):
+        context = torch.randint(101, (length,), generator=generator)
+        for each in (cache, caches[2]) if length == 37 else (cache,):
+            model.forward([Segment(each, context, chain_shape(length), ())])
+            each.commit(range(length))
+    for size in (2, 5, 9, 14, 31):
+        parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, size)]
+        shape, tokens = TreeShape(tuple(parents)), torch.randint(101, (size,), generator=generator)
+        neighbour = Segment(caches[1], tokens[: size // 2], chain_shape(size // 2), ())
+        tree = model.forward([neighbour, Segment(caches[0], tokens, shape, range(size))]).logits
+        for node in range(size):
+            path = shape.path(node)
+            alone = Segment(caches[2], tokens[list(path)], chain_shape(len(path)), (len(path) - 1,))
+            assert model.forward([alone]).logits[0].equal(tree[node]), f"node {node} of {parents}"
+            caches[2].rollback(37)
+        caches[0].rollback(37)
+        caches[1].rollback(3)
+
+
+@needs_library
 @pytest.mark.parametrize("token", [-1, 8192, 2**40])
 def test_an_unknown_token_is_refused_and_the_next_forward_runs(token: int) -> None:
     model = load_model("embedded:draft", dtype="float32")

@@ -19,15 +19,32 @@
 #include <immintrin.h>
 #endif
 
+/* A vector is one register: of wider ones a compiler keeps sums in memory and takes comparisons apart. */
+#if defined(__AVX512F__)
 #define LANES 16
-#define UNIT 64  /* outputs that one thread takes at a time: 4 blocks of 16 lanes */
-#define ROWS 12  /* most rows of a product that are computed together: 24 sums of two blocks fit the registers */
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define BLOCK 16 /* outputs whose weights lie side by side */
+#define UNIT 64  /* outputs that one thread takes at a time: 4 blocks */
+#define SUMS (UNIT / LANES)
+#if LANES == 16
+#define ROWS 12  /* most rows of a product that are computed together: 24 sums in 32 registers */
+#define MOST 4   /* most vectors of outputs that are computed together */
+#define MIXED 4  /* entries of a head, in vectors, that are mixed together */
+#else
+#define ROWS 6   /* 12 sums in 16 registers */
+#define MOST 8
+#define MIXED 2
+#endif
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
 #define TILE 8   /* queries of attention that are computed together */
 
-typedef float lanes __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 #if BF16
 typedef uint16_t element;
@@ -151,92 +168,119 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells
     }
 }
 
-/* Adds the products of some cells to the sums `[rows][4]` of a tile, for some blocks; meanwhile `fetch` of the blocks
- * behind these, from `ahead` on, are brought near: memory would wait for the sums otherwise. */
+/* Adds the products of some cells to the sums `[rows][SUMS]` of a tile, for some vectors of outputs; meanwhile parts of
+ * `fetch` blocks behind these, from `ahead` on, are brought near, `apart` of each for a cell: memory would wait for the
+ * sums otherwise. */
 static inline __attribute__((always_inline)) void tile(
-    const cell *w, int64_t block, int64_t cells, const cell *x, const int rows, const int blocks, lanes (*sum)[4],
-    const cell *ahead, const int fetch) {
-    lanes acc[4][ROWS];
-    for (int b = 0; b < blocks; b++)
+    const cell *w, int64_t block, int64_t cells, const cell *x, const int rows, const int vectors, lanes (*sum)[SUMS],
+    const cell *ahead, const int fetch, int64_t apart) {
+    lanes acc[MOST][ROWS];
+#pragma GCC unroll 8
+    for (int b = 0; b < vectors; b++)
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) acc[b][r] = sum[r][b];
     for (int64_t k = 0; k < cells; k++) {
-        ints wk[4];
+        ints wk[MOST];
+#pragma GCC unroll 8
+        for (int b = 0; b < vectors; b++) wk[b] = load_cells(w + b * LANES / BLOCK * block + k * BLOCK + b * LANES % BLOCK);
 #pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) wk[b] = load_cells(w + b * block + k * LANES);
-#pragma GCC unroll 4
-        for (int b = 0; b < fetch; b++) __builtin_prefetch(ahead + b * block + k * LANES, 0, 2);
+        for (int b = 0; b < fetch; b++) __builtin_prefetch(ahead + b * block + k * apart, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const cell xk = x[k * rows + r];
-#pragma GCC unroll 4
-            for (int b = 0; b < blocks; b++) acc[b][r] = multiply_add(acc[b][r], wk[b], xk);
+#pragma GCC unroll 8
+            for (int b = 0; b < vectors; b++) acc[b][r] = multiply_add(acc[b][r], wk[b], xk);
         }
     }
-    for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 8
+    for (int b = 0; b < vectors; b++)
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) sum[r][b] = acc[b][r];
 }
 
-/* Two blocks and any rows; the first two tiles of a group bring one of the next blocks each. */
-static void two_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4], int number, int tiles) {
+/* Two vectors of outputs and any rows; the first tiles of a group bring the blocks behind these near, shared out so that
+ * memory and sums keep each other waiting least. */
+static void narrow_tile(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[SUMS], int number, int tiles) {
+#if LANES == 16
     const cell *ahead = w + (2 + (number == 1)) * block;
-    const int fetch = tiles == 1 ? 2 : number < 2;
+    const int fetch = tiles == 1 ? 2 : number < 2, apart = BLOCK;
+#else
+    const int sharing = tiles < 2 ? 1 : tiles < 4 ? 2 : 4, apart = BLOCK / sharing, fetch = number < sharing;
+    const cell *ahead = w + block + number * cells * apart;
+#endif
     switch (rows) {
 #define CASE(R) case R: \
-        if (fetch == 2) tile(w, block, cells, x, R, 2, sum, ahead, 2); \
-        else if (fetch == 1) tile(w, block, cells, x, R, 2, sum, ahead, 1); \
-        else tile(w, block, cells, x, R, 2, sum, ahead, 0); \
+        if (LANES == 16 && fetch == 2) tile(w, block, cells, x, R, 2, sum, ahead, 2, BLOCK); \
+        else if (fetch == 1) tile(w, block, cells, x, R, 2, sum, ahead, 1, apart); \
+        else tile(w, block, cells, x, R, 2, sum, ahead, 0, BLOCK); \
         break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-    }
-}
-
-static void four_blocks(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[4]) {
-    switch (rows) {
-#define CASE(R) case R: tile(w, block, cells, x, R, 4, sum, w, 0); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS == 12
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
 #undef CASE
     }
 }
 
-/* A group of rows against one unit of outputs: sums `[rows][4]` of 16 outputs each. */
-static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64_t size, lanes (*sum)[4]) {
-    const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * LANES;
-    const cell *w = l->weights + at * 4 * block;
-    for (int64_t r = 0; r < rows; r++) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = (lanes){0};
+/* So few rows that more vectors of outputs fit the registers; returns how many were taken. */
+static int wide_tile(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[SUMS]) {
+    switch (rows) {
+#define CASE(R, V) case R: tile(w, block, cells, x, R, V, sum, w + V * LANES / BLOCK * block, LANES == 16 ? 0 : V * LANES / BLOCK, BLOCK); return V;
+#if LANES == 16
+        CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
+#else
+        CASE(1, 8) CASE(2, 4) CASE(3, 4)
+#endif
+#undef CASE
+    }
+    return SUMS;
+}
+
+/* A group of rows against one unit of outputs: sums `[rows][SUMS]`. */
+static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64_t size, lanes (*sum)[SUMS]) {
+    const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
+    const cell *w = l->weights + at * (UNIT / BLOCK) * block;
+    memset(sum, 0, rows * sizeof *sum);
+#define WEIGHTS(b) (w + (b) * LANES / BLOCK * block + (b) * LANES % BLOCK)
+#define FROM(r, b) (lanes(*)[SUMS])((lanes *)sum[r] + (b))
     if (rows <= ROWS / 2) {
-        four_blocks(w, block, cells, x, (int)rows, sum);
+        for (int b = 0; b < SUMS;) b += wide_tile(WEIGHTS(b), block, cells, x, (int)rows, FROM(0, b));
         return;
     }
     const int tiles = (int)((rows + size - 1) / size);
-    for (int b = 0; b < 4; b += 2)
+    for (int b = 0; b < SUMS; b += 2)
         for (int t = 0; t < tiles; t++) {
             const int64_t r = t * size;
             const int n = (int)(rows - r < size ? rows - r : size);
-            two_blocks(w + b * block, block, cells, x + r * cells, n, (lanes(*)[4])((lanes *)sum[r] + b), t, tiles);
+            narrow_tile(WEIGHTS(b), block, cells, x + r * cells, n, FROM(r, b), t, tiles);
         }
+#undef WEIGHTS
+#undef FROM
 }
 
 static inline lanes silu(lanes x) { return x / (1.0f + exponential(-x)); }
 
-static void finish(int kind, lanes (*sum)[4], int64_t rows, const float *bias, const element *x, int64_t x_stride, element *y, int64_t stride, int64_t at) {
+static void finish(int kind, lanes (*sum)[SUMS], int64_t rows, const float *bias, const element *x, int64_t x_stride, element *y, int64_t stride, int64_t at) {
     for (int64_t r = 0; r < rows; r++) {
-        lanes v[4];
-        for (int b = 0; b < 4; b++) {
+        lanes v[SUMS];
+        for (int b = 0; b < SUMS; b++) {
             v[b] = sum[r][b];
             if (bias) { lanes add; memcpy(&add, bias + at * UNIT + b * LANES, sizeof add); v[b] = v[b] + add; }
             v[b] = rounded(v[b]);
         }
         if (kind == GATE) {
             element *out = y + r * stride + at * (UNIT / 2);
-            for (int b = 0; b < 2; b++) store(out + b * LANES, rounded(silu(v[2 * b])) * v[2 * b + 1]);
+            for (int b = 0; b < SUMS / 2; b++) {
+                const int gate = b / (BLOCK / LANES) * (BLOCK / LANES) + b, up = gate + BLOCK / LANES;
+                store(out + b * LANES, rounded(silu(v[gate])) * v[up]);
+            }
         } else if (kind == RESIDUAL) {
             const element *in = x + r * x_stride + at * UNIT;
             element *out = y + r * stride + at * UNIT;
-            for (int b = 0; b < 4; b++) store(out + b * LANES, load(in + b * LANES) + rounded(silu(v[b])));
+            for (int b = 0; b < SUMS; b++) store(out + b * LANES, load(in + b * LANES) + rounded(silu(v[b])));
         } else {
             element *out = y + r * stride + at * UNIT;
-            for (int b = 0; b < 4; b++) store(out + b * LANES, kind == ADD ? load(out + b * LANES) + v[b] : v[b]);
+            for (int b = 0; b < SUMS; b++) store(out + b * LANES, kind == ADD ? load(out + b * LANES) + v[b] : v[b]);
         }
     }
 }
@@ -246,7 +290,7 @@ static void linear(const Linear *l, int kind, const element *x, element *y, int6
     const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->read / PER_CELL, size = tile_rows(rows);
     const int64_t from = units * own->me / own->threads, to = units * (own->me + 1) / own->threads;
     const int64_t group = GROUP / size * size;
-    lanes sum[GROUP][4];
+    lanes sum[GROUP][SUMS];
     if (from == to) return;
     gather(x, own->stride, rows, cells, own->inputs);
     for (int64_t at = from; at < to; at++)
@@ -280,31 +324,39 @@ static void rotate(element *x, const element *table, int64_t head) {
     }
 }
 
-/* Scores of some queries with all slots of one key head, 32 slots at a time; queries are already scaled. */
+/* Scores of some queries with all slots of one key head, some vectors of slots at a time; queries are already scaled. */
 static inline __attribute__((always_inline)) void score_some(
-    const float *query, const int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to,
-    float *scores, int64_t stride) {
-    for (int64_t s = from; s < to; s += 2 * LANES) {
-        lanes acc[TILE][2];
-        for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (lanes){0};
+    const float *query, const int rows, const int vectors, const element *keys, int64_t capacity, int64_t head, int64_t from,
+    int64_t to, float *scores, int64_t stride) {
+    for (int64_t s = from; s < to; s += vectors * LANES) {
+        lanes acc[TILE][4];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
         for (int64_t d = 0; d < head; d++) {
-            const lanes k0 = load(keys + d * capacity + s), k1 = load(keys + d * capacity + s + LANES);
+            lanes key[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) key[j] = load(keys + d * capacity + s + j * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 const float q = query[r * head + d];
-                acc[r][0] = acc[r][0] + k0 * q;
-                acc[r][1] = acc[r][1] + k1 * q;
+#pragma GCC unroll 4
+                for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + key[j] * q;
             }
         }
-        for (int r = 0; r < rows; r++) memcpy(scores + r * stride + s, acc[r], sizeof acc[r]);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) memcpy(scores + r * stride + s + j * LANES, &acc[r][j], sizeof(lanes));
     }
 }
 
 /* The same for up to 8 queries; those that are not there are computed for nothing. */
 static void score(const float *query, int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
-    if (rows <= 2) score_some(query, 2, keys, capacity, head, from, to, scores, stride);
-    else if (rows <= 4) score_some(query, 4, keys, capacity, head, from, to, scores, stride);
-    else score_some(query, TILE, keys, capacity, head, from, to, scores, stride);
+    if (rows <= 2) score_some(query, 2, LANES == 16 ? 2 : 4, keys, capacity, head, from, to, scores, stride);
+    else if (rows <= 4) score_some(query, 4, 2, keys, capacity, head, from, to, scores, stride);
+    else score_some(query, TILE, LANES == 16 ? 2 : 1, keys, capacity, head, from, to, scores, stride);
 }
 
 /* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
@@ -369,11 +421,11 @@ static void mix(const View *view, int views, const element *values, int64_t head
         int alike = 1;
         while (alike < 4 && r + alike < views && view[r + alike].from == view[r].from && view[r + alike].count == view[r].count) alike++;
         if (alike != 4) alike = 1;
-        for (int64_t d = 0; d < head; d += 4 * LANES) {
+        for (int64_t d = 0; d < head; d += MIXED * LANES) {
             const int rest = (int)((head - d) / LANES);
-            if (alike == 4 && rest >= 4) mix_some(view + r, 4, values, head, length, d, 4);
+            if (alike == 4 && rest >= MIXED) mix_some(view + r, 4, values, head, length, d, MIXED);
             else for (int i = 0; i < alike; i++) {
-                if (rest >= 4) mix_some(view + r + i, 1, values, head, length, d, 4);
+                if (rest >= MIXED) mix_some(view + r + i, 1, values, head, length, d, MIXED);
                 else mix_some(view + r + i, 1, values, head, length, d, rest);
             }
         }
@@ -500,9 +552,10 @@ static void largest(const element *logits, int64_t vocab, int64_t ranks, float *
         if (n == LANES) {
             const lanes read = load(logits + from);
             const ints above = read > values[ranks - 1];
-            int64_t any[8];
+            int64_t any[LANES / 2], found = 0;
             memcpy(any, &above, sizeof any);
-            if (!(any[0] | any[1] | any[2] | any[3] | any[4] | any[5] | any[6] | any[7])) continue;
+            for (int i = 0; i < LANES / 2; i++) found |= any[i];
+            if (!found) continue;
             memcpy(v, &read, sizeof v);
         } else {
             element last[LANES] = {0};
