@@ -91,6 +91,33 @@ def test_keys_are_chained_as_documented() -> None:
     assert torch.equal(noise.gumbel(2, 9, CPU), gumbel_of(key, torch.arange(9)))
 
 
+def test_numbers_of_few_tokens_under_many_keys_are_the_same_bits() -> None:
+    """Keys one for each token, in numpy and in torch, and at both ends of the signed and unsigned range."""
+    keys = [0, 1, FULL, 1 << 63, (1 << 63) - 1, *(slow_mix(i, 3) for i in range(95))]
+    tokens = np.arange(100, dtype=np.int64) * 1_511
+    expected = torch.stack([gumbel_of(key, torch.tensor(token)) for key, token in zip(keys, tokens, strict=True)])
+    assert torch.equal(torch.from_numpy(N.gumbel_of_each(np.array(keys, np.uint64), tokens)), expected)
+    many = torch.tensor([signed(key) for key in keys])
+    assert torch.equal(gumbel_of(many, torch.from_numpy(tokens)), expected)
+    table = gumbel_of(many[:, None], torch.arange(7))
+    assert torch.equal(table, torch.stack([gumbel_of(key, torch.arange(7)) for key in keys]))
+
+
+def test_the_key_of_gumbel_noise_says_all_of_its_numbers() -> None:
+    class Own(KeyedNoise):
+        def gumbel(self, depth: int, vocab: int, device: torch.device) -> torch.Tensor | None:
+            return torch.zeros(vocab, dtype=torch.float64)
+
+    noise = KeyedNoise(5, 10, 0, 2)
+    key = N.gumbel_key(noise, 3)
+    assert key is not None
+    assert torch.equal(noise.gumbel(3, 50, CPU), gumbel_of(key, torch.arange(50)))
+    greedy = KeyedNoise(5, 10, 0, greedy=True)
+    assert N.gumbel_key(greedy, 3) is None
+    assert N.gumbel_key(Own(5, 10, 0), 3) is None, "its numbers are its own"
+    assert [N.is_greedy(each, 5, CPU) for each in (noise, greedy, Own(5, 10, 0))] == [False, True, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_the_same_bits() -> None:

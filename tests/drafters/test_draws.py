@@ -128,6 +128,23 @@ def test_coupled_drafts_are_the_choices_of_the_shared_noise() -> None:
             assert child.probabilities == [float(law[token]) for token in child.tokens]
 
 
+@pytest.mark.parametrize("params", [COUPLED, SamplingParams(temperature=1.0, coupled=True)], ids=["top-p", "dense"])
+def test_coupled_drafts_over_a_large_vocabulary(params: SamplingParams) -> None:
+    """Where not every token is looked at: the same children, in the same order, for every width of a neighbour."""
+    scores = torch.randn(4, 9_000, generator=torch.Generator().manual_seed(1)) * torch.tensor(
+        [[1.0], [3.0], [8.0], [40.0]]
+    )
+    open_nodes = nodes(1, 8, 3, 8)
+    children, laws = drawing_for(params, 8).draw(scores, params, open_nodes)
+    assert laws is not None
+    for child, law, node in zip(children, laws, open_nodes, strict=True):
+        noise = node.noise.gumbel(node.depth, 9_000, law.device)
+        best = (law.double().log() + noise).argsort(descending=True)[: node.width].tolist()
+        assert child.tokens == [token for token in best if law[token] > 0]
+    tokens, _ = drawing_for(params, 1).draw_unseen(scores, params, open_nodes)
+    assert tokens.tolist() == [child.tokens[0] for child in children]
+
+
 def test_logits_are_left_as_they_were() -> None:
     scores = logits(2)
     before = scores.clone()

@@ -16,6 +16,7 @@ from torch import Tensor
 from truedraft.core import laws as L
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.proposals import Draw, DrawKind, Proposal
+from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import TokenTree
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
@@ -251,6 +252,48 @@ def test_batched_verify_follows_the_slow_walk() -> None:
     assert verdicts == [follow(c.proposal, c.laws, noise) for c, noise in zip(cases, noises, strict=True)]
     assert {len(verdict.path) for verdict in verdicts} == {0, 1, 2}
     assert {verdict.final for verdict in verdicts} == {Origin.RECOVERED, Origin.BONUS}
+
+
+def large_case(number: int, vocab: int) -> tuple[Proposal, Tensor]:
+    """A tree over a large vocabulary, whose laws are dense, cut, or one-hot; some of its tokens get accepted."""
+    generator = torch.Generator().manual_seed(number)
+    rows = L.law_from_logits(
+        torch.randn(6, vocab, generator=generator) * (1 + number % 5), SamplingParams(temperature=1.0)
+    )
+    if number % 3 == 1:
+        rows = rows * (rows >= rows.topk(40, dim=-1).values[:, -1:])
+        rows = rows / rows.sum(dim=-1, keepdim=True)
+    noise = KeyedNoise(number, 4, 1)
+    first, second = (
+        int((rows[slot].double().log() + noise.gumbel(depth, vocab, torch.device("cpu"))).argmax())
+        for slot, depth in ((0, 0), (1, 1))
+    )
+    paths = [[], [[first, second, 5], [8, 9]], [[first, 3], [8, 9, 10]]][number % 3 if number % 4 else 0]
+    return (Proposal.deterministic(TokenTree.from_paths(paths)) if paths else Proposal.empty()), rows
+
+
+def test_large_vocabularies_follow_the_slow_walk_whatever_stands_beside_them() -> None:
+    """Where the rule does not look at every token: the walk of a request alone, in a batch, and on a device."""
+    cases = [large_case(number, vocab) for number, vocab in enumerate([3_000, 9_000, 9_000, 40_000] * 3)]
+    proposals = [proposal for proposal, _ in cases]
+    laws = [rows[: 1 + len(proposal.tree)] for proposal, rows in cases]
+    noises = [KeyedNoise(number, 4, 1) for number in range(len(cases))]
+    expected = [follow(*each) for each in zip(proposals, laws, noises, strict=True)]
+    assert RULE.verify(proposals, laws, noises) == expected
+    assert [
+        RULE.verify([p], [law], [noise])[0] for p, law, noise in zip(proposals, laws, noises, strict=True)
+    ] == expected
+    prepared = RULE.prepare(proposals, laws, noises)
+    assert prepared.conclude([wanted.tolist() for wanted in prepared.wanted]) == expected
+    assert {len(verdict.path) for verdict in expected} >= {0, 1, 2}
+
+
+def test_a_row_that_is_no_law_gives_some_token() -> None:
+    """The caller discards it, but it must be one that can be looked up."""
+    for vocab in (5, 9_000):
+        broken = torch.full((1, vocab), math.nan)
+        verdict = RULE.verify([Proposal.empty()], [broken], [KeyedNoise(1, 2, 3)])[0]
+        assert 0 <= verdict.tokens[0] < vocab
 
 
 def test_greedy_requests_beside_sampled_ones() -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 
 
 class Purpose(IntEnum):
@@ -53,10 +55,10 @@ class KeyedNoise:
     """
 
     def __init__(self, seed: int, position: int, step: int, sample: int = 0, *, greedy: bool = False) -> None:
-        self._root = mix(mix(_GOLDEN, seed), sample)
+        self._root = mix(mix(GOLDEN, seed), sample)
         self._position = position
         self._step = step
-        self._greedy = greedy
+        self.greedy = greedy
         self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
@@ -64,43 +66,88 @@ class KeyedNoise:
         key = self._root
         for part in (self._position + depth, int(purpose), self._step, index):
             key = mix(key, part)
-        # 52 bits and a half: with 53 the largest would round up to 1.
-        return ((key >> 12) + 0.5) * 2.0**-52
+        return open_unit(key)
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
-        if self._greedy:
+        if self.greedy:
             return None
         place = (depth, vocab, device)
         if place not in self._gumbel:
-            key = mix(mix(self._root, self._position + depth), int(Purpose.COUPLED))
-            self._gumbel[place] = gumbel_of(key, torch.arange(vocab, device=device))
+            self._gumbel[place] = gumbel_of(self._gumbel_key(depth), torch.arange(vocab, device=device))
         return self._gumbel[place]
+
+    def gumbel_key(self, depth: int) -> int | None:
+        """The key for which `gumbel_of` gives the Gumbel noise of a position, so that few tokens' can be worked out.
+
+        None when the request is greedy, and in a subclass with a `gumbel` of its own.
+        """
+        if self.greedy or type(self).gumbel is not KeyedNoise.gumbel:
+            return None
+        return self._gumbel_key(depth)
+
+    def _gumbel_key(self, depth: int) -> int:
+        return mix(mix(self._root, self._position + depth), int(Purpose.COUPLED))
+
+
+def is_greedy(noise: Noise, vocab: int, device: torch.device) -> bool:
+    """Whether the noise of a request has no Gumbel numbers; without working any out where that can be."""
+    return noise.greedy if type(noise) is KeyedNoise else noise.gumbel(0, vocab, device) is None
+
+
+def gumbel_key(noise: Noise, depth: int) -> int | None:
+    """See `KeyedNoise.gumbel_key`; None for noise of any other kind."""
+    return noise.gumbel_key(depth) if isinstance(noise, KeyedNoise) else None
 
 
 def mix(state: int, part: int) -> int:
     """One link of the chain: fold an integer into a 64-bit state."""
-    return _finalise_int((state ^ (part & _MASK)) + _GOLDEN & _MASK)
+    return _finalise_int((state ^ (part & _MASK)) + GOLDEN & _MASK)
 
 
-def gumbel_of(key: int, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise of tokens under a 64-bit key, float64, the shape of `tokens` (int64)."""
-    bits = _finalise((tokens ^ _signed(key)).add_(_signed(_GOLDEN)))
+def open_unit(bits: int) -> float:
+    """The number in (0, 1) that 64 bits stand for."""
+    # 52 bits and a half: with 53 the largest would round up to 1.
+    return ((bits >> 12) + 0.5) * 2.0**-52
+
+
+def gumbel_of(key: int | Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise of tokens, float64.
+
+    Args:
+        key: 64 bits, or several keys as the int64 with the same bits, in a shape that goes together with `tokens`.
+        tokens: ids, int64.
+    """
+    bits = _finalise((tokens ^ (signed(key) if isinstance(key, int) else key)).add_(signed(GOLDEN)))
     uniform = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 
 
+def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
+
+    For a few tokens most of the time goes into calls, which cost numpy a third of what they cost torch. The logarithms
+    are torch's, so that no last digit differs.
+    """
+    bits = (tokens.view(np.uint64) ^ keys) + np.uint64(GOLDEN)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(MIX_1)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(MIX_2)
+    uniform = (((bits ^ (bits >> np.uint64(31))) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
+    return numbers
+
+
 def _finalise_int(z: int) -> int:
-    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
+    z = ((z ^ (z >> 30)) * MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * MIX_2) & _MASK
     return z ^ (z >> 31)
 
 
 def _finalise(z: Tensor) -> Tensor:
     """Scramble `z`; a vocabulary's worth of temporaries would cost more than the arithmetic, so there is one."""
     # int64 products wrap around, as products modulo 2^64 do; only the shifts must be told to bring in zeros.
-    z = (z ^ _shift_right(z, 30)).mul_(_signed(_MIX_1))
-    z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(_MIX_2))
+    z = (z ^ _shift_right(z, 30)).mul_(signed(MIX_1))
+    z.bitwise_xor_(_shift_right(z, 27)).mul_(signed(MIX_2))
     return z.bitwise_xor_(_shift_right(z, 31))
 
 
@@ -109,5 +156,6 @@ def _shift_right(z: Tensor, count: int) -> Tensor:
     return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The number in the range of int64 that has the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value

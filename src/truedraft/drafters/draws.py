@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.coupled_choice import coupled_choices
 from truedraft.core.laws import draw, finite_rows, law_from_logits, most_likely
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
@@ -165,14 +166,9 @@ class CoupledTokens(Drawing):
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """The `width` largest log q + G of each row; see `Drawing.draw`."""
         laws = law_from_logits(logits, params)
-        scores = _perturbed(laws, nodes)
-        width = max(node.width for node in nodes)
-        top = scores.topk(min(width, scores.shape[-1]), dim=-1)
-        # Where the law has less support than `width` the rest scores -inf and can never be the target's choice;
-        # where the logits are broken every score is NaN. Neither is above -inf, and such a token is none.
-        none = laws.shape[-1]
-        tokens = top.indices.masked_fill(~(top.values > -torch.inf), none)
-        children = _children(tokens, laws if _want_probabilities(nodes) else None, nodes, none)
+        # Where the law has less support than `width` there is no more that could be the target's choice.
+        tokens = _perturbed(laws, nodes, min(max(node.width for node in nodes), laws.shape[-1]))
+        children = _children(tokens, laws if _want_probabilities(nodes) else None, nodes, laws.shape[-1])
         return children, _without_broken_rows(laws, nodes, children)
 
     def draw_unseen(
@@ -180,8 +176,8 @@ class CoupledTokens(Drawing):
     ) -> tuple[Tensor, Tensor | None]:
         """The largest log q + G of each row; see `Drawing.draw_unseen`."""
         laws = law_from_logits(logits, params)
-        best = _perturbed(laws, nodes).max(dim=-1)
-        return _with_stand_ins(best.indices, laws, best.values.isnan())
+        tokens = _perturbed(laws, nodes, 1)[:, 0]
+        return _with_stand_ins(tokens, laws, tokens == laws.shape[-1])
 
 
 _TOP = TopTokens()
@@ -199,14 +195,11 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def _perturbed(laws: Tensor, nodes: Sequence[OpenNode]) -> Tensor:
-    """log q + G `[nodes, vocab]`, float64."""
-    scores = torch.log(laws.double())
-    for row, node in zip(scores, nodes, strict=True):
-        noise = node.noise.gumbel(node.depth, laws.shape[-1], laws.device)
-        assert noise is not None, "a greedy request draws its likeliest tokens"
-        row.add_(noise)
-    return scores
+def _perturbed(laws: Tensor, nodes: Sequence[OpenNode], width: int) -> Tensor:
+    """The tokens with the largest log q + G `[nodes, width]`; the size of the vocabulary where there is none."""
+    if not width:
+        return torch.zeros(len(nodes), 0, dtype=torch.int64, device=laws.device)
+    return coupled_choices([laws], [(node.noise, node.depth) for node in nodes], width)
 
 
 def _side_by_side(tokens: Sequence[Tensor], nodes: int) -> Tensor:

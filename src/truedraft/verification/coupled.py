@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.coupled_choice import Place, coupled_choices
 from truedraft.core.laws import most_likely
-from truedraft.core.noise import Noise
+from truedraft.core.noise import Noise, is_greedy
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
@@ -57,12 +58,12 @@ class CoupledSampling(DeferredRule):
         `[slots, vocab]` with the argmax of the laws, such as logits in the model's dtype. A row with NaN gives
         some token: the caller discards it.
         """
-        rows = [_choices(*each) for each in zip(proposals, laws, noise, strict=True)]
+        rows = _choices(proposals, laws, noise)
         return _verdicts(proposals, rows, torch.cat(rows).tolist()) if rows else []
 
     def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
         """The tokens of all slots; see `DeferredRule.prepare`, and `verify_here` for what `laws` may hold."""
-        rows = [_choices(*each) for each in zip(proposals, laws, noise, strict=True)]
+        rows = _choices(proposals, laws, noise)
 
         def conclude(numbers: Numbers) -> list[Verdict]:
             return _verdicts(proposals, rows, [int(token) for each in numbers for token in each])
@@ -79,16 +80,24 @@ class CoupledSampling(DeferredRule):
         return [NodeOutcome(float(mass), token, token in drawn) for token, mass in enumerate(p)]
 
 
-def _choices(proposal: Proposal, laws: Tensor, noise: Noise) -> Tensor:
-    """The token `[slots]` of every slot: one at depth d decides the d-th token of the step, d from 0."""
-    depths = (0, *proposal.tree.shape.depths)
-    gumbel = [noise.gumbel(depth, laws.shape[-1], laws.device) for depth in depths]
-    if gumbel[0] is None:
-        return coupled_choice(laws, None)
-    if transfers.waits(laws.device):
-        return coupled_choice(laws, torch.stack([own for own in gumbel if own is not None]))
-    # Row by row: the float64 scores of one row stay in the processor's cache.
-    return torch.cat([coupled_choice(law, own) for law, own in zip(laws.split(1), gumbel, strict=True)])
+def _choices(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Tensor]:
+    """The tokens `[slots]` of each proposal: a slot at depth d decides the d-th token of the step, d from 0."""
+    chosen: dict[int, Tensor] = {}
+    sampled: list[int] = []
+    places: list[Place] = []
+    for number, (proposal, law, own) in enumerate(zip(proposals, laws, noise, strict=True)):
+        if is_greedy(own, law.shape[-1], law.device):
+            chosen[number] = coupled_choice(law, None)
+        else:
+            sampled.append(number)
+            places += [(own, depth) for depth in (0, *proposal.tree.shape.depths)]
+    if sampled:
+        rows = [laws[number] for number in sampled]
+        # A row that is no law has no token; whatever is taken there, the caller discards.
+        last = transfers.upload([row.shape[-1] - 1 for row in rows for _ in range(len(row))], rows[0].device)
+        tokens = torch.minimum(coupled_choices(rows, places)[:, 0], last)
+        chosen.update(zip(sampled, tokens.split([len(row) for row in rows]), strict=True))
+    return [chosen[number] for number in range(len(proposals))]
 
 
 def _verdicts(proposals: Sequence[Proposal], rows: Sequence[Tensor], choices: Sequence[int]) -> list[Verdict]:

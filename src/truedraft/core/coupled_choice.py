@@ -1,0 +1,194 @@
+"""The tokens with the largest log p + G of a law under keyed noise (DESIGN section 4, coupled sampling).
+
+The definition is `choices_by_definition`: noise for the whole vocabulary, and two logarithms for each token of it. A
+device does just that, for all rows at once. On the CPU it would cost more than a small model's forward, so there
+`coupled_choices` works it out only for tokens that may win, and gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.noise import Noise, gumbel_key, gumbel_of, gumbel_of_each, signed
+from truedraft.core.race import Race
+
+Place = tuple[Noise, int]
+"""The noise of a request that is not greedy, and the depth at which it decides."""
+
+_FEW = 1024
+"""So many tokens are judged by the definition at once: finding those that may win would cost more."""
+_FEW_OF = 8
+"""Likewise one token in eight: the definition costs so much more for a token than the filter."""
+_WORD = 8
+"""Tokens whose flags are looked at together: bytes of a 64-bit word."""
+
+
+def coupled_choices(laws: Sequence[Tensor], places: Sequence[Place], count: int = 1) -> Tensor:
+    """The `count` tokens with the largest log p(v) + G(v) of each row, in falling order; the lowest id among equals.
+
+    What is chosen in a row depends on no other row. On a device nothing waits.
+
+    Args:
+        laws: `[rows, vocab]` each, float32 or float64, all on one device, one behind another; at least one.
+        places: for each row of all of them, whose noise is added to it.
+        count: tokens to choose, at least 1.
+
+    Returns:
+        Token ids `[total rows, count]`, int64, on the device of the laws. Where fewer tokens have mass, and
+        throughout a row with NaN, the size of the vocabulary stands for none.
+    """
+    if not transfers.waits(laws[0].device):
+        return _choose_here(laws, places, count)
+    chosen, start = [], 0
+    for _, group in itertools.groupby(laws, key=lambda law: (law.shape[-1], law.dtype)):
+        own = list(group)
+        rows = sum(map(len, own))
+        together = own[0] if len(own) == 1 else torch.cat(own)
+        chosen.append(choices_by_definition(together, places[start : start + rows], count))
+        start += rows
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+
+def choices_by_definition(law: Tensor, places: Sequence[Place], count: int = 1) -> Tensor:
+    """The same for laws `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
+    vocab = law.shape[-1]
+    scores = torch.log(law.double()).add_(_noise_of_rows(places, vocab, law.device))
+    best = scores.argmax(dim=-1, keepdim=True) if count == 1 else scores.topk(min(count, vocab), dim=-1).indices
+    # A row with NaN has it among its best, and nothing is above it.
+    some = scores.gather(-1, best) > -torch.inf
+    chosen = best.masked_fill(~some, vocab).masked_fill(scores.amax(dim=-1, keepdim=True).isnan(), vocab)
+    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=vocab)
+
+
+def _noise_of_rows(places: Sequence[Place], vocab: int, device: torch.device) -> Tensor:
+    """Gumbel noise `[rows, vocab]`; all keyed rows in one expression, whose keys go up in one copy."""
+    keys = [gumbel_key(*place) for place in places]
+    known = [signed(key) for key in keys if key is not None]
+    if len(known) == len(keys):
+        return gumbel_of(transfers.upload(known, device)[:, None], torch.arange(vocab, device=device))
+    return torch.stack([_given(place, vocab, device) for place in places])
+
+
+def _given(place: Place, vocab: int, device: torch.device) -> Tensor:
+    noise, depth = place
+    numbers = noise.gumbel(depth, vocab, device)
+    assert numbers is not None, "a greedy request takes the argmax of its law"
+    return numbers
+
+
+# ------------------------------------------------------------------------------- on the CPU
+
+
+@dataclass(slots=True)
+class _Row:
+    """A law `[vocab]`, its noise, what was found in it (ids in rising order), and where the answer goes."""
+
+    law: NDArray[Any]
+    place: Place
+    key: int | None
+    out: NDArray[np.int64]
+    found: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def _choose_here(laws: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
+    """See `coupled_choices`: for each row the tokens that may win, then the scores of all of them at once."""
+    given = [row for law in laws for row in law.detach().numpy()]
+    chosen = np.empty((len(given), count), np.int64)
+    rows = [_Row(law, place, gumbel_key(*place), out) for law, place, out in zip(given, places, chosen, strict=True)]
+    finder = _Finder(count)
+    # Rows with one key one behind another: they share the noise.
+    for row in sorted(rows, key=lambda row: row.key or 0):
+        finder.look(row)
+    finder.finish()
+    unsettled = []
+    for row in rows:
+        row.out.fill(len(row.law))
+        if len(row.found) == 1 and row.law[row.found[0]] > 0.0:
+            row.out[0] = row.found[0]
+        elif len(row.found):
+            unsettled.append(row)
+    if unsettled:
+        _settle(unsettled)
+    return torch.from_numpy(chosen)
+
+
+class _Finder:
+    """Finds the tokens that may be among the best of laws; keeps its memory for laws over the same vocabulary."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._vocab = -1
+        self._flags = np.zeros(0, np.bool_)
+        self._words = self._flags.view(np.uint64)
+        self._race: Race | None = None
+        self._sparse: list[tuple[_Row, NDArray[np.int64], NDArray[np.uint64]]] = []
+
+    def look(self, row: _Row) -> None:
+        """Find the tokens of a row, or begin to: `finish` does the rest. With NaN in a law one is among them."""
+        law = row.law
+        if row.key is None:
+            row.found = np.arange(len(law))
+            return
+        if len(law) != self._vocab:
+            self._vocab, self._race = len(law), None
+            self._flags = np.zeros(-(-len(law) // _WORD) * _WORD, np.bool_)
+            self._words = self._flags.view(np.uint64)
+        np.not_equal(law, 0.0, out=self._flags[: len(law)])  # NaN is not 0 either
+        some = self._words != 0
+        few = max(_FEW, len(law) // _FEW_OF)
+        if _WORD * np.count_nonzero(some) > few and np.count_nonzero(self._flags) > few:
+            self._race = self._race or Race(len(law))
+            fast = self._race.candidates(law, row.key, self._count)
+            if fast is not None:
+                row.found = fast
+                return
+        words = some.nonzero()[0]
+        self._sparse.append((row, words, self._words[words]))
+
+    def finish(self) -> None:
+        """From words with mass to tokens, for all rows at once."""
+        if not self._sparse:
+            return
+        words = np.concatenate([each for _, each, _ in self._sparse])
+        places = np.concatenate([each for _, _, each in self._sparse]).view(np.bool_).nonzero()[0]
+        ids = words[places >> 3] * _WORD + (places & 7)
+        ends = places.searchsorted(np.cumsum([len(each) for _, each, _ in self._sparse]) * _WORD).tolist()
+        for (row, _, _), start, end in zip(self._sparse, [0, *ends[:-1]], ends, strict=True):
+            row.found = ids[start:end]
+
+
+def _settle(rows: Sequence[_Row]) -> None:
+    """Write the best of the tokens that were found in each row, by the operations of the definition."""
+    counts = [len(row.found) for row in rows]
+    ends = list(itertools.accumulate(counts))
+    ids = np.concatenate([row.found for row in rows])
+    masses = np.concatenate([row.law[row.found] for row in rows]).astype(np.float64, copy=False)
+    noise = gumbel_of_each(np.repeat(np.array([row.key or 0 for row in rows], np.uint64), counts), ids)
+    for row, start, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
+        if row.key is None:
+            noise[start:end] = _given(row.place, end - start, torch.device("cpu")).numpy()
+    scores = torch.from_numpy(masses).log_().numpy() + noise
+    for row, start, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
+        _best(scores[start:end], row.found, row.out)
+
+
+def _best(scores: NDArray[np.float64], ids: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Write the ids of the largest scores in falling order, as many as there are above -inf; none beside NaN."""
+    first = int(scores.argmax())  # the first NaN, if there is one
+    if not scores[first] > -np.inf:
+        return
+    if len(out) == 1:
+        out[0] = ids[first]
+        return
+    order = (-scores).argsort(kind="stable")[: len(out)]
+    kept = ids[order[scores[order] > -np.inf]]
+    out[: len(kept)] = kept
