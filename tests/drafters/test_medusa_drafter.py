@@ -38,6 +38,7 @@ VOCAB = 6
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
+COUPLED = SamplingParams(temperature=0.5, coupled=True, seed=5)
 NOISE = KeyedNoise(0, 0, 0)
 
 
@@ -73,6 +74,17 @@ def ranked(target: MarkovWithHead, heads: MedusaHeads, vector: Tensor) -> list[l
     return logits.argsort(dim=-1, descending=True).tolist()
 
 
+def ranked_with_noise(
+    target: MarkovWithHead, heads: MedusaHeads, vector: Tensor, temperature: float, noise: KeyedNoise
+) -> list[list[int]]:
+    """Of each head all ids by logits + T min(T, 1) G; head 0 decides the first token of the step."""
+    logits = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0]
+    shared = [noise.gumbel(depth, target.vocab_size, logits.device) for depth in range(len(logits))]
+    gumbel = torch.stack([own for own in shared if own is not None])
+    weight = temperature * min(temperature, 1.0)
+    return (logits + weight * gumbel).argsort(dim=-1, descending=True).tolist()
+
+
 def tokens_of(tree: RankTree, guesses: list[list[int]]) -> list[int]:
     return [guesses[len(path) - 1][path[-1]] for path in tree.paths]
 
@@ -96,13 +108,20 @@ def test_greedy_and_other_requests_have_their_own_trees_in_one_batch(
     target: MarkovWithHead, heads: MedusaHeads, drafter: Medusa
 ) -> None:
     vectors = [target.vector_after([1, token]) for token in range(4)]
-    params = [GREEDY, SAMPLED, SamplingParams(temperature=0.5, coupled=True), GREEDY]
+    params = [GREEDY, COUPLED, SAMPLED, SamplingParams(coupled=True)]
     requests = [begun(drafter, i, *each) for i, each in enumerate(zip(params, vectors, strict=True))]
-    together = propose(drafter, requests)
+    noise = [KeyedNoise(5, 3, i, greedy=each.greedy) for i, each in enumerate(params)]
+    together = drafter.propose(requests, [drafter.limits] * 4, noise)
     assert [proposal.tree.shape for proposal in together] == [TREE.shape, STAR.shape, STAR.shape, TREE.shape]
-    for request, proposal, vector, tree in zip(requests, together, vectors, (TREE, STAR, STAR, TREE), strict=True):
-        assert proposal.tree.token_list == tokens_of(tree, ranked(target, heads, vector))
-        assert propose(drafter, [request])[0].tree.token_list == proposal.tree.token_list
+    for place, (vector, tree) in enumerate(zip(vectors, (TREE, STAR, STAR, TREE), strict=True)):
+        if place == 1:
+            guesses = ranked_with_noise(target, heads, vector, 0.5, noise[1])
+        else:
+            guesses = ranked(target, heads, vector)
+        assert together[place].tree.token_list == tokens_of(tree, guesses)
+        alone = drafter.propose([requests[place]], [drafter.limits], [noise[place]])[0]
+        assert alone.tree.token_list == together[place].tree.token_list
+        assert (together[place].kinds, together[place].laws) == ({DrawKind.DETERMINISTIC}, None)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +199,40 @@ def test_by_default_the_heads_likeliest_paths_are_drafted(
     assert len({proposal.tree.shape for proposal in made}) > 1 or budget.nodes == 1 or budget.depth == 1
     narrow = propose(drafter, requests[:1], Budget(3, 2, 6))[0].tree
     assert len(narrow) == 6 and all(len(children) <= 2 for children in narrow.shape.children)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.0, 1.7])
+def test_coupled_requests_get_what_their_noise_makes_likeliest(
+    target: MarkovWithHead, heads: MedusaHeads, temperature: float
+) -> None:
+    """The likeliest paths by the softmax of perturbed logits, of all there are; another noise gives others."""
+    drafter = Medusa(heads, LikeliestTrees(3), nodes=12)
+    drafter.check(target)
+    vector = target.vector_after([1, 2])
+    request = begun(drafter, 0, SamplingParams(temperature=temperature, coupled=True, seed=1), vector)
+    logits = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0]
+    seen = set()
+    for position in range(8):
+        noise = KeyedNoise(1, position, 0)
+        shared = [noise.gumbel(depth, VOCAB, logits.device) for depth in range(3)]
+        gumbel = torch.stack([own for own in shared if own is not None])
+        laws = (logits + temperature * min(temperature, 1.0) * gumbel).softmax(dim=-1).tolist()
+        paths = [path for d in (1, 2, 3) for path in itertools.product(range(VOCAB), repeat=d)]
+        paths.sort(key=lambda path: -math.prod(laws[head][token] for head, token in enumerate(path)))
+        (proposal,) = drafter.propose([request], [Budget(3, 64, 9)], [noise])
+        found = {proposal.tree.path_tokens(node) for node in range(len(proposal.tree))}
+        assert found == set(paths[:9])
+        seen.add(frozenset(found))
+        (narrow,) = drafter.propose([request], [Budget(2, 1, 9)], [noise])
+        assert narrow.tree.shape.parents == (-1, 0), "a budget of one child and two tokens"
+    assert len(seen) > 1
+
+
+def test_without_noise_a_coupled_request_is_drafted_as_any_other(target: MarkovWithHead, drafter: Medusa) -> None:
+    vector = target.vector_after([1, 2])
+    coupled, sampled = begun(drafter, 0, COUPLED, vector), begun(drafter, 1, SAMPLED, vector)
+    made = drafter.propose([coupled, sampled], [drafter.limits] * 2, [KeyedNoise(0, 0, 0, greedy=True)] * 2)
+    assert made[0].tree.token_list == made[1].tree.token_list
 
 
 def test_trees_may_be_chosen_by_fewer_heads(target: MarkovWithHead, heads: MedusaHeads) -> None:

@@ -18,7 +18,7 @@ from scipy import stats
 from support.head_models import MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.noise import KeyedNoise
+from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa
@@ -168,6 +168,55 @@ def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
     assert [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids] == alone[0]
     if options == {"coupled": True}:
         assert [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)] == alone
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
+def test_coupled_answers_are_plain_ones_and_are_guessed_more_often(target: MarkovWithHead, temperature: float) -> None:
+    """Whatever trees and sizes draft; heads that hear the noise have more accepted than those kept from it.
+
+    Seeds are fixed, so the counts are too.
+    """
+    params = [SamplingParams(max_tokens=30, temperature=temperature, coupled=True, seed=seed) for seed in range(8)]
+    prompts = PROMPTS * 2
+    plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
+
+    def accepted(drafter: Medusa) -> int:
+        answers = Engine(target, drafter, max_batch=8).generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == plain
+        assert not any(answer.warnings for answer in answers)
+        return sum(answer.stats.accepted_tokens for answer in answers)
+
+    heads = heads_of(target)
+    for trees in (LikeliestTrees(3), TREES["mixed"]):
+        given = trees if isinstance(trees, LikeliestTrees) else {"sampled": trees}
+        assert accepted(Medusa(heads, given, nodes=6)) > accepted(Unhearing(heads, given, nodes=6))
+
+
+class Unhearing(Medusa):
+    """Kept from the noise of coupled requests."""
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        return super().propose(batch, budgets, [KeyedNoise(0, 0, 0, greedy=True)] * len(batch))
+
+
+def test_greedy_sampled_and_coupled_requests_share_a_batch(target: MarkovWithHead) -> None:
+    params = [
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=30, temperature=0.8, seed=3, coupled=True),
+        SamplingParams(max_tokens=30, temperature=0.8, seed=4),
+        SamplingParams(max_tokens=30, temperature=1.2, seed=5, coupled=True, top_p=0.9),
+    ]
+    for trees in (LikeliestTrees(3), {"greedy": TREES["mixed"]}):
+        engine = Engine(target, Medusa(heads_of(target), trees, nodes=6))
+        alone = [engine.generate(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
+        together = engine.generate(PROMPTS, params)
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+        assert [answer.stats for answer in together] == [answer.stats for answer in alone]
+        plain = Engine(target).generate(PROMPTS, params)
+        for place in (0, 1, 3):
+            assert together[place].token_ids == plain[place].token_ids
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:

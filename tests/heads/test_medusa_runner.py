@@ -136,3 +136,30 @@ def test_any_model_with_an_lm_head_will_do() -> None:
     hidden = torch.eye(25, dtype=torch.float64)
     expected = heads.logits(hidden, model.unembed, model.finish_logits).argsort(dim=-1, descending=True)
     assert MedusaRunner(heads, model, 2).likeliest(hidden, 2, 5).ids.equal(expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+def test_logits_are_those_of_the_modules_and_of_the_guesses(body: BodyMaker, tied: bool) -> None:
+    model = small(body)
+    heads = random_heads(model, heads=3, layers=2, tied=tied, reads_token=True, spread=0.2)
+    hidden, drawn = hidden_of(model, TOKENS), torch.tensor([*TOKENS[1:], 8])
+    expected = heads.logits(hidden, model.unembed, model.finish_logits, model.embed(drawn).clone())
+    runner = MedusaRunner(heads, model, 3)
+    made = runner.logits(hidden, 2, drawn)
+    torch.testing.assert_close(made, expected[:2], rtol=1e-4, atol=1e-4)
+    guesses = runner.likeliest(hidden, 2, 1, drawn)
+    assert (guesses.ids[..., 0] == made.argmax(dim=-1)).float().mean() > 0.98  # beside ties up to rounding
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_row_of_logits_does_not_depend_on_its_neighbours(body: BodyMaker, tied: bool) -> None:
+    if body is GraphBody:
+        pytest.skip("rows of different numbers may run through different kernels there, as it says")
+    model = small(body, torch.bfloat16)
+    runner = MedusaRunner(random_heads(model, heads=3, layers=2, tied=tied, reads_token=True, spread=0.2), model, 3)
+    hidden, drawn = hidden_of(model, [i * 7 % 211 for i in range(9)]).bfloat16(), torch.arange(9)
+    together = runner.logits(hidden, 3, drawn)
+    for row in range(9):
+        assert runner.logits(hidden[row : row + 1], 2, drawn[row : row + 1]).equal(together[:2, row : row + 1])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-import decision_cells
 import pytest
 import torch
-from decision_cells import Key, cell_laws, completed, kernel_of_slot, run, step_law
-from small_worlds import A1, A2, F1, F2, INDEPENDENT, STYLES, Case, Choice, Prefix, World, build, every_proposal, gap
+from decision_cells import cell_laws, completed, kernel_law, run, step_law
+from small_worlds import A1, A2, F1, F2, INDEPENDENT, STYLES, Case, Choice, World, build, every_proposal, gap
 from test_block_law import BROKEN, BROKEN_ON, CAUGHT, EXACT, RULE, BlockReference
 from test_eager_verdicts import KINDS, Script, batch, eagerly
 from torch import Tensor
@@ -21,106 +19,10 @@ from truedraft.core.trees import TokenTree
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
 from truedraft.verification.block import BlockOutcome
-from truedraft.verification.block_looks import block_at
 from truedraft.verification.exact import target_law
 from truedraft.verification.rule import DrawnToken
 
 MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
-
-
-# ------------------------------------------------------------------------------- cells of a rule that judges blocks
-
-
-def outcomes_of(rule: BlockVerification, case: Case, block: Sequence[int]) -> list[BlockOutcome]:
-    proposal, laws = case.proposal, case.proposal.laws
-    assert laws is not None
-    sole = [proposal.draws[slot][0] for slot in block]
-    drawn = [DrawnToken(proposal.tree.token_list[d.child], d.law, laws[d.law], d.kind) for d in sole]
-    return rule.block_outcomes([case.laws[slot] for slot in block], drawn)
-
-
-def kernel_law(rule: BlockVerification, case: Case) -> dict[Verdict, float]:
-    """The law of the verdict on one proposal, composed from the kernels of blocks and of nodes by a walk of our own."""
-    law: dict[Verdict, float] = {}
-    ids = case.proposal.tree.token_list
-
-    def end(path: Prefix, token: int, origin: Origin, mass: float) -> None:
-        if mass > 0.0:
-            verdict = Verdict(path, (*(ids[node] for node in path), token), origin)
-            law[verdict] = law.get(verdict, 0.0) + mass
-
-    def visit(slot: int, path: Prefix, mass: float) -> None:
-        block = block_at(case.proposal, slot)
-        if block:
-            nodes = [case.proposal.draws[each][0].child for each in block]
-            for outcome in outcomes_of(rule, case, block):
-                below = (*path, *nodes[: outcome.accepted])
-                if outcome.token is None:
-                    visit(nodes[-1] + 1, below, mass * outcome.probability)
-                else:
-                    end(below, outcome.token, Origin.RECOVERED, mass * outcome.probability)
-            return
-        draws = case.proposal.draws[slot]
-        accepts, final = kernel_of_slot(rule, case, slot)
-        for draw, accept in zip(draws, accepts, strict=False):
-            if accept > 0.0:
-                visit(draw.child + 1, (*path, draw.child), mass * accept)
-            mass *= 1.0 - accept
-        for token, share in enumerate(final):
-            end(path, token, Origin.RECOVERED if draws else Origin.BONUS, mass * share)
-
-    visit(0, (), 1.0)
-    return law
-
-
-def edges(
-    rule: BlockVerification, case: Case, index: int, script: dict[Key, float], key: Key, verdict: Verdict
-) -> list[decision_cells._Edge]:
-    """Where the decision `key` may flip; a prefix of a block passes below h, wherever the walk has ended."""
-    purpose, depth, number = key
-    if purpose is Purpose.ACCEPT:
-        slot = start = 0
-        while True:
-            block = block_at(case.proposal, slot)
-            if start <= depth < start + len(block):
-                ends = [0.0] * (len(block) + 1)
-                for outcome in outcomes_of(rule, case, block):
-                    ends[outcome.accepted] += outcome.probability
-                length = depth - start + 1
-                reach = sum(ends[: length + 1])
-
-                def failed(verdict: Verdict, asked: list[Key]) -> bool:
-                    return len(verdict.path) <= depth
-
-                return [decision_cells._Edge(index, script, key, failed, ends[length] / reach if reach > 0 else 0.0)]
-            if not block and start == depth:
-                break
-            start += max(1, len(block))
-            slot = verdict.path[start - 1] + 1
-        accepts, _ = kernel_of_slot(rule, case, slot)
-
-        def rejected(verdict: Verdict, asked: list[Key]) -> bool:
-            return asked[asked.index(key) + 1][1] == depth
-
-        return [decision_cells._Edge(index, script, key, rejected, accepts[number])]
-    final = [0.0] * case.laws.shape[-1]
-    for other, mass in kernel_law(rule, case).items():
-        if other.path == verdict.path:
-            final[other.tokens[-1]] += mass
-    found = []
-    for token, reach in enumerate(itertools.accumulate(final[:-1])):
-
-        def beyond(verdict: Verdict, asked: list[Key], token: int = token) -> bool:
-            return verdict.tokens[-1] > token
-
-        found.append(decision_cells._Edge(index, script, key, beyond, min(reach / (sum(final) or 1.0), 1.0)))
-    return found
-
-
-def cells(rule: BlockVerification, cases: Sequence[Case]) -> list[dict[Verdict, float]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decision_cells, "_edges", edges)
-        return cell_laws(rule, cases)
 
 
 class Twice(BlockVerification):
@@ -170,7 +72,7 @@ def test_in_every_decision_cell(worlds: list[World], vocab: int) -> None:
     rule = Twice()
     worlds = [world for world in worlds if world.vocab == vocab]
     groups = [every_proposal(world) for world in worlds]
-    found = iter(cells(rule, [case for group in groups for case in group]))
+    found = iter(cell_laws(rule, [case for group in groups for case in group]))
     for world, group in zip(worlds, groups, strict=True):
         laws = [next(found) for _ in group]
         for case, law in zip(group, laws, strict=True):
@@ -191,7 +93,7 @@ def test_a_broken_rule_is_caught_through_verify(broken: BlockVerification) -> No
 
 def by_verify(rule: BlockVerification) -> float:
     cases = every_proposal(BROKEN_ON)
-    step = step_law(cases, cells(rule, cases))
+    step = step_law(cases, cell_laws(rule, cases))
     return gap(completed(step, BROKEN_ON.target.law, 3), target_law(BROKEN_ON.target.law, 3))
 
 
@@ -204,7 +106,7 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
             return RULE.block_outcomes(laws, draws)
 
     cases = every_proposal(BROKEN_ON)
-    gaps = [gap(law, kernel_law(Hides(), case)) for case, law in zip(cases, cells(Hides(), cases), strict=True)]
+    gaps = [gap(law, kernel_law(Hides(), case)) for case, law in zip(cases, cell_laws(Hides(), cases), strict=True)]
     assert max(gaps) > CAUGHT
 
 

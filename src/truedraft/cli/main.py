@@ -11,6 +11,7 @@ import typer
 
 from truedraft import __version__
 from truedraft.cli.bench import bench
+from truedraft.cli.certify import certify
 from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, report, telling
 from truedraft.cli.generate import generate
@@ -29,6 +30,7 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     app.command()(telling(generate))
     app.command()(telling(bench))
+    app.command()(telling(certify))
     app.command()(telling(export))
     app.command()(telling(info))
     app.add_typer(train_app())

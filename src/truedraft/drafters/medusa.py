@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,8 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees, Wanted, curves_of
+from truedraft.drafters.coupled_guesses import coupled_guesses
+from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees, curves_of
 from truedraft.drafters.last_vectors import LastVectors
 from truedraft.drafters.size_plans import Promise, SizePlan
 from truedraft.drafters.trained_for import TrainedFor
@@ -32,12 +33,43 @@ DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A request that a tree is drafted for.
+
+    Attributes:
+        place: in the batch.
+        params: of the request.
+        noise: of this step.
+        budget: of this step, the drafter's own number of nodes included.
+        extent: how many heads, guesses and nodes it takes.
+        vector: `[width]`: what its heads read.
+        drawn: the token drawn from the vector.
+    """
+
+    place: int
+    params: SamplingParams
+    noise: Noise
+    budget: Budget
+    extent: Budget
+    vector: Tensor
+    drawn: int
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether its noise is known to the target and the heads."""
+        return self.params.coupled and not self.params.greedy
+
+
 class Medusa(Drafter):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
 
     Each head's likeliest tokens are candidates, put together by a tree of ranks. They were chosen, not drawn, so the
     rule follows the child that carries the token it draws from the target's law: exact at every temperature. Ties go
     to the lowest id, so a request's candidates do not depend on its neighbours.
+
+    Coupled requests get the tokens that their noise makes likeliest (`coupled_guesses`), in the same trees. They are
+    judged by comparison, so these candidates too are deterministic.
 
     The target's own LM head ends tied heads, so the drafter runs with the target that it was last checked against,
     which an engine does when it is made.
@@ -207,36 +239,45 @@ class Medusa(Drafter):
     ) -> list[Proposal]:
         """A tree for each request, by one pass of the heads over all their vectors."""
         proposals = [Proposal.empty()] * len(batch)
-        places: list[int] = []
-        requests: list[Wanted] = []
-        extents: list[Budget] = []
-        vectors: list[Tensor] = []
-        drawn: list[int] = []
-        for place, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
+        # Those alike stand side by side: their guesses are made together, and come to the host together with all.
+        asked = sorted(self._asked(batch, budgets, noise), key=lambda each: each.is_coupled)
+        if not asked:
+            return proposals
+        trees = self._trees.trees(self._guess(asked), [(each.params, each.budget) for each in asked])
+        for each, tree in zip(asked, trees, strict=True):
+            proposals[each.place] = Proposal.deterministic(tree)
+        return proposals
+
+    def _asked(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> Iterator[_Asked]:
+        """The requests that have a vector and may draft something."""
+        for place, (request, budget, own) in enumerate(zip(batch, budgets, noise, strict=True)):
             vector = self._vectors.get(request)
             allowed = Budget(budget.depth, budget.width, min(budget.nodes, self.nodes))
             extent = self._trees.wanted(request.params, allowed)
             if vector is not None and not extent.is_zero:
-                places.append(place)
-                requests.append((request.params, allowed))
-                extents.append(extent)
-                vectors.append(vector)
-                drawn.append(request.tokens[-1])
-        if not places:
-            return proposals
-        guesses = self._guess(vectors, drawn, max(e.depth for e in extents), max(e.width for e in extents))
-        for place, tree in zip(places, self._trees.trees(guesses, requests), strict=True):
-            proposals[place] = Proposal.deterministic(tree)
-        return proposals
+                yield _Asked(place, request.params, own, allowed, extent, vector, request.tokens[-1])
 
-    def _guess(self, vectors: Sequence[Tensor], drawn: Sequence[int], depth: int, ranks: int) -> Likeliest:
-        """Guesses `[depth, requests, ranks]`; on a device they stay there."""
+    def _guess(self, asked: Sequence[_Asked]) -> Likeliest:
+        """Guesses `[depth, requests, ranks]` for requests, those that are coupled last; on a device they stay there."""
         if self._runner is None or self._runs_with is None:
             raise DrafterError("Medusa heads need the target's LM head: call check(target) first, as an engine does")
+        depth = max(each.extent.depth for each in asked)
+        ranks = min(max(each.extent.width for each in asked), self._runs_with.vocab_size)
+        alone = sum(not each.is_coupled for each in asked)
+        coupled = asked[alone:]
+        found = []
         with torch.inference_mode():
-            hidden = torch.stack(list(vectors))
-            ranks = min(ranks, self._runs_with.vocab_size)
-            return self._runner.likeliest(hidden, depth, ranks, transfers.upload(drawn, hidden.device))
+            hidden = torch.stack([each.vector for each in asked])
+            drawn = transfers.upload([each.drawn for each in asked], hidden.device)
+            if alone:
+                found.append(self._runner.likeliest(hidden[:alone], depth, ranks, drawn[:alone]))
+            if coupled:
+                logits = self._runner.logits(hidden[alone:], depth, drawn[alone:])
+                temperatures = [each.params.temperature for each in coupled]
+                found.append(coupled_guesses(logits, temperatures, [each.noise for each in coupled], ranks))
+            return found[0] if len(found) == 1 else _side_by_side(found)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the vector from which each request's last token was drawn: at the end of its accepted path."""
@@ -245,3 +286,9 @@ class Medusa(Drafter):
     def end(self, request: DraftRequest) -> None:
         """Drop the vector."""
         self._vectors.end(request)
+
+
+def _side_by_side(guesses: Sequence[Likeliest]) -> Likeliest:
+    """Guesses `[depth, some requests, ranks]` of equal depth and ranks as those of all the requests."""
+    ids = torch.cat([each.ids for each in guesses], dim=1)
+    return Likeliest(ids, torch.cat([each.log_probs for each in guesses], dim=1))

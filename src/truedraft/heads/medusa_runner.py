@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,14 @@ class MedusaRunner:
         used = list(heads.each())[:depth]
         self._target = target
         self._token = None if heads.token is None else _placed([heads.token], target)
+        self._used = used
         run = target.shared_heads([head.linears for head in used]) if heads.config.tied and used else None
-        self._run: HeadRun = run or _Plain(used, target)
+        self._run: HeadRun = run or self._plain
+
+    @cached_property
+    def _plain(self) -> _Plain:
+        """Beside a faster way of the target it is a second copy of the weights, so it is made when it is needed."""
+        return _Plain(self._used, self._target)
 
     @torch.inference_mode()
     def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> Likeliest:
@@ -46,12 +53,21 @@ class MedusaRunner:
         Returns:
             The likeliest ids `[depth, rows, ranks]`, on the target's device.
         """
-        if self._token is not None:
-            assert tokens is not None, "these heads read tokens"
-            rows = len(hidden)
-            scaled = scaled_embedding(self._target.embed(tokens.to(hidden.device)))
-            hidden = hidden + self._token(pad(scaled, (0, 0, 0, max(0, _LEAST_ROWS - rows))))[:rows]
-        return self._run(hidden, depth, ranks)
+        return self._run(self._entering(hidden, tokens), depth, ranks)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, depth: int, tokens: Tensor | None = None) -> Tensor:
+        """The logits `[depth, rows, vocab]` of the first `depth` heads; arguments as for `likeliest`."""
+        return self._plain.logits(self._entering(hidden, tokens), depth)
+
+    def _entering(self, hidden: Tensor, tokens: Tensor | None) -> Tensor:
+        """What enters the heads' blocks: the vectors, with the tokens drawn from them where heads read these."""
+        if self._token is None:
+            return hidden
+        assert tokens is not None, "these heads read tokens"
+        rows = len(hidden)
+        scaled = scaled_embedding(self._target.embed(tokens.to(hidden.device)))
+        return hidden + self._token(pad(scaled, (0, 0, 0, max(0, _LEAST_ROWS - rows))))[:rows]
 
 
 class _Plain:
@@ -67,6 +83,22 @@ class _Plain:
 
     def __call__(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
         """See `MedusaRunner.likeliest`."""
+        if self._outputs:
+            return Likeliest.of(self.logits(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+        return self._target.likeliest(self._leaving(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """See `MedusaRunner.logits`."""
+        vectors = self._leaving(hidden, depth)
+        rows, vocab, finish = len(hidden), self._target.vocab_size, self._target.finish_logits
+        if not self._outputs:
+            return self._target.unembed(vectors.flatten(0, 1)).view(depth, rows, -1)
+        filled = pad(vectors, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
+        outputs = zip(filled, self._outputs, strict=False)
+        return torch.stack([finish(output(x.contiguous())[:rows, :vocab]) for x, output in outputs])
+
+    def _leaving(self, hidden: Tensor, depth: int) -> Tensor:
+        """What leaves the blocks of the first heads, `[depth, rows, width]`."""
         rows, width = hidden.shape
         hidden = pad(hidden, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
         steps = self._first(hidden).view(len(hidden), self._heads, width)[:, :depth]
@@ -74,13 +106,7 @@ class _Plain:
         for layers in self._later:
             pairs = zip(vectors, layers, strict=False)
             vectors = torch.stack([x + silu(layer(x.contiguous())) for x, layer in pairs])
-        if not self._outputs:
-            flat = vectors[:, :rows].reshape(depth * rows, width)
-            return self._target.likeliest(flat, ranks).view(depth, rows)
-        vocab, finish = self._target.vocab_size, self._target.finish_logits
-        outputs = zip(vectors, self._outputs, strict=False)
-        logits = torch.stack([finish(output(x.contiguous())[:rows, :vocab]) for x, output in outputs])
-        return Likeliest.of(logits.flatten(0, 1), ranks).view(depth, rows)
+        return vectors[:, :rows]
 
 
 def _placed(layers: Sequence[nn.Linear], target: LanguageModel) -> Callable[[Tensor], Tensor]:

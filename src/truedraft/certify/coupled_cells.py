@@ -1,0 +1,334 @@
+"""Coupled and greedy requests: what the shipped rule follows, in every walk, and the law of it, in every cell.
+
+Over two tokens a choice depends on the difference of their Gumbel numbers alone, which has the logistic law. So the
+line of differences falls into cells, and the law of an answer is a sum of products of their widths. The reference here
+is plain Python: it shares the noise with the rule, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.worlds import Case, Choice, Prefix, World, build
+from truedraft.core import transfers
+from truedraft.core.noise import KeyedNoise, Noise, Purpose
+from truedraft.core.proposals import Draw, DrawKind, Proposal
+from truedraft.core.trees import TokenTree, shape_of
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.verification import Rule
+from truedraft.verification.deferred import DeferredRule
+from truedraft.verification.exact import distance, target_law
+
+_HOST = torch.device("cpu")
+_NOISES = 3
+"""Keyed noises for each listed proposal."""
+_WIDE, _WIDE_WALKS = 4099, 48
+"""Tokens of the walks over many, and how many walks there are."""
+_BESIDE = 1e-13
+"""How near to a predicted edge both sides are probed: a logistic law has at most a quarter of that between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One request, and what it must be answered.
+
+    Attributes:
+        case: proposal and laws.
+        noise: of the step.
+        expected: the verdict by the slow walk.
+        greedy: whether there is no noise.
+    """
+
+    case: Case
+    noise: KeyedNoise
+    expected: Verdict
+    greedy: bool
+
+
+Judge = Callable[[Sequence[Proposal], Sequence[Tensor], Sequence[Noise]], list[Verdict]]
+
+
+def judge_at_once(rule: DeferredRule, device: torch.device) -> Judge:
+    """Judge as steps on a device do: all is worked out there, then read in one transfer."""
+
+    def judge(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        moved = [Case(1.0, *each).to(device) for each in zip(proposals, laws, strict=True)]
+        prepared = rule.prepare([case.proposal for case in moved], [case.laws for case in moved], noise)
+        return prepared.conclude(transfers.fetch(prepared.wanted))
+
+    return judge
+
+
+def ways_to_judge(rule: Rule, device: torch.device) -> dict[str, Judge]:
+    """The ways in which steps ask a rule: `verify` on a CPU, and on a device also what a deferring rule prepares."""
+    ways: dict[str, Judge] = {"verify": rule.verify}
+    if isinstance(rule, DeferredRule) and rule.defers:
+        ways["prepare"] = judge_at_once(rule, device)
+    return ways
+
+
+def slow_walk(case: Case, noise: KeyedNoise) -> Verdict:
+    """Take argmax(log p + G), the lowest id among equals, and go on below the child that carries it, if one does."""
+    ids, parents = case.proposal.tree.token_list, case.proposal.tree.shape.parents
+    slot = 0
+    path: list[int] = []
+    tokens: list[int] = []
+    while True:
+        tokens.append(_slow_choice(case.laws[slot], noise, len(path)))
+        children = [node for node, parent in enumerate(parents) if parent == slot - 1]
+        carrying = [node for node in children if ids[node] == tokens[-1]]
+        if not carrying:
+            return Verdict(tuple(path), tuple(tokens), Origin.RECOVERED if children else Origin.BONUS)
+        path.append(carrying[0])
+        slot = carrying[0] + 1
+
+
+def _slow_choice(law: Tensor, noise: KeyedNoise, depth: int) -> int:
+    scores = law.tolist()
+    gumbel = noise.gumbel(depth, len(scores), _HOST)
+    if gumbel is not None:
+        scores = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(scores, gumbel.tolist(), strict=True)]
+    return scores.index(max(scores))
+
+
+# ---------------------------------------------------------------------------------------- walks over keyed noise
+
+
+def walks() -> list[Walk]:
+    """Proposals of every kind over three tokens, each under several noises and greedily, in one order for one batch."""
+    found = []
+    asked = [(world, case) for world in _listed() for case in world.every_proposal()]
+    for number, (world, case) in enumerate(asked):
+        for extra in range(_NOISES):
+            noise = KeyedNoise(number, position=7 + extra, step=extra)
+            single = Case(case.probability, case.proposal, case.laws.float())
+            found.append(_walk(single if extra % 2 else case, noise))
+            found += [_walk(each, noise) for each in _coupled(world, noise, number + extra)]
+        found += [_walk(each, KeyedNoise(number, 7, 0, greedy=True), greedy=True) for each in (case, *_as_logits(case))]
+    return found
+
+
+def wide_walks() -> list[Walk]:
+    """Chains over thousands of tokens, most of which shipped code does not look at one by one; some end early."""
+    chance = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(_WIDE_WALKS):
+        laws = torch.softmax(2.0 ** (number % 5 - 2) * torch.randn(3, _WIDE, generator=chance), dim=-1)
+        noise = KeyedNoise(number, position=3, step=1, greedy=number % 4 == 0)
+        tokens = [_slow_choice(laws[depth], noise, depth) for depth in range(2)]
+        tokens[1] = (tokens[1] + (number % 3 == 0)) % _WIDE
+        case = Case(1.0, Proposal.deterministic(TokenTree.chain(tokens)), laws)
+        found.append(_walk(case, noise, greedy=noise.greedy))
+    return found
+
+
+def disagreements(walks: Sequence[Walk], judge: Judge) -> list[tuple[Walk, Verdict]]:
+    """Walks that the rule judges otherwise, with its verdicts; all are judged in one batch."""
+    cases = [walk.case for walk in walks]
+    verdicts = judge([case.proposal for case in cases], [case.laws for case in cases], [walk.noise for walk in walks])
+    return [(walk, verdict) for walk, verdict in zip(walks, verdicts, strict=True) if verdict != walk.expected]
+
+
+def _walk(case: Case, noise: KeyedNoise, *, greedy: bool = False) -> Walk:
+    return Walk(case, noise, slow_walk(case, noise), greedy)
+
+
+def _listed() -> list[World]:
+    """Worlds whose proposals are listed; in some many tokens tie."""
+    drawn, fixed, removed = (
+        tuple(Choice(0, kind, rank) for rank in range(2))
+        for kind in (DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC, DrawKind.WITHOUT_REPLACEMENT)
+    )
+    return [
+        build(3, [], "dense", "dense"),
+        build(3, [drawn[:1], drawn[:1]], "dense", "dense"),
+        build(3, [drawn, fixed[:1]], "sparse", "dense", bare=0),
+        build(3, [removed, fixed], "varied", "dense"),
+        build(3, [removed, drawn[:1]], "dense", "dense", largest=2),
+        *(build(3, [fixed] * 2, "dense", "dense", largest=most) for most in (1, 2, 9)),
+    ]
+
+
+def _as_logits(case: Case) -> list[Case]:
+    """A greedy request may be judged by raw logits, in any dtype: their argmax is all that matters."""
+    logits = torch.log(case.laws) * 3 + 1  # exact ties stay ties
+    return [Case(case.probability, case.proposal, logits.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def _coupled(world: World, noise: KeyedNoise, number: int) -> Iterator[Case]:
+    """A chain and a tree drafted under the noise that will judge them, for some of the numbers."""
+    if number % 3 == 0 and world.plans:
+        yield drafted_with_noise(world, noise, depth=3, width=1)
+        yield drafted_with_noise(world, noise, depth=2, width=2)
+
+
+def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Case:
+    """A tree whose nodes have the `width` tokens with the largest log q + G, worked out in plain Python."""
+    table = world.drafters[0]
+    tokens: list[int] = []
+    parents: list[int] = []
+    paths: list[Prefix] = [()]
+    rows: list[Tensor] = []
+    draws: list[tuple[Draw, ...]] = []
+    slot = 0
+    while slot < len(paths):
+        path = paths[slot]
+        draws.append(())
+        if len(path) < depth:
+            gumbel = noise.gumbel(len(path), table.vocab, _HOST)
+            assert gumbel is not None
+            scores = [
+                math.log(weight) + g if weight else -math.inf
+                for weight, g in zip(table.weights(path), gumbel.tolist(), strict=True)
+            ]
+            best = sorted(range(table.vocab), key=lambda token: (-scores[token], token))[:width]
+            draws[slot] = tuple(Draw(len(tokens) + i, len(rows), DrawKind.COUPLED) for i in range(len(best)))
+            rows.append(table.law(path))
+            tokens += best
+            parents += [slot - 1] * len(best)
+            paths += [(*path, token) for token in best]
+        slot += 1
+    tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
+    proposal = Proposal(tree, tuple(draws), torch.stack(rows) if rows else None)
+    proposal.check()
+    return Case(1.0, proposal, torch.stack([world.target.law(each) for each in paths]))
+
+
+# ---------------------------------------------------------------------------------------- laws in every cell
+
+
+class _LineNoise:
+    """Gumbel noise over two tokens with a given difference G1 - G0 at each depth."""
+
+    def __init__(self, differences: Sequence[float]) -> None:
+        self.differences = differences
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
+        return torch.tensor([0.0, self.differences[depth]], dtype=torch.float64, device=device)
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        return 0.5  # coupled sampling asks for none; a rule that does is found by its answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A cell of the line of differences: its probability, and places beside its ends and between them."""
+
+    width: float
+    places: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledLaws:
+    """What came of the answers in all cells.
+
+    Attributes:
+        proposals: whose answers were summed; all those drafted under the same noise count as one.
+        cells: in which they were looked at, at three places each.
+        distance: largest total variation between the law of an answer and the target's.
+        moved: largest probability of cells in which the answer is not the same everywhere.
+    """
+
+    proposals: int
+    cells: int
+    distance: float
+    moved: float
+
+
+def answer_laws(judge: Judge) -> CoupledLaws:
+    """The law of whole answers over two tokens, for every proposal: each must have the target's, whatever it guesses.
+
+    Behind the step the target goes on under the same noise.
+    """
+    proposals = cells = 0
+    worst = moved = 0.0
+    for world in _over_two_tokens():
+        expected = target_law(world.target.law, world.length)
+        drawn = len(world.plans) > 0 and world.plans[0][0].kind is DrawKind.INDEPENDENT
+        for case in (*world.every_proposal(), *([None] if drawn else [])):  # None: drafted under the noise that judges
+            law, own_moved, count = _answers(judge, world, case)
+            proposals, cells = proposals + 1, cells + count
+            worst, moved = max(worst, distance(law, expected)), max(moved, own_moved)
+    return CoupledLaws(proposals, cells, worst, moved)
+
+
+def _over_two_tokens() -> list[World]:
+    drawn, fixed, removed = (
+        tuple(Choice(0, kind, rank) for rank in range(2))
+        for kind in (DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC, DrawKind.WITHOUT_REPLACEMENT)
+    )
+    worlds = [build(2, [], "dense", "dense")]
+    for p, q in (("dense", "dense"), ("varied", "varied")):
+        worlds += [build(2, [drawn[:1]] * 2, p, q), build(2, [fixed] * 2, p, q), build(2, [removed, drawn[:1]], p, q)]
+    return worlds
+
+
+def _answers(judge: Judge, world: World, case: Case | None) -> tuple[dict[Prefix, float], float, int]:
+    """The law of the answer, the probability of cells that are none, and the number of cells.
+
+    Without a case a chain is drafted under the noise of each place.
+    """
+    tables = [world.target] if case is not None else [world.target, world.drafters[0]]
+    lines = [
+        _stretches([_edge(table.law(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])
+        for depth in range(world.length)
+    ]
+    boxes = list(itertools.product(*lines))
+    found: list[list[Prefix]] = []
+    for place in range(3):
+        noise = [_LineNoise([stretch.places[place] for stretch in box]) for box in boxes]
+        cases = [case or drafted_with_noise(world, own, world.length - 1, 1) for own in noise]
+        verdicts = judge([each.proposal for each in cases], [each.laws for each in cases], noise)
+        ends = [_gone_on(world, verdict, own) for verdict, own in zip(verdicts, noise, strict=True)]
+        found.append(ends)
+    law: dict[Prefix, float] = {}
+    moved = 0.0
+    for box, below, middle, above in zip(boxes, *found, strict=True):
+        width = math.prod(stretch.width for stretch in box)
+        law[middle] = law.get(middle, 0.0) + width
+        moved += width * (not below == middle == above)
+    return law, moved, len(boxes)
+
+
+def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
+    """The answer of full length: behind the step each token is the one that its difference calls for."""
+    answer = verdict.tokens
+    while len(answer) < world.length:
+        answer = (*answer, int(noise.differences[len(answer)] > _edge(world.target.law(answer))))
+    return answer[: world.length]
+
+
+def _edge(law: Tensor) -> float:
+    """Token 1 is chosen where G1 - G0 is above log p0 - log p1."""
+    p0, p1 = law.tolist()
+    return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
+
+
+def _stretches(edges: Sequence[float]) -> list[_Stretch]:
+    ends = [-math.inf, *sorted({edge for edge in edges if math.isfinite(edge)}), math.inf]
+    return [
+        _Stretch(_logistic(high) - _logistic(low), _places(low, high))
+        for low, high in itertools.pairwise(ends)
+        if high - low > 4 * _BESIDE
+    ]
+
+
+def _places(low: float, high: float) -> tuple[float, float, float]:
+    if math.isinf(low) and math.isinf(high):
+        return -30.0, 0.0, 30.0
+    if math.isinf(low):
+        return high - 30.0, high - 1.0, high - _BESIDE
+    if math.isinf(high):
+        return low + _BESIDE, low + 1.0, low + 30.0
+    return low + _BESIDE, (low + high) / 2, high - _BESIDE
+
+
+def _logistic(x: float) -> float:
+    """P(G1 - G0 <= x) for two independent standard Gumbel numbers."""
+    return 1.0 if x == math.inf else 1.0 / (1.0 + math.exp(-x)) if x > -700 else 0.0

@@ -1,0 +1,194 @@
+"""Negative controls for greedy and coupled answers, which must equal plain decoding's token by token.
+
+Given text and noise a law is one-hot here: the target's choice. So a fault's total variation is the share of tokens
+that are not the target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no
+such fault, for plain decoding would use it twice as well: it is found in the law, by the tests of sampled answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from truedraft.certify import faults
+from truedraft.certify.betting import POWER
+from truedraft.certify.controls import TIMES_DETECTABLE, Broken, Limits, finding_of, show_to_tests
+from truedraft.certify.directions import Scored
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.scoring import plain_laws, plain_logits
+from truedraft.certify.stack import Stack
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters import DraftModel
+from truedraft.drafters.base import Drafter
+from truedraft.verification.coupled import coupled_choice
+
+_PROMPTS = 4
+_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A fault.
+
+    Attributes:
+        name: what is wrong with the stack.
+        plant: makes the broken stack of one that drafts one token a step.
+        drafter: what drafts, for a target: right or wrong guesses, as the fault needs them.
+        words: what that is.
+    """
+
+    name: str
+    plant: Callable[[Stack], Stack]
+    drafter: Callable[[Stack], Drafter]
+    words: str
+
+
+CONTROLS = (
+    Control(
+        "every draft is accepted",
+        lambda stack: stack.but(coupled_rule=faults.CoupledAcceptsAlways()),
+        lambda stack: faults.Wrong(stack.target.vocab_size),
+        "drafts that are hardly ever right",
+    ),
+    Control(
+        "the target's cache is off by one",
+        lambda stack: stack.but(target=faults.LosesLastAccepted(stack.target)),
+        lambda stack: DraftModel(stack.target, num_speculative_tokens=1),
+        "drafted by the target itself",
+    ),
+)
+
+
+def coupled_control_findings(
+    stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, tell: Callable[[float], None]
+) -> list[Finding]:
+    """Show faults to the comparison with plain decoding.
+
+    Args:
+        stack: the one that is certified.
+        prompts: token ids.
+        params: the user's options: greedy, or coupled.
+        tell: is told the fraction done.
+    """
+    findings = []
+    asked = list(prompts)[:_PROMPTS]
+    for number, control in enumerate(CONTROLS):
+        healthy = stack.but(drafter=faults.OneToken(control.drafter(stack)))
+        findings.append(_show(control, control.plant(healthy), stack, asked, params))
+        tell((number + 1) / len(CONTROLS))
+    return findings
+
+
+def shared_noise_finding(
+    stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, limits: Limits
+) -> Finding:
+    """Show a step whose tokens share their Gumbel noise to the tests of sampled answers.
+
+    Args:
+        stack: the one that is certified.
+        prompts: token ids.
+        params: the user's options, coupled.
+        limits: what the tests may use.
+    """
+    itself = faults.OneToken(DraftModel(stack.target, num_speculative_tokens=1))
+    broken = stack.but(drafter=itself, coupled_rule=faults.CoupledOneKey())
+    shown = show_to_tests(
+        Broken(broken, stack, params, "drafted by the target itself"), _off_by_sharing, prompts, limits
+    )
+    return finding_of("two tokens share their noise", shown, limits.false_alarm)
+
+
+def _off_by_sharing(scored: Scored) -> Tensor:
+    """How far the laws of tokens behind an accepted one are off at the least, `[tokens]`."""
+    size = torch.zeros(len(scored.tokens))
+    for place, decision in enumerate(scored.decisions):
+        if decision.depth == 1:
+            last = scored.tokens[place - 1]
+            again = repeat_probability(scored.laws[place - 1], last, scored.laws[place])
+            size[place] = abs(again - float(scored.laws[place, last]))
+    return size
+
+
+def repeat_probability(p: Tensor, token: int, after: Tensor) -> float:
+    """Probability that a token chosen under law p is chosen again under law `after`, both `[vocab]`, by the same noise.
+
+    Gumbel noise is an exponential race: token v arrives at E_v / p(v), E_v standard exponential. If x arrived first, at
+    time T, all others still need a fresh E_v beyond T p(v), and T is standard exponential. In the second race x arrives
+    at T p(x) / after(x), and is first with probability exp(-c T), c the sum over v != x of
+    max(0, after(v) p(x) / after(x) - p(v)); over T that is 1 / (1 + c).
+
+    Worked example: p = (1/2, 1/2), after = (1/4, 3/4): c = 3/4 * 2 - 1/2 = 1, so token 0 comes again with 1/2.
+    """
+    if float(after[token]) <= 0.0:
+        return 0.0
+    short = (after.double() * (float(p[token]) / float(after[token])) - p.double()).clamp_min_(0.0)
+    short[token] = 0.0
+    return 1.0 / (1.0 + float(short.sum()))
+
+
+def _show(
+    control: Control, broken: Stack, stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Finding:
+    options = [
+        replace(
+            params,
+            seed=number,
+            max_tokens=min(_TOKENS, stack.target.context_length - len(prompt)),
+            ignore_eos=True,
+            stop=(),
+            stop_token_ids=(),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    asked = [list(prompt) for prompt in prompts]
+    wrong = [answer.token_ids for answer in broken.engine(len(prompts)).generate(asked, options)]
+    right = [answer.token_ids for answer in stack.plain(len(prompts)).generate(asked, options)]
+    tokens = sum(map(len, wrong))
+    others = sum(
+        mine != theirs
+        for prompt, answer, own in zip(asked, wrong, options, strict=True)
+        for mine, theirs in zip(answer, target_choices(stack, prompt, answer, own), strict=True)
+    )
+    differing = sum(mine != theirs for mine, theirs in zip(wrong, right, strict=True))
+    size, detectable = others / max(1, tokens), -math.log(1.0 - POWER) / max(1, tokens)
+    caught = differing > 0 and size >= TIMES_DETECTABLE * detectable
+    said = f"{size:.1%} of {tokens} tokens are not the target's choice, {control.words}"
+    verdict = f"found, as it must be: {differing} of {len(asked)} answers differ" if caught else "NOT found"
+    facts = {
+        "total_variation": size,
+        "smallest_detectable_tv": detectable,
+        "tokens": tokens,
+        "answers": len(asked),
+        "differing_answers": differing,
+        "setting": control.words,
+    }
+    status = Status.HOLDS if caught else Status.FAILS
+    return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
+
+
+def target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
+    """The target's choice at every place of an answer, by plain forwards over it.
+
+    Args:
+        stack: with the target.
+        prompt: token ids.
+        answer: tokens behind it.
+        params: greedy, or coupled with a seed.
+    """
+    if params.greedy:
+        (logits,) = plain_logits(stack.target, [(prompt, answer)])
+        choices: list[int] = coupled_choice(logits, None).tolist()
+        return choices
+    assert params.seed is not None
+    (laws,) = plain_laws(stack.target, [(prompt, answer)], params)
+    noise = KeyedNoise(params.seed, len(prompt), 0)
+    rows = [
+        coupled_choice(law, noise.gumbel(depth, law.shape[-1], law.device)) for depth, law in enumerate(laws.split(1))
+    ]
+    chosen: list[int] = torch.cat(rows).tolist()
+    return chosen

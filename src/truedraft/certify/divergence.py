@@ -1,0 +1,132 @@
+"""How far a lossy rule's answers are from the target's law: what its verdicts say, and what is seen from outside."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from truedraft.certify.clock import Deadline
+from truedraft.certify.directions import Scored
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.recording import Decision
+from truedraft.certify.scoring import plain_laws
+from truedraft.certify.stack import Stack
+from truedraft.certify.statistical import Sampling
+from truedraft.core.divergence import Divergence
+from truedraft.core.sampling import SamplingParams
+
+_TOKENS = 64
+_SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
+_UNKNOWN = Decision(0, None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over tokens, and its 95 % confidence interval over answers."""
+
+    mean: float
+    half_width: float
+
+    @classmethod
+    def of(cls, sums: Sequence[float], tokens: Sequence[int]) -> Interval:
+        """The ratio of two totals, answers being what varies independently.
+
+        Worked example: sums 1 and 3 over 10 tokens each give 0.2; the answers are 0.1 off it each way.
+
+        Args:
+            sums: of each answer.
+            tokens: of each answer, at least one in all.
+        """
+        mean = math.fsum(sums) / sum(tokens)
+        count = len(sums)
+        if count < 2:
+            return cls(mean, math.inf)
+        squares = math.fsum((own - mean * many) ** 2 for own, many in zip(sums, tokens, strict=True))
+        error = math.sqrt(squares * count / (count - 1)) / sum(tokens)
+        return cls(mean, (1.96 + 2.4 / (count - 1)) * error)  # near Student's quantile
+
+    def describe(self) -> str:
+        """As mean and half width."""
+        return f"{self.mean:.4f} ± {self.half_width:.4f}"
+
+
+def divergence_findings(
+    stack: Stack,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    batch: int,
+    seconds: float,
+    tell: Callable[[float], None],
+    *,
+    seed: int = 0,
+) -> list[Finding]:
+    """Measure a lossy rule.
+
+    Args:
+        stack: what answers.
+        prompts: token ids, at least one.
+        params: the user's options.
+        batch: requests in a batch.
+        seconds: how long to measure; at least two batches are.
+        tell: is told the fraction done.
+        seed: of the first request.
+    """
+    engine = stack.engine(batch)
+    turn = itertools.cycle(prompts)
+    found: list[Divergence] = []
+    sampling = Sampling(stack.target.vocab_size, 1, 0.0)
+    deadline = Deadline(seconds)
+    for first in itertools.count(seed, batch):
+        asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
+        options = [_open_ended(params, first + i, stack.target.context_length - len(p)) for i, p in enumerate(asked)]
+        answers = engine.generate(asked, options)
+        found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
+        if not params.greedy:
+            texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
+            for law, (prompt, tokens) in zip(plain_laws(stack.target, texts, params), texts, strict=True):
+                sampling.add(Scored(law, tokens, prompt, [_UNKNOWN] * len(tokens), 0, params.coupled))
+        tell(deadline.fraction)
+        if deadline.over and len(found) > batch:
+            break
+    return [_measured(found), *([] if params.greedy else [_outside(sampling)])]
+
+
+def _open_ended(params: SamplingParams, seed: int, room: int) -> SamplingParams:
+    length = min(_TOKENS, room)
+    return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
+
+
+def _measured(found: Sequence[Divergence]) -> Finding:
+    tokens = [each.tokens for each in found]
+    distance = Interval.of([each.total_variation for each in found], tokens)
+    kl = Interval.of([each.kl for each in found], tokens)
+    greedy = Interval.of([each.total_variation_greedy for each in found], tokens)
+    summary = (
+        f"lossy: a token's law is off by a total variation of {distance.describe()} (95 %), KL {kl.describe()} nats, "
+        f"over {sum(tokens):,} tokens of {len(found)} answers; greedy decoding there would be off by {greedy.mean:.4f}"
+    )
+    facts = {
+        "tokens": sum(tokens),
+        "answers": len(found),
+        "total_variation": distance.mean,
+        "total_variation_ci95": [max(0.0, distance.mean - distance.half_width), distance.mean + distance.half_width],
+        "kl_nats": kl.mean,
+        "kl_nats_ci95": [max(0.0, kl.mean - kl.half_width), kl.mean + kl.half_width],
+        "total_variation_greedy": greedy.mean,
+    }
+    return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.MEASURED, summary, facts)
+
+
+def _outside(sampling: Sampling) -> Finding:
+    """What the tests of sampled answers see, without a look at what the rule says of itself."""
+    tests = sampling.sample().tests
+    widest = max(tests, key=lambda test: test.least_excess(_SIGMAS))
+    least = widest.least_excess(_SIGMAS)
+    summary = (
+        f"seen from outside: on average a token's law is off by at least {least:.4f} ({widest.name}: "
+        f"{widest.excess:+.4f} over {widest.tokens:,} tokens)"
+    )
+    facts = {"least_total_variation": least, "test": widest.name, "excess": widest.excess, "tokens": widest.tokens}
+    return Finding(Part.DIVERGENCE, "divergence seen from outside", Status.MEASURED, summary, facts)

@@ -1,0 +1,334 @@
+"""What a drafter knows after many steps, held against what it knows of the same text at once.
+
+A stale draft state (a cache that was not rolled back, a token that was forgotten after full acceptance) never changes
+the law of an answer: the target judges whatever is proposed. It only costs acceptance, so it is measured, not failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from truedraft.cache import RequestCache
+from truedraft.certify.clock import Deadline
+from truedraft.certify.equality import as_greedy
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.rounding import relative_limit
+from truedraft.certify.stack import Stack
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import TokenTree, chain_shape
+from truedraft.drafters import DraftModel
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.size_plans import SizePlan
+from truedraft.engine import Engine
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.verification import SpeculativeSampling
+
+_PLACES = 12
+"""Places of one answer at which a fresh drafter is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One proposal.
+
+    Attributes:
+        text: tokens that it continues.
+        tree: what was proposed.
+        accepted: drafted tokens that were emitted.
+    """
+
+    text: tuple[int, ...]
+    tree: TokenTree
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDifference:
+    """A draft model's cache against a forward over the same tokens.
+
+    Attributes:
+        largest: largest absolute difference of two entries.
+        allowed: what rounding in the cache's dtype may do to entries of this size.
+    """
+
+    largest: float
+    allowed: float
+
+
+class ProposalRecorder(Drafter):
+    """Drafts as another drafter does, and keeps every proposal.
+
+    Args:
+        inner: drafts.
+
+    Attributes:
+        guesses: of each request, in order.
+        caches: of a draft model, after each step in which it had drafted.
+    """
+
+    def __init__(self, inner: Drafter, *, checks_caches: bool = False) -> None:
+        self._inner = inner
+        self._checks_caches = checks_caches
+        self.name = inner.name  # type: ignore[misc]
+        self.limits = inner.limits
+        self.needs_hidden = inner.needs_hidden  # type: ignore[misc]
+        self.guesses: dict[int, list[Guess]] = {}
+        self.caches: list[CacheDifference] = []
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        """Those of the inner drafter."""
+        return self._inner.kinds
+
+    def check(self, target: LanguageModel) -> None:
+        """As the inner drafter."""
+        self._inner.check(target)
+
+    def begin(self, request: DraftRequest) -> None:
+        """As the inner drafter."""
+        self.guesses[request.id] = []
+        self._inner.begin(request)
+
+    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
+        """Those of the inner drafter."""
+        return self._inner.size_plans(params)
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """As the inner drafter."""
+        return self._inner.propose(batch, budgets, noise)
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """As the inner drafter; then keep what was proposed."""
+        self._inner.observe(batch, outcomes)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if not outcome.tokens:
+                continue  # a part of a prompt, or an answer that ended at once
+            before = len(request.tokens) - len(outcome.tokens)
+            self.guesses[request.id].append(
+                Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path))
+            )
+            if self._checks_caches and len(outcome.proposal.tree):
+                self._check_cache(request)
+
+    def end(self, request: DraftRequest) -> None:
+        """As the inner drafter."""
+        self._inner.end(request)
+
+    def _check_cache(self, request: DraftRequest) -> None:
+        inner = self._inner
+        if isinstance(inner, DraftModel):
+            cache = inner._states[request.id]  # nobody else has a reason to look
+            self.caches.append(_cache_difference(inner.model, cache, request.tokens))
+
+
+def draft_state_findings(
+    stack: Stack,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    batch: int,
+    tell: Callable[[float], None],
+    *,
+    seconds: float = math.inf,
+) -> list[Finding]:
+    """Compare proposals of a drafter that lived through an answer with those of one that sees the text at once.
+
+    Greedy answers come about in batches; then, at places of each, a new request with the text so far as its prompt
+    must be guessed the same tree for. A draft model's cache is compared with a forward over the same tokens, too.
+
+    Args:
+        stack: what is certified; requests are greedy and judged by comparison, whatever its rules.
+        prompts: token ids, at least one prompt.
+        params: the user's options, of which lengths and stop ids count.
+        batch: requests of a step.
+        tell: called with the fraction that is done.
+        seconds: after which no further answer is looked at; the first always is.
+
+    Returns:
+        One finding: HOLDS where all proposals are equal, else MEASURED, for answers stay exact; DOES_NOT_APPLY where
+        nothing was proposed.
+    """
+    exact = dataclasses.replace(stack, rule=SpeculativeSampling(), coupled_rule=None)
+    options = as_greedy(params)
+    found = _Comparison()
+    deadline = Deadline(seconds)
+    for first in range(0, len(prompts), batch):
+        group = [list(prompt) for prompt in prompts[first : first + batch]]
+        lived = ProposalRecorder(stack.drafter, checks_caches=True)
+        answers = exact.but(drafter=lived).engine(batch).generate(group, options)
+        found.caches += lived.caches
+        fresh = ProposalRecorder(stack.drafter)
+        engine = exact.but(drafter=fresh).engine(1)
+        # Requests are numbered as they are queued.
+        for number, (prompt, own) in enumerate(zip(group, sorted(lived.guesses), strict=False)):
+            text = [*prompt, *answers[number].token_ids]
+            limit = len(prompt) + options.max_tokens
+            for guess in _some([each for each in lived.guesses[own] if len(each.text) > len(prompt)]):
+                found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options), text)
+            tell(max(deadline.fraction, min(1.0, (first + number + 1) / len(prompts))))
+            if deadline.over:
+                break
+        if deadline.over:
+            break
+    tell(1.0)
+    return [found.finding(stack.drafter.name)]
+
+
+def _some(guesses: Sequence[Guess]) -> list[Guess]:
+    """Some of an answer's proposals: the last, and others evenly spread."""
+    count = min(_PLACES, len(guesses))
+    return [guesses[len(guesses) - 1 - (i * len(guesses)) // count] for i in range(count)]
+
+
+def _fresh_guess(
+    engine: Engine, recorder: ProposalRecorder, text: Sequence[int], limit: int, options: SamplingParams
+) -> Guess | None:
+    """What a new request proposes for a text; None if its first token is not the text's last one.
+
+    Args:
+        engine: with the recorder as its drafter.
+        recorder: of its proposals.
+        text: at least 2 tokens; all but the last are the prompt, the prefill must give the last.
+        limit: tokens of prompt and answer of the lived request, which cuts proposals near its end.
+        options: greedy.
+    """
+    prompt = list(text[:-1])
+    request = engine.submit(prompt, dataclasses.replace(options, max_tokens=limit - len(prompt)))
+    try:
+        while request.finish_reason is None and len(recorder.guesses.get(request.id, [])) < 2:
+            engine.step()
+    finally:
+        engine.cancel(request)
+    guesses = recorder.guesses.pop(request.id)
+    # The first is the prefill's, which proposes nothing.
+    return guesses[1] if len(guesses) > 1 and guesses[1].text == tuple(text) else None
+
+
+@dataclass
+class _Comparison:
+    """Proposals side by side.
+
+    Attributes:
+        compared: pairs.
+        different: pairs of unequal trees.
+        skipped: places where the new request did not come to the same text.
+        nodes: drafted by (lived, fresh) drafters.
+        accepted: of these, on the way that the answer took.
+        examples: the first few unequal pairs.
+        caches: of a draft model.
+    """
+
+    compared: int = 0
+    different: int = 0
+    skipped: int = 0
+    nodes: tuple[int, int] = (0, 0)
+    accepted: tuple[int, int] = (0, 0)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    caches: list[CacheDifference] = field(default_factory=list)
+
+    def add(self, lived: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
+        """Compare two proposals for one text; `text` goes on as the answer did."""
+        if fresh is None:
+            self.skipped += 1
+            return
+        trees = lived.tree, fresh.tree
+        walked = [_walk(tree, text[len(lived.text) :]) for tree in trees]
+        self.compared += 1
+        self.nodes = (self.nodes[0] + len(trees[0]), self.nodes[1] + len(trees[1]))
+        self.accepted = (self.accepted[0] + walked[0], self.accepted[1] + walked[1])
+        if trees[0].token_list != trees[1].token_list or trees[0].shape != trees[1].shape:
+            self.different += 1
+            if len(self.examples) < 3:
+                kinds = {"lived": trees[0].token_list, "fresh": trees[1].token_list}
+                self.examples.append({"position": len(lived.text), **kinds})
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Draft acceptance rates of the (lived, fresh) drafters at these places."""
+        lived, fresh = (a / max(n, 1) for a, n in zip(self.accepted, self.nodes, strict=True))
+        return lived, fresh
+
+    @property
+    def broken_caches(self) -> int:
+        """Caches that differ by more than rounding."""
+        return sum(each.largest > each.allowed for each in self.caches)
+
+    def finding(self, drafter: str) -> Finding:
+        """What it says."""
+        lived, fresh = self.rates
+        rounding = bool(self.caches) and not self.broken_caches  # then differing proposals were near ties of the draft
+        stale = self.broken_caches > 0 or (self.different > 0 and not rounding)
+        facts: dict[str, Any] = {
+            "stale": stale,
+            "compared": self.compared,
+            "different": self.different,
+            "skipped": self.skipped,
+            "draft_acceptance_rate": lived,
+            "draft_acceptance_rate_fresh": fresh,
+            "caches_compared": len(self.caches),
+            "caches_different": self.broken_caches,
+            "largest_cache_difference": max((each.largest for each in self.caches), default=None),
+            "examples": self.examples,
+        }
+        name = f"drafter {drafter!r} after many steps"
+        if not self.nodes[0] and not self.nodes[1]:
+            return Finding(Part.DRAFT_STATE, name, Status.DOES_NOT_APPLY, "Nothing was proposed.", facts)
+        told = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"
+        costs = f"acceptance {'falls' if fresh > lived else 'goes'} from {fresh:.3f} to {lived:.3f}"
+        if stale:
+            caches = f", and {self.broken_caches} of {len(self.caches)} caches from a fresh forward's"
+            told = f"Stale: {told}{caches if self.caches else ''}; answers stay exact, {costs}."
+            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, told, facts)
+        agree = f", and {len(self.caches)} caches agree with fresh forwards" if self.caches else ""
+        if self.different:
+            told = f"{told}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}."
+            return Finding(Part.DRAFT_STATE, name, Status.MEASURED, told, facts)
+        told = f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {lived:.3f}."
+        return Finding(Part.DRAFT_STATE, name, Status.HOLDS, told, facts)
+
+
+def _walk(tree: TokenTree, text: Sequence[int]) -> int:
+    """How far a tree follows a text, in tokens."""
+    ids, slot = tree.token_list, 0
+    for depth, token in enumerate(text):
+        child = next((node for node in tree.shape.children[slot] if ids[node] == token), None)
+        if child is None:
+            return depth
+        slot = child + 1
+    return len(text)
+
+
+@torch.inference_mode()
+def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> CacheDifference:
+    """How far a cache is from a forward over the tokens that it should hold.
+
+    What lies behind the last token but one is cut by the next proposal, so it is not looked at.
+    """
+    length = min(cache.length, len(tokens) - 1)
+    other = model.new_cache()
+    try:
+        for first in range(0, length, 256):
+            ids = torch.tensor(tokens[first : min(first + 256, length)])
+            model.forward([Segment(other, ids, chain_shape(len(ids)), ())])
+            other.commit(range(len(ids)))
+        largest = size = 0.0
+        for ours, theirs in zip(cache.entries(), other.entries(), strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                if length:
+                    apart = (a[:, :length].double() - b.double()).abs().nan_to_num(nan=math.inf)
+                    largest = max(largest, float(apart.max()))
+                    size = max(size, float(b.double().abs().max()))
+        dtype = cache.entries()[0][0].dtype if cache.entries() else model.dtype
+        return CacheDifference(largest, relative_limit(dtype) * size)
+    finally:
+        model.release_cache(other)

@@ -1,0 +1,334 @@
+"""The exact part of a certificate: the law of what a rule emits, summed on tiny worlds and compared with the target's.
+
+First the rule's kernels, then the batched code that ships, at a noise value in every decision cell. What users run is
+thereby tied to the kernels, and both to the target's law, to the rounding of float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from truedraft.certify.coupled_cells import Judge, Walk, answer_laws, disagreements, walks, ways_to_judge, wide_walks
+from truedraft.certify.decision_cells import Ask, KeyReusedError, decision_cells, laws_of, mass_that_moves, run
+from truedraft.certify.decision_cells import run_at_once as at_once_on
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.verdict_laws import VerdictLaw, completed, kernel_law, step_law, verdict_distance
+from truedraft.certify.worlds import Case, World, worlds_for
+from truedraft.core.proposals import DrawKind
+from truedraft.verification import CoupledSampling, Rule
+from truedraft.verification.deferred import DeferredRule
+from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.threshold import ThresholdAcceptance
+
+TOLERANCE = 1e-12
+"""Total variation that rounding in float64 may make; measured ones are about a thousandth of it."""
+_TOGETHER = 64
+"""About how many proposals are judged in one batch."""
+Tell = Callable[[float], None]
+
+
+def exact_findings(
+    rule: Rule,
+    kinds: Set[DrawKind],
+    *,
+    coupled: bool,
+    device: torch.device,
+    tell: Tell,
+    coupled_rule: Rule | None = None,
+) -> list[Finding]:
+    """Check a rule, for drafters that draw in certain ways, in exact sums over all that chance decides.
+
+    Args:
+        rule: judges sampled requests; a lossy one is measured. At temperature 0 give a lossy rule's `greedy_form`.
+        kinds: of draws that the drafter makes. Coupled ones, if the rule does not judge them, are left to the coupled
+            rule, as engines do.
+        coupled: whether to check coupled and greedy requests as well, which the coupled rule judges.
+        device: that the engine judges on. What ships for devices is asked there, what ships for the CPU on the CPU.
+        tell: is given the fraction that is done.
+        coupled_rule: None is `CoupledSampling()`, as in engines.
+
+    Returns:
+        Findings of `Part.EXACT`.
+
+    Raises:
+        IncompatibleRuleError: the rule cannot judge such draws.
+    """
+    own = kinds if DrawKind.COUPLED in rule.judges else kinds - {DrawKind.COUPLED}
+    rule.check(own, "to be certified")
+    worlds = worlds_for(own)
+    jobs: list[Callable[[Tell], list[Finding]]] = []
+    if isinstance(rule, CoupledSampling):
+        coupled, coupled_rule = True, rule
+    elif rule.lossless:
+        batches = list(_batches(worlds))
+        jobs.append(lambda tell: [_kernel(rule, worlds, tell)])
+        jobs.append(lambda tell: [_shipped(rule, batches, run, "batched code, every decision cell", tell)])
+        if isinstance(rule, DeferredRule) and rule.defers:
+            name = "batched code for devices, every decision cell"
+            jobs.append(lambda tell: [_shipped(rule, batches, at_once_on(device), name, tell)])
+    else:
+        jobs.append(lambda tell: [_lossy(rule, worlds, tell)])
+    if coupled:
+        comparing = coupled_rule if coupled_rule is not None else CoupledSampling()
+        jobs.append(lambda tell: [_kernel(comparing, worlds, tell, "coupled ")])
+        jobs.append(lambda tell: _coupled(comparing, device, tell))
+    findings = []
+    for number, job in enumerate(jobs):
+        findings += job(_share(tell, number, len(jobs)))
+        tell((number + 1) / len(jobs))  # also where a failure ended it early
+    return findings
+
+
+def _share(tell: Tell, number: int, of: int) -> Tell:
+    """What one of several jobs tells its progress to."""
+    return lambda done: tell((number + done) / of)
+
+
+# ---------------------------------------------------------------------------------------- kernels
+
+
+def _kernel(rule: Rule, worlds: Sequence[World], tell: Tell, prefix: str = "") -> Finding:
+    """Whole answers, whole step after whole step, by recursion over the kernels."""
+    answers, worst = 0, _Largest()
+    for number, world in enumerate(worlds):
+        expected = target_law(world.target.law, world.length)
+        worst.see(distance(emitted_law(rule, world.target.law, world.scheme, world.length), expected), world)
+        answers += len(expected)
+        tell((number + 1) / len(worlds))
+    summary = f"{len(worlds)} worlds, {answers:,} answers, largest distance {worst.distance:.1e}{worst.where}"
+    facts = {"worlds": len(worlds), "answers": answers, **worst.facts("distance")}
+    return Finding(Part.EXACT, f"{prefix}kernel", _status(worst.distance), summary, facts)
+
+
+# ---------------------------------------------------------------------------------------- the code that ships
+
+
+@dataclass(slots=True)
+class _Largest:
+    """The largest distance so far, and the world where it was found."""
+
+    distance: float = 0.0
+    world: World | None = None
+
+    @property
+    def fails(self) -> bool:
+        return not self.distance < TOLERANCE
+
+    @property
+    def where(self) -> str:
+        return f" ({self.world.name})" if self.world is not None and self.fails else ""
+
+    def see(self, distance: float, world: World) -> None:
+        # Not a number is as bad as can be, and must not be lost in a comparison.
+        if not distance <= self.distance:
+            self.distance, self.world = distance, world
+
+    def facts(self, name: str) -> dict[str, Any]:
+        return {f"largest_{name}": self.distance, **({"world": self.world.name} if self.fails and self.world else {})}
+
+
+@dataclass(slots=True)
+class _Listed:
+    """A world, its proposals, and what the kernels say of each once they were asked."""
+
+    world: World
+    cases: list[Case]
+    _laws: list[VerdictLaw | None] | None = None
+
+    def kernel_laws(self, rule: Rule) -> list[VerdictLaw | None]:
+        """For each proposal the law of its verdict; None where it is not composed of kernels. Always of one rule."""
+        if self._laws is None:
+            self._laws = [kernel_law(rule, case) if _composes(rule, case) else None for case in self.cases]
+        return self._laws
+
+
+@dataclass(slots=True)
+class _Judged:
+    """What came of judging proposals in every cell.
+
+    Attributes:
+        proposals: how many.
+        cells: how many they have.
+        kernel: distance of verdicts from the kernels' law.
+        target: distance of answers from the target's law; the target goes on after the step.
+        moved: share of noise in cells that are none.
+        distances: of each world's answers.
+        compared: proposals whose law the kernels say.
+        reused: what was said of a number that decides twice.
+    """
+
+    proposals: int = 0
+    cells: int = 0
+    kernel: _Largest = field(default_factory=_Largest)
+    target: _Largest = field(default_factory=_Largest)
+    moved: _Largest = field(default_factory=_Largest)
+    distances: list[float] = field(default_factory=list)
+    compared: int = 0
+    reused: str | None = None
+
+    def judge(self, rule: Rule, ask: Ask, batch: Sequence[_Listed]) -> None:
+        """All proposals of some worlds side by side in one batch."""
+        cases = [case for listed in batch for case in listed.cases]
+        cells = decision_cells(rule, cases, ask)
+        laws = iter(laws_of(cells, len(cases)))
+        self.proposals, self.cells = self.proposals + len(cases), self.cells + len(cells)
+        self.moved.see(mass_that_moves(rule, cases, cells, ask), batch[0].world)
+        for listed in batch:
+            world, own = listed.world, list(itertools.islice(laws, len(listed.cases)))
+            for law, expected in zip(own, listed.kernel_laws(rule), strict=True):
+                if expected is not None:
+                    self.compared += 1
+                    self.kernel.see(verdict_distance(law, expected), world)
+            answers = completed(step_law(listed.cases, own), world.target.law, world.length)
+            self.distances.append(distance(answers, target_law(world.target.law, world.length)))
+            self.target.see(self.distances[-1], world)
+
+    @property
+    def counted(self) -> str:
+        return f"{self.proposals:,} proposals, {self.cells:,} cells"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "proposals": self.proposals,
+            "cells": self.cells,
+            "distance_from_kernel": self.kernel.distance,
+            "distance_from_target": self.target.distance,
+            "noise_in_broken_cells": self.moved.distance,
+            "tolerance": TOLERANCE,
+        }
+
+
+def _shipped(rule: Rule, batches: Sequence[list[_Listed]], ask: Ask, name: str, tell: Tell) -> Finding:
+    """The law of shipped verdicts against the kernels', and of answers against the target's; stops at a failure."""
+    judged, done, worlds = _Judged(), 0, sum(map(len, batches))
+    parts = (judged.kernel, judged.target, judged.moved)
+    for batch in batches:
+        try:
+            judged.judge(rule, ask, batch)
+        except KeyReusedError as error:
+            judged.reused = str(error)
+        done += len(batch)
+        tell(done / worlds)
+        if judged.reused or any(part.fails for part in parts):
+            return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), {**judged.facts, "worlds": done})
+    largest = max(part.distance for part in parts)
+    facts = {**judged.facts, "worlds": worlds, "largest_distance": largest}
+    return Finding(Part.EXACT, name, Status.HOLDS, f"{judged.counted}, largest distance {largest:.1e}", facts)
+
+
+def _what_failed(judged: _Judged) -> str:
+    if judged.reused:
+        return f"{judged.reused}, which biases the law; stopped there"
+    said = [f"distance {judged.target.distance:.2g} from the target's law{judged.target.where}"]
+    said.append(f"{judged.kernel.distance:.2g} from the kernel's{judged.kernel.where}")
+    if judged.moved.fails:
+        said.append(f"{judged.moved.distance:.2g} of the noise is in cells where verdicts differ")
+    return f"{judged.counted}, stopped there: {', '.join(said)}"
+
+
+def _batches(worlds: Sequence[World]) -> Iterator[list[_Listed]]:
+    """Worlds over one vocabulary, of several shapes, with some dozens of proposals together."""
+    for _, group in itertools.groupby(worlds, key=lambda world: world.target.vocab):
+        batch: list[_Listed] = []
+        for world in group:
+            batch.append(_Listed(world, world.every_proposal()))
+            if sum(len(listed.cases) for listed in batch) >= _TOGETHER:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+
+def _composes(rule: Rule, case: Case) -> bool:
+    """Whether the kernels say what becomes of a proposal: not where a rule chooses among whole paths."""
+    if not isinstance(rule, ThresholdAcceptance):
+        return True
+    children = case.proposal.tree.shape.children
+    return not any(children[node + 1] for nodes in children if len(nodes) > 1 for node in nodes)
+
+
+# ---------------------------------------------------------------------------------------- lossy rules
+
+
+def _lossy(rule: Rule, worlds: Sequence[World], tell: Tell) -> Finding:
+    """How far answers are from the target's law, by what ships, which must do what its kernels say."""
+    judged, done = _Judged(), 0
+    drafted = [world for world in worlds if world.plans] or worlds
+    for batch in _batches(drafted):
+        judged.judge(rule, run, batch)
+        done += len(batch)
+        tell(done / len(drafted))
+    name = "distance on tiny worlds"
+    if judged.kernel.fails or judged.moved.fails:
+        return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), judged.facts)
+    mean = sum(judged.distances) / max(1, len(judged.distances))
+    summary = (
+        f"{judged.counted}: answers of up to {max(world.length for world in drafted)} tokens are "
+        f"{mean:.2g} from the target's law in the mean of {len(drafted)} worlds, {judged.target.distance:.2g} at most; "
+        f"verdicts are within {judged.kernel.distance:.1e} of the kernel's law where that can be composed "
+        f"({judged.compared:,} proposals)"
+    )
+    facts = {**judged.facts, "worlds": len(drafted), "mean_distance": mean, "compared_with_kernel": judged.compared}
+    return Finding(Part.EXACT, name, Status.MEASURED, summary, facts)
+
+
+# ---------------------------------------------------------------------------------------- coupled and greedy
+
+
+def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
+    """What follows argmax(log p + G), walk for walk and in law, and the argmax where there is no noise."""
+    groups = [walks(), wide_walks()]  # one vocabulary in a batch
+    ways = ways_to_judge(rule, device)
+    sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
+    for number, (judge, asked) in enumerate(itertools.product(ways.values(), groups)):
+        found = disagreements(asked, judge)
+        for followed, is_greedy in ((sampled, False), (greedy, True)):
+            followed.walks += sum(walk.greedy is is_greedy for walk in asked)
+            followed.otherwise += [each for each in found if each[0].greedy is is_greedy]
+        tell((number + 1) / (4 * len(ways)))
+    laws = _answers(list(ways.values()), lambda done: tell(0.5 + done / 2))
+    return [sampled.finding(len(ways)), laws, greedy.finding(len(ways))]
+
+
+@dataclass(slots=True)
+class _Followed:
+    """Walks that were judged, and those that were judged otherwise than by a slow walk."""
+
+    name: str
+    walks: int = 0
+    otherwise: list[tuple[Walk, Any]] = field(default_factory=list)
+
+    def finding(self, ways: int) -> Finding:
+        facts: dict[str, Any] = {"walks": self.walks, "ways": ways, "otherwise": len(self.otherwise)}
+        if not self.otherwise:
+            return Finding(Part.EXACT, self.name, Status.HOLDS, f"{self.walks:,} walks, every one as it must be", facts)
+        walk, verdict = self.otherwise[0]
+        facts |= {"expected": list(walk.expected.tokens), "emitted": list(verdict.tokens)}
+        summary = (
+            f"{len(self.otherwise):,} of {self.walks:,} walks are judged otherwise; the first emits "
+            f"{facts['emitted']} and must emit {facts['expected']}, "
+            f"{len(verdict.path)} and {len(walk.expected.path)} of them accepted"
+        )
+        return Finding(Part.EXACT, self.name, Status.FAILS, summary, facts)
+
+
+def _answers(ways: Sequence[Judge], tell: Tell) -> Finding:
+    found = []
+    for number, judge in enumerate(ways):
+        found.append(answer_laws(judge))
+        tell((number + 1) / len(ways))
+    largest = max(max(each.distance, each.moved) for each in found)
+    proposals, cells = sum(each.proposals for each in found), sum(each.cells for each in found)
+    facts = {"proposals": proposals, "cells": cells, "largest_distance": largest, "tolerance": TOLERANCE}
+    summary = f"{proposals:,} proposals, {cells:,} cells, largest distance {largest:.1e}"
+    return Finding(Part.EXACT, "coupled law, every cell", _status(largest), summary, facts)
+
+
+def _status(distance: float) -> Status:
+    return Status.HOLDS if distance < TOLERANCE else Status.FAILS

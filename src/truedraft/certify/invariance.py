@@ -1,0 +1,269 @@
+"""One request asked in many ways: alone, beside others, streamed, cancelled and repeated, with other budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from truedraft.certify.clock import Deadline
+from truedraft.certify.equality import enough_prompts
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.near_ties import Parting, parting_of, same_answer
+from truedraft.certify.rounding import measure_rounding
+from truedraft.certify.stack import Stack
+from truedraft.control import Controller, FixedBudget, Observation
+from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters import DraftModel
+from truedraft.engine import Answer, Engine, Request
+
+_MOST_FAULTS = 4
+_BUDGETS = "with other budgets"
+_DECISIONS = 64.0
+"""How many draws and comparisons may stand behind one sampled token, generously; each may be decided by rounding."""
+
+Way = Callable[[Sequence[int], SamplingParams, int], Answer]
+"""From a prompt, its options and its number to the answer."""
+
+
+class AlternatingBudget(Controller):
+    """Nothing, one token, the drafter's own limits, and again: a request's own target calls say which."""
+
+    def decide(self, observation: Observation) -> Budget:
+        """The budget whose turn it is; neighbours do not change it."""
+        return (NO_DRAFT, observation.limits.cut(1), observation.limits)[observation.counters.target_calls % 3]
+
+
+def invariance_findings(
+    stack: Stack,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    batch: int,
+    tell: Callable[[float], None],
+    *,
+    seconds: float = math.inf,
+) -> list[Finding]:
+    """Ask seeded requests in many ways, and compare tokens and reasons for the end with those of each asked alone.
+
+    Greedy and coupled answers must also be the same with other budgets. A sampled request's tokens may change with its
+    budgets, for another draw then decides; its law may not, which the statistical part tests. Stop texts are left out.
+    Divergences of greedy and coupled requests are near ties or faults (`near_ties`). A sampled one hangs on many draws
+    and has no margin; where rows are not bitwise equal, divergences are counted against a bound on what rounding does.
+
+    Args:
+        stack: what is certified.
+        prompts: token ids, at least one prompt; the others serve as neighbours too.
+        params: the user's options. Seeds count up from its seed.
+        batch: requests of a step.
+        tell: called with the fraction that is done.
+        seconds: after which no further prompt is begun; the first always is.
+
+    Returns:
+        One finding for each way.
+    """
+    params = dataclasses.replace(params, stop=(), seed=params.seed or 0)
+    asking = _Asking(stack, enough_prompts(prompts, batch), batch, params)
+    deadline = Deadline(seconds)
+    for number in range(len(prompts)):
+        asking.compare(number)
+        tell(max(deadline.fraction, (number + 1) / len(prompts)))
+        if deadline.over:
+            break
+    tell(1.0)
+    return asking.findings()
+
+
+@dataclass
+class _Outcome:
+    """What came of one way: tokens and answers compared, divergences traced, and those that are only counted."""
+
+    compared: int = 0
+    answers: int = 0
+    partings: list[Parting] = field(default_factory=list)
+    untraced: int = 0
+
+    @property
+    def faults(self) -> list[Parting]:
+        return [parting for parting in self.partings if parting.fault]
+
+
+class _Asking:
+    """The ways, and what came of each."""
+
+    def __init__(self, stack: Stack, prompts: Sequence[list[int]], batch: int, params: SamplingParams) -> None:
+        self._stack = stack
+        self._prompts = prompts
+        self._batch = batch
+        self._params = params
+        self._alone = stack.engine(1)
+        self._many = stack.engine(batch)
+        self._limits = stack.drafter.limits
+        self._has_margins = params.coupled or (params.greedy and stack.rule.lossless)
+        self._ways: dict[str, Way] = {"streamed": self._streamed, "cancelled and asked again": self._cancelled}
+        if batch > 1:
+            self._ways[f"in a batch of {batch}"] = self._beside
+        if self._has_margins:
+            for name, controller in _controllers(self._limits).items():
+                self._ways[name] = partial(_ask, stack.engine(1, controller))
+        self._outcomes = {name: _Outcome() for name in self._ways}
+        self._texts: list[list[int]] = []
+
+    def compare(self, number: int) -> None:
+        """Ask one prompt in all ways."""
+        prompt = self._prompts[number]
+        own = self._options(number)
+        expected = _ask(self._alone, prompt, own)
+        self._texts.append([*prompt, *expected.token_ids])
+        for name, way in self._ways.items():
+            outcome = self._outcomes[name]
+            outcome.answers += 1
+            outcome.compared += len(expected.token_ids)
+            found = way(prompt, own, number)
+            if same_answer(expected, found):
+                continue
+            if not self._has_margins or len(outcome.faults) >= _MOST_FAULTS:
+                outcome.untraced += 1
+                continue
+            answers = (expected, found)
+            parting = parting_of(self._stack.target, self._prompts, number, own, answers, self._batch, self._limits)
+            assert parting is not None  # they differ
+            outcome.partings.append(parting)
+
+    def _options(self, number: int) -> SamplingParams:
+        return dataclasses.replace(self._params, seed=(self._params.seed or 0) + number)
+
+    def _neighbours(self, number: int, engine: Engine, which: Sequence[int]) -> list[Request]:
+        """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
+        others = _other_options(self._params)
+        found = []
+        for place in which:
+            options = dataclasses.replace(
+                others[(place + number) % len(others)],
+                max_tokens=max(1, self._params.max_tokens * (2 + place % 4) // 3),
+            )
+            found.append(engine.submit(self._prompts[(number + 1 + place) % len(self._prompts)], options))
+        return found
+
+    def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+        """Some neighbours are at work when the request comes, others come later."""
+        engine, half = self._many, self._batch // 2
+        others = self._neighbours(number, engine, range(half))
+        engine.step()
+        engine.step()
+        request = engine.submit(list(prompt), own)
+        engine.step()
+        others += self._neighbours(number, engine, range(half, self._batch - 1))
+        return _finished(engine, request, others)
+
+    def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+        """The pieces must also add up to the answer that comes with the last of them."""
+        pieces = list(self._alone.stream(list(prompt), own))
+        answer = pieces[-1].answer
+        assert answer is not None  # the last piece carries it
+        tokens = [token for piece in pieces for token in piece.token_ids]
+        if answer.text is not None and "".join(piece.text for piece in pieces) != answer.text:
+            return dataclasses.replace(answer, finish_reason="error", error="the pieces' texts are not the answer's")
+        return dataclasses.replace(answer, token_ids=tokens)
+
+    def _cancelled(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+        """Cancelled half-way, asked again while others run."""
+        engine = self._many
+        others = self._neighbours(number, engine, range(self._batch - 1))
+        first = engine.submit(list(prompt), own)
+        while first.finish_reason is None and first.emitted < own.max_tokens // 2:
+            engine.step()
+        engine.cancel(first)
+        return _finished(engine, engine.submit(list(prompt), own), others)
+
+    def findings(self) -> list[Finding]:
+        """One for each way."""
+        found = [self._finding(name, outcome) for name, outcome in self._outcomes.items()]
+        if not self._has_margins:
+            sentence = "Different budgets may change the tokens of a sampled request, but not their law."
+            if not self._stack.rule.lossless:
+                sentence = f"The rule {self._stack.rule.spec!r} is lossy: its law depends on what is drafted."
+            found.append(Finding(Part.INVARIANCE, _BUDGETS, Status.DOES_NOT_APPLY, sentence))
+        return found
+
+    def _finding(self, name: str, outcome: _Outcome) -> Finding:
+        near = [parting for parting in outcome.partings if not parting.fault]
+        told = f"{outcome.compared} tokens of {outcome.answers} answers compared with those of requests alone"
+        facts = {
+            "tokens_compared": outcome.compared,
+            "answers": outcome.answers,
+            "identical": not outcome.partings and not outcome.untraced,
+            "near_ties": [parting.as_dict() for parting in near],
+            "faults": [parting.as_dict() for parting in outcome.faults],
+            "untraced": outcome.untraced,
+        }
+        status = Status.FAILS if outcome.faults else Status.HOLDS
+        if outcome.faults:
+            summary = f"{told}: {len(outcome.faults) + outcome.untraced} differ, {outcome.faults[0].describe()}"
+        elif outcome.untraced:
+            allowed = self._explained(outcome.compared)
+            status = Status.MEASURED if outcome.untraced <= allowed else Status.FAILS
+            summary = f"{told}: {outcome.untraced} answers differ; rounding explains at most {allowed:.4g} of them"
+            facts["explained_by_rounding"] = allowed
+        elif near:
+            summary = f"{told}: no fault, near ties: {len(near)}; the first at {near[0].describe()}"
+        else:
+            summary = f"{told}: the same"
+        return Finding(Part.INVARIANCE, name, status, f"{summary}.", facts)
+
+    def _explained(self, tokens: int) -> float:
+        """Most divergences of sampled answers that rounding is blamed for; 0 where rows are bitwise equal.
+
+        If logits move by r, each probability moves by a factor of at most exp(2 r / temperature), so each of a token's
+        decisions falls out otherwise with a probability near 2 r / temperature. Above the sum of these, six standard
+        deviations and three are allowed: a false alarm below 1e-6, as sums of rare events go.
+        """
+        models = [self._stack.target]
+        if isinstance(self._stack.drafter, DraftModel):
+            models.append(self._stack.drafter.model)
+        texts = sorted(self._texts, key=len)[-2:]
+        measured = [measure_rounding(each, texts, self._batch, self._params, self._limits) for each in models]
+        largest = max(rounding.largest_difference for rounding in measured)
+        expected = tokens * _DECISIONS * 2.0 * largest / (self._params.temperature or 1.0)
+        return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0
+
+
+def _controllers(limits: Budget) -> dict[str, Controller]:
+    return {
+        "without drafting": FixedBudget(NO_DRAFT),
+        "one drafted token at most on a path": FixedBudget(limits.cut(1)),
+        "drafting now and then": AlternatingBudget(),
+    }
+
+
+def _other_options(params: SamplingParams) -> list[SamplingParams]:
+    """Options that neighbours of a request have."""
+    seed = (params.seed or 0) + 1_000_003
+    warm = 1.5 if params.greedy else 2.0 * params.temperature
+    return [
+        SamplingParams(temperature=warm, seed=seed),
+        SamplingParams(),
+        SamplingParams(temperature=1.0, top_k=2, seed=seed + 1),
+        SamplingParams(temperature=0.7, coupled=True, seed=seed + 2),
+        SamplingParams(temperature=0.9, top_p=0.5, min_p=0.05, seed=seed + 3),
+    ]
+
+
+def _ask(engine: Engine, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> Answer:
+    """The answer, or how it failed; without neighbours the prompt's number does not matter."""
+    return engine.generate([list(prompt)], [params])[0]
+
+
+def _finished(engine: Engine, request: Request, others: Sequence[Request]) -> Answer:
+    """Step until a request is over, and end the others."""
+    try:
+        while request.finish_reason is None:
+            engine.step()
+    finally:
+        for each in (request, *others):
+            engine.cancel(each)
+    answer = request.pieces[-1].answer
+    assert answer is not None  # it is over
+    return answer

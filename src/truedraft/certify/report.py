@@ -1,0 +1,93 @@
+"""A certificate in words: for a terminal, as Markdown, and as a record for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from truedraft.certify.certificate import FALSE_ALARM, Certificate
+from truedraft.certify.findings import Finding, Part, Status
+
+MARKS = {
+    Status.HOLDS: "holds",
+    Status.FAILS: "FAILS",
+    Status.MEASURED: "measured",
+    Status.DOES_NOT_APPLY: "-",
+}
+
+
+def verdict(certificate: Certificate) -> str:
+    """The whole in one line."""
+    options = _options(certificate)
+    if certificate.issued:
+        return f"CERTIFIED lossless: {options}"
+    failed = len(certificate.failures)
+    names = ", ".join(finding.name for finding in certificate.failures)
+    if not certificate.lossless:
+        return f"no certificate: the rule is lossy; its divergence was measured ({options})" + (
+            f"; {failed} checks failed: {names}" if failed else ""
+        )
+    return f"NO CERTIFICATE: {failed} of {len(certificate.findings)} checks failed: {names} ({options})"
+
+
+def _options(certificate: Certificate) -> str:
+    params = certificate.params
+    words = [f"temperature {params.temperature:g}"]
+    words += [f"top-p {params.top_p:g}"] * (params.top_p < 1.0)
+    words += [f"top-k {params.top_k}"] * (params.top_k > 0)
+    words += [f"min-p {params.min_p:g}"] * (params.min_p > 0.0)
+    words += ["coupled"] * (params.coupled and not params.greedy)
+    return ", ".join([*words, f"batch {certificate.batch}"])
+
+
+def meaning(certificate: Certificate) -> list[str]:
+    """What the certificate says and does not say, in sentences."""
+    lines = []
+    if any(finding.part is Part.STATISTICAL for finding in certificate.findings):
+        lines.append(
+            f"A correct stack fails the statistical checks with probability {FALSE_ALARM:g} at most; what they would "
+            "have found with probability 0.99 stands in their lines."
+        )
+    if any(finding.part is Part.CONTROLS for finding in certificate.findings):
+        lines.append("Each negative control plants a fault that the same tests must find, or they are not trusted.")
+    if certificate.issued:
+        lines.append(
+            "It holds for this target, drafter, rule, dtype, device and these options, as far as was tested here."
+        )
+    return lines
+
+
+def by_part(certificate: Certificate) -> dict[Part, list[Finding]]:
+    """The findings under their headings, in the order of the parts."""
+    found = {part: [each for each in certificate.findings if each.part is part] for part in Part}
+    return {part: each for part, each in found.items() if each}
+
+
+def markdown(certificate: Certificate, circumstances: Mapping[str, Any]) -> str:
+    """A page.
+
+    Args:
+        certificate: what came out.
+        circumstances: model, drafter, rule, dtype, device, machine and the like; shown as they are.
+    """
+    lines = ["# Certificate", "", f"**{verdict(certificate)}**", ""]
+    lines += [f"- {line}" for line in meaning(certificate)] + [""]
+    for part, findings in by_part(certificate).items():
+        lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
+        lines += [f"| {_cell(f.name)} | {MARKS[f.status]} | {_cell(f.summary)} |" for f in findings] + [""]
+    lines += ["## Circumstances", "", "| | |", "|---|---|"]
+    lines += [f"| {_cell(name)} | {_cell(_plain(value))} |" for name, value in circumstances.items()]
+    return "\n".join([*lines, ""])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value))
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    """Text that does not break a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

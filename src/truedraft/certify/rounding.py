@@ -1,0 +1,292 @@
+"""How far rounding moves a target's logits when one text is computed in other shapes.
+
+Floating-point sums depend on their order, and kernels choose the order by how many rows share a product. Where a
+target's rows are invariant (DESIGN section 2) nothing moves. Elsewhere two answers may part where two tokens are
+nearly as likely, and a certificate must tell that from a fault. A fault of drafted rows (a wrong mask, wrong positions,
+a wrong entry of the cache) moves logits too. So the yardstick is what *plain* decoding's own shapes make of a text,
+in none of which there is a drafted token; drafted shapes must stay near it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.clock import Deadline
+from truedraft.certify.feeding import ALONE, Feeding, drafted_feedings, fed_logits, plain_feedings
+from truedraft.core.budget import Budget
+from truedraft.core.laws import law_from_logits, total_variation
+from truedraft.core.sampling import SamplingParams
+from truedraft.models.base import LanguageModel
+
+_LEEWAY = 4.0
+"""Drafted shapes may differ this many times as far as plain ones: both are maxima over many roundings."""
+_LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
+
+
+def relative_limit(dtype: torch.dtype) -> float:
+    """What rounding can do to a number that a deep model computes, as a part of the largest such number.
+
+    With room to spare: about 2^12 units in the last place in float32, 2^4 in bfloat16, whose sums are kept in float32.
+    """
+    return _LARGEST.get(dtype, 2.0**-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Plain decoding of a request alone against one other shape.
+
+    Attributes:
+        name: of the other shape.
+        positions: compared places; each has a row of logits.
+        different: rows with any bit that differs.
+        logits: largest absolute difference of two logits.
+        mean_tv: mean total variation of the laws that sampling options make of the two rows.
+        largest_tv: the largest of them.
+    """
+
+    name: str
+    positions: int
+    different: int
+    logits: float
+    mean_tv: float
+    largest_tv: float
+
+    def __add__(self, other: Spread) -> Spread:
+        """Over the places of both."""
+        positions = self.positions + other.positions
+        summed = self.mean_tv * self.positions + other.mean_tv * other.positions
+        return Spread(
+            self.name,
+            positions,
+            self.different + other.different,
+            max(self.logits, other.logits),
+            summed / max(positions, 1),
+            max(self.largest_tv, other.largest_tv),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON record."""
+        return {
+            "shape": self.name,
+            "positions": self.positions,
+            "different_rows": self.different,
+            "largest_logit_difference": self.logits,
+            "mean_total_variation": self.mean_tv,
+            "largest_total_variation": self.largest_tv,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What shapes of the same computation make of the same texts.
+
+    Attributes:
+        dtype: of the target's weights.
+        largest_logit: largest absolute value of a finite logit.
+        plain: plain decoding in other shapes.
+        drafted: speculation's shapes; empty where nothing is drafted.
+    """
+
+    dtype: torch.dtype
+    largest_logit: float
+    plain: tuple[Spread, ...]
+    drafted: tuple[Spread, ...]
+
+    @property
+    def positions(self) -> int:
+        """Places at which shapes were compared."""
+        return max((spread.positions for spread in self._all), default=0)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether every row is the same in every shape: row invariance, as far as this was seen."""
+        return not any(spread.different for spread in self._all)
+
+    @property
+    def plain_difference(self) -> float:
+        """Largest difference of two logits between shapes of plain decoding."""
+        return max((spread.logits for spread in self.plain), default=0.0)
+
+    @property
+    def drafted_difference(self) -> float:
+        """Largest difference of two logits between plain decoding and speculation's shapes."""
+        return max((spread.logits for spread in self.drafted), default=0.0)
+
+    @property
+    def limit(self) -> float:
+        """Largest difference of two logits that passes for rounding in this dtype."""
+        return relative_limit(self.dtype) * self.largest_logit
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether all that was seen passes for rounding.
+
+        Plain shapes must differ by less than `limit`; drafted ones also by no more than a few times as much as plain
+        ones do, or by a few units in the last place of the largest logit.
+        """
+        unit = _LEEWAY * torch.finfo(self.dtype).eps * self.largest_logit
+        near = max(_LEEWAY * self.plain_difference, unit)
+        return self.plain_difference <= self.limit and self.drafted_difference <= min(near, self.limit)
+
+    @property
+    def largest_difference(self) -> float:
+        """Largest difference of two logits that rounding may be blamed for, by which a margin moves at most twice.
+
+        Differences of drafted shapes count only where they pass for rounding; 0 where even plain ones do not.
+        """
+        if self.is_rounding:
+            return max(self.plain_difference, self.drafted_difference)
+        return self.plain_difference if self.plain_difference <= self.limit else 0.0
+
+    @property
+    def mean_total_variation(self) -> float:
+        """Mean total variation of a place's laws, in the shape where it is largest; blamed as `largest_difference`."""
+        return max((spread.mean_tv for spread in self._blamed), default=0.0)
+
+    @property
+    def largest_total_variation(self) -> float:
+        """Largest total variation of a place's laws, blamed as `largest_difference`."""
+        return max((spread.largest_tv for spread in self._blamed), default=0.0)
+
+    @property
+    def _all(self) -> tuple[Spread, ...]:
+        return (*self.plain, *self.drafted)
+
+    @property
+    def _blamed(self) -> tuple[Spread, ...]:
+        if self.is_rounding:
+            return self._all
+        return self.plain if self.plain_difference <= self.limit else ()
+
+    def __add__(self, other: Rounding) -> Rounding:
+        """Over the places of both, measured in the same shapes."""
+        return Rounding(
+            self.dtype,
+            max(self.largest_logit, other.largest_logit),
+            tuple(a + b for a, b in zip(self.plain, other.plain, strict=True)),
+            tuple(a + b for a, b in zip(self.drafted, other.drafted, strict=True)),
+        )
+
+    def describe(self) -> str:
+        """In one sentence without its full stop."""
+        if self.bitwise:
+            return f"rows are bitwise equal in {len(self._all) + 1} shapes at {self.positions} places: rounding is 0"
+        told = (
+            f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
+            f"{self.drafted_difference:.3g} in drafted ones, laws by a total variation of "
+            f"{self.mean_total_variation:.2g} on average and {self.largest_total_variation:.2g} at most, "
+            f"over {self.positions} places"
+        )
+        return told if self.is_rounding else f"{told}; that is more than rounding in {_name(self.dtype)} does"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON record."""
+        return {
+            "dtype": _name(self.dtype),
+            "bitwise": self.bitwise,
+            "is_rounding": self.is_rounding,
+            "positions": self.positions,
+            "largest_logit": self.largest_logit,
+            "plain_difference": self.plain_difference,
+            "drafted_difference": self.drafted_difference,
+            "mean_total_variation": self.mean_total_variation,
+            "largest_total_variation": self.largest_total_variation,
+            "shapes": [spread.as_dict() for spread in self._all],
+        }
+
+
+def measure_rounding(
+    target: LanguageModel,
+    texts: Sequence[Sequence[int]],
+    batch: int,
+    params: SamplingParams,
+    limits: Budget,
+    *,
+    positions: int = 32,
+    seconds: float = float("inf"),
+) -> Rounding:
+    """Feed the ends of texts in the shapes of plain decoding and of speculation, and compare all logits.
+
+    Args:
+        target: the model.
+        texts: prompts with answers, token ids, of at least 2 tokens each; shorter ones are passed over.
+        batch: requests of a step.
+        params: make laws of logits.
+        limits: of the drafter: how long drafted chains and how wide drafted trees are.
+        positions: at most how many places at the end of each text are compared.
+        seconds: after which no further text is begun; the first always is.
+
+    Raises:
+        ValueError: no text has 2 tokens.
+    """
+    deadline = Deadline(seconds)
+    total: Rounding | None = None
+    for text in texts:
+        if len(text) < 2:
+            continue
+        start = max(1, len(text) - positions)
+        own = compare_shapes(target, text, start, start, batch, params, limits)[1]
+        total = own if total is None else total + own
+        if deadline.over:
+            break
+    if total is None:
+        raise ValueError("rounding is measured on texts of at least 2 tokens, got none")
+    return total
+
+
+def compare_shapes(
+    target: LanguageModel,
+    text: Sequence[int],
+    start: int,
+    near: int,
+    batch: int,
+    params: SamplingParams,
+    limits: Budget,
+) -> tuple[Tensor, Rounding]:
+    """The logits of one text decoded plainly, and how far other shapes are from them.
+
+    Args:
+        target: the model.
+        text: token ids; the last of them is never fed.
+        start: tokens of the prompt, at least 1; plain decoding starts behind it.
+        near: other shapes start behind this place, from `start` to the last token.
+        batch: requests of a step.
+        params: make laws of logits.
+        limits: of the drafter.
+
+    Returns:
+        Logits `[len(text) - start, vocab]` of plain decoding, and the rounding at the places from `near` on.
+    """
+    baseline = fed_logits(target, text, start, ALONE)
+    rows = baseline[near - start :]
+    law = law_from_logits(rows, params)
+
+    def spread(feeding: Feeding) -> Spread:
+        other = fed_logits(target, text, near, feeding)
+        distance = total_variation(law, law_from_logits(other, params))
+        return Spread(
+            feeding.name,
+            len(rows),
+            int((rows != other).any(dim=-1).sum()),
+            float(_differences(rows, other).max()),
+            float(distance.mean()),
+            float(distance.max()),
+        )
+
+    largest = float(rows.double().abs().nan_to_num(posinf=0.0).max())
+    plain = tuple(map(spread, plain_feedings(limits, batch)))
+    return baseline, Rounding(target.dtype, largest, plain, tuple(map(spread, drafted_feedings(limits, batch))))
+
+
+def _differences(a: Tensor, b: Tensor) -> Tensor:
+    """Absolute differences; equal infinities do not differ, and what is no number differs without bound."""
+    return torch.where(a == b, 0.0, (a.double() - b.double()).abs().nan_to_num(nan=torch.inf))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,312 @@
+"""Tiny worlds: a target and drafters over two to four tokens, so small that every proposal can be listed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.core.proposals import Draw, DrawKind, Proposal
+from truedraft.core.trees import TokenTree, shape_of
+from truedraft.verification.exact import PlannedDraw
+
+Prefix = tuple[int, ...]
+STYLES = ("dense", "sparse", "one-hot", "varied")
+"""Laws without zeros, with about half of them, of one token alone, and of a style that changes between contexts."""
+
+
+class Table:
+    """A law for every context, made of small whole numbers that depend on (name, vocabulary, style, context) alone.
+
+    Args:
+        name: laws of other names are other laws.
+        vocab: how many tokens there are.
+        style: one of `STYLES`.
+        largest: of the whole numbers; small ones make ties.
+    """
+
+    def __init__(self, name: str, vocab: int, style: str, largest: int = 9) -> None:
+        self.vocab = vocab
+        self._seed = f"{name}/{vocab}/{style}"
+        self._style = style
+        self._largest = largest
+        self._weights: dict[Prefix, list[int]] = {}
+        self._laws: dict[Prefix, Tensor] = {}
+
+    def weights(self, prefix: Prefix) -> list[int]:
+        """The whole numbers of a context, one for each token."""
+        if prefix not in self._weights:
+            chance = random.Random(f"{self._seed}/{prefix}")
+            style = chance.choice(STYLES[:3]) if self._style == "varied" else self._style
+            weights = [chance.randint(1, self._largest) for _ in range(self.vocab)]
+            kept = {"dense": self.vocab, "sparse": chance.randint(1, max(1, self.vocab - 1)), "one-hot": 1}[style]
+            support = chance.sample(range(self.vocab), kept)
+            self._weights[prefix] = [weight if token in support else 0 for token, weight in enumerate(weights)]
+        return self._weights[prefix]
+
+    def law(self, prefix: Prefix) -> Tensor:
+        """The law `[vocab]`, float64, of the token behind a context."""
+        if prefix not in self._laws:
+            weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
+            self._laws[prefix] = weights / weights.sum()
+        return self._laws[prefix]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One planned draw.
+
+    Attributes:
+        drafter: which of the world's drafters is asked.
+        kind: how its token is chosen; coupled draws depend on noise and are not listed here.
+        rank: a deterministic draw takes the token of this rank, the likeliest first.
+    """
+
+    drafter: int
+    kind: DrawKind
+    rank: int = 0
+
+
+Plan = tuple[Choice, ...]
+"""The draws of one node, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One proposal that a world can make at the root.
+
+    Attributes:
+        probability: that it is drafted.
+        proposal: the tree and its draws.
+        laws: the target's laws `[slots, vocab]`, float64.
+    """
+
+    probability: float
+    proposal: Proposal
+    laws: Tensor
+
+    def to(self, device: torch.device) -> Case:
+        """The same with its laws and tokens on a device; the host knows the tokens."""
+        mine = self.proposal
+        tree = TokenTree(mine.tree.tokens.to(device), mine.tree.shape)
+        tree.learn(mine.tree.token_list)
+        drafted = None if mine.laws is None else mine.laws.to(device)
+        return Case(self.probability, Proposal(tree, mine.draws, drafted), self.laws.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """Tokens drawn at a node, in order, and what was drafted below each distinct one."""
+
+    drawn: tuple[tuple[Choice, int], ...]
+    below: dict[int, _Drafted]
+
+
+@dataclass(frozen=True)
+class World:
+    """A target, drafters, and one plan for each depth of the tree.
+
+    Attributes:
+        name: for reports.
+        target: its laws.
+        drafters: theirs.
+        plans: what is drawn at each node of each depth.
+        bare: a token under which nothing is drafted, which makes trees uneven; -1 is none.
+    """
+
+    name: str
+    target: Table
+    drafters: tuple[Table, ...]
+    plans: tuple[Plan, ...]
+    bare: int = -1
+
+    @property
+    def length(self) -> int:
+        """The most tokens that one step can emit."""
+        return len(self.plans) + 1
+
+    def choices(self, prefix: Prefix, drafted: Prefix) -> list[Choice]:
+        """The draws that exist at a node: never more of one law without replacement than it has tokens."""
+        if len(drafted) >= len(self.plans) or (drafted and drafted[-1] == self.bare):
+            return []
+        kept: list[Choice] = []
+        for choice in self.plans[len(drafted)]:
+            support = sum(weight > 0 for weight in self.drafters[choice.drafter].weights(prefix))
+            before = sum(c.drafter == choice.drafter and c.kind is not DrawKind.DETERMINISTIC for c in kept)
+            if choice.kind is not DrawKind.WITHOUT_REPLACEMENT or before < support:
+                kept.append(choice)
+        return kept
+
+    def scheme(self, prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
+        """The draws at a node, as `emitted_law` takes them."""
+        plan = []
+        for choice in self.choices(prefix, drafted):
+            if choice.kind is DrawKind.DETERMINISTIC:
+                one_hot = torch.zeros(self.target.vocab, dtype=torch.float64)
+                one_hot[self._fixed_token(choice, prefix)] = 1.0
+                plan.append(PlannedDraw(-1, one_hot, choice.kind))
+            else:
+                plan.append(PlannedDraw(choice.drafter, self.drafters[choice.drafter].law(prefix), choice.kind))
+        return plan
+
+    def every_proposal(self) -> list[Case]:
+        """All proposals of a first step, siblings' subtrees included, with their probabilities."""
+        return [_case(self, probability, drafted) for probability, drafted in self._drafts(())]
+
+    def _fixed_token(self, choice: Choice, prefix: Prefix) -> int:
+        weights = self.drafters[choice.drafter].weights(prefix)
+        return sorted(range(len(weights)), key=lambda token: (-weights[token], token))[choice.rank % len(weights)]
+
+    def _drafts(self, prefix: Prefix) -> list[tuple[float, _Drafted]]:
+        """Everything that can be drafted at a node, with its probability; the step begins at the empty prefix."""
+        found = []
+        for probability, drawn in self._draws(self.choices(prefix, prefix), prefix):
+            distinct = list(dict.fromkeys(token for _, token in drawn))
+            for combination in itertools.product(*(self._drafts((*prefix, token)) for token in distinct)):
+                mass = probability
+                for weight, _ in combination:
+                    mass *= weight
+                below = dict(zip(distinct, (each for _, each in combination), strict=True))
+                found.append((mass, _Drafted(drawn, below)))
+        return found
+
+    def _draws(
+        self, choices: Sequence[Choice], prefix: Prefix
+    ) -> Iterator[tuple[float, tuple[tuple[Choice, int], ...]]]:
+        """Every outcome of the draws of a node. Their probabilities come from whole numbers, not from shared code."""
+        for tokens in itertools.product(range(self.target.vocab), repeat=len(choices)):
+            probability = 1.0
+            gone: dict[int, list[int]] = {}
+            for choice, token in zip(choices, tokens, strict=True):
+                weights = self.drafters[choice.drafter].weights(prefix)
+                if choice.kind is DrawKind.DETERMINISTIC:
+                    probability *= float(token == self._fixed_token(choice, prefix))
+                    continue
+                taken = gone.setdefault(choice.drafter, []) if choice.kind is DrawKind.WITHOUT_REPLACEMENT else []
+                if token in taken or not weights[token]:
+                    probability = 0.0
+                    break
+                probability *= weights[token] / (sum(weights) - sum(weights[each] for each in taken))
+                taken.append(token)
+            if probability > 0.0:
+                yield probability, tuple(zip(choices, tokens, strict=True))
+
+
+def _case(world: World, probability: float, drafted: _Drafted) -> Case:
+    tokens: list[int] = []
+    parents: list[int] = []
+    draws: list[list[Draw]] = [[]]
+    rows: list[Tensor] = []
+    paths: list[Prefix] = [()]
+
+    def add(slot: int, drafted: _Drafted) -> None:
+        nodes: dict[int, int] = {}
+        row_of: dict[int, int] = {}
+        for choice, token in drafted.drawn:
+            if token not in nodes:
+                nodes[token] = len(tokens)
+                tokens.append(token)
+                parents.append(slot - 1)
+                draws.append([])
+                paths.append((*paths[slot], token))
+            row = -1
+            if choice.kind is not DrawKind.DETERMINISTIC:
+                if choice.drafter not in row_of:
+                    row_of[choice.drafter] = len(rows)
+                    rows.append(world.drafters[choice.drafter].law(paths[slot]))
+                row = row_of[choice.drafter]
+            draws[slot].append(Draw(nodes[token], row, choice.kind))
+        for token, below in drafted.below.items():
+            add(nodes[token] + 1, below)
+
+    add(0, drafted)
+    tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
+    proposal = Proposal(tree, tuple(map(tuple, draws)), torch.stack(rows) if rows else None)
+    proposal.check()
+    return Case(probability, proposal, torch.stack([world.target.law(path) for path in paths]))
+
+
+# ---------------------------------------------------------------------------------------- the worlds of a certificate
+
+
+def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, largest: int = 9) -> World:
+    """A world of two drafters.
+
+    Args:
+        vocab: tokens.
+        plans: for each depth.
+        p: style of the target's laws.
+        q: style of the drafters'; "equal" drafts from the target's own laws.
+        bare: see `World`.
+        largest: see `Table`.
+    """
+    words = [" ".join(f"{choice.kind.value} {'ab'[choice.drafter]}" for choice in plan) for plan in plans]
+    name = f"{vocab} tokens, {' then '.join(f'({each})' for each in words) or 'nothing drafted'}, {p} and {q} laws"
+    target = Table(f"{name}, target", vocab, p, largest)
+    if q == "equal":
+        return World(name, target, (target, target), tuple(plans), bare)
+    drafts = (Table(f"{name}, a", vocab, q, largest), Table(f"{name}, b", vocab, q, largest))
+    return World(name, target, drafts, tuple(plans), bare)
+
+
+_PAIRS = (
+    ("dense", "dense"),
+    ("varied", "varied"),
+    ("sparse", "dense"),
+    ("dense", "sparse"),
+    ("one-hot", "dense"),
+    ("dense", "one-hot"),
+    ("dense", "equal"),
+    ("sparse", "equal"),
+)
+_FEW, _SOME, _ALL = _PAIRS[:1], _PAIRS[:2], _PAIRS
+
+
+def worlds_for(kinds: Set[DrawKind]) -> list[World]:
+    """Worlds whose drafters draw in these ways: chains, nodes of several draws, trees, and nothing drafted.
+
+    Args:
+        kinds: of draws, not coupled ones; several are also mixed, along a path and at one node.
+
+    Returns:
+        Worlds of few tokens first.
+    """
+    listed = [kind for kind in DrawKind if kind in kinds and kind is not DrawKind.COUPLED]
+    worlds = [build(vocab, (), "dense", "dense") for vocab in (2, 3, 4)]
+    for kind in listed:
+        worlds += _of_one_kind(kind, _ALL if len(listed) == 1 else _FEW)
+    for first, second in itertools.permutations(listed, 2):
+        worlds += _of_two_kinds(first, second, _SOME if len(listed) == 2 else _FEW)
+    if len(listed) > 2:
+        every = tuple(Choice(0, kind) for kind in listed)
+        worlds += [build(2, [every, every[-1:]], p, q, bare=1) for p, q in _SOME]
+        worlds += [build(3, [every[::-1]], p, q) for p, q in _SOME]
+    return sorted(worlds, key=lambda world: world.target.vocab)
+
+
+def _of_one_kind(kind: DrawKind, styles: Sequence[tuple[str, str]]) -> list[World]:
+    one, two, three = (tuple(Choice(0, kind, rank) for rank in range(count)) for count in (1, 2, 3))
+    merged = (Choice(0, kind), Choice(1, kind), Choice(0, kind, 1))
+    worlds = []
+    for p, q in styles:
+        worlds += [build(2, [one] * 3, p, q), build(2, [two, one], p, q, bare=1), build(3, [one] * 2, p, q)]
+        worlds += [build(3, [two], p, q), build(4, [one], p, q)]
+    for p, q in styles[:2]:
+        worlds += [build(2, [two, two], p, q), build(3, [merged], p, q), build(4, [two], p, q)]
+    for p, q in styles[:1]:
+        worlds += [build(3, [three], p, q), build(3, [two, one], p, q, bare=0), build(4, [one] * 2, p, q)]
+    return worlds
+
+
+def _of_two_kinds(first: DrawKind, second: DrawKind, styles: Sequence[tuple[str, str]]) -> list[World]:
+    a, b, again = Choice(0, first), Choice(0, second), Choice(0, first, 1)
+    other = Choice(1, second)
+    worlds = []
+    for p, q in styles:
+        worlds += [build(2, [(a,), (b,), (a,)], p, q), build(2, [(a, other, again)], p, q), build(3, [(a, b)], p, q)]
+    worlds += [build(2, [(a, b), (b,)], *_FEW[0], bare=0), build(3, [(a, again), (b,)], *_FEW[0], bare=1)]
+    return worlds

@@ -1,0 +1,157 @@
+"""Stacks that are broken on purpose, one thing at a time, and models whose rows rounding moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import RequestCache
+from truedraft.certify.delegating import DelegatingModel
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.drafters import DraftModel
+from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.testing import MarkovModel
+from truedraft.verification import Rule
+from truedraft.verification.coupled import coupled_choice
+from truedraft.verification.rule import DrawnToken, NodeOutcome
+
+
+class SlippedCache(RequestCache):
+    """Keeps the entry behind the last accepted one in its place, where tokens were both accepted and rejected."""
+
+    def commit(self, path: Sequence[int]) -> None:
+        if len(path) > 1 and path[-1] + 1 < self.uncommitted:
+            path = [*path[:-1], path[-1] + 1]
+        super().commit(path)
+
+
+class SlippingTarget(DelegatingModel):
+    """A target whose caches slip."""
+
+    def new_cache(self) -> RequestCache:
+        return SlippedCache(self.context_length)
+
+    def release_cache(self, cache: RequestCache) -> None:
+        cache.rollback(0)
+
+
+class ShiftedShape(TreeShape):
+    """Everything below the root seems one deeper than it is."""
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(depth + (depth > 1) for depth in TreeShape(self.parents).depths)
+
+
+class ChangedShapes(DelegatingModel):
+    """A target that takes drafted trees for others."""
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        return self.inner.forward([self._changed(segment) for segment in segments])
+
+    def _changed(self, segment: Segment) -> Segment:
+        drafted = segment.cache.length > 0 and len(segment.rows) == len(segment.shape) > 1
+        return replace(segment, shape=self.changed(segment.shape)) if drafted else segment
+
+    def changed(self, shape: TreeShape) -> TreeShape:
+        raise NotImplementedError
+
+
+class WrongPositions(ChangedShapes):
+    """Drafted tokens sit one position too far."""
+
+    def changed(self, shape: TreeShape) -> TreeShape:
+        return ShiftedShape(shape.parents)
+
+
+class WrongMask(ChangedShapes):
+    """Every drafted token sees all drafted before it, also those of other branches."""
+
+    def changed(self, shape: TreeShape) -> TreeShape:
+        return chain_shape(len(shape))
+
+
+class AcceptAlways(Rule):
+    """Keeps the first drafted path whatever the target's choice is."""
+
+    name = "accept always"
+    lossless = True
+    judges = frozenset(DrawKind)
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        return [self._verify(*each) for each in zip(proposals, laws, noise, strict=True)]
+
+    def _verify(self, proposal: Proposal, law: Tensor, noise: Noise) -> Verdict:
+        path: list[int] = []
+        slot = 0
+        while children := proposal.tree.shape.children[slot]:
+            path.append(children[0])
+            slot = children[0] + 1
+        gumbel = noise.gumbel(len(path), law.shape[-1], law.device)
+        token = int(coupled_choice(law[slot : slot + 1], gumbel))
+        return Verdict(tuple(path), (*(proposal.tree.token_list[node] for node in path), token), Origin.BONUS)
+
+    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+        raise NotImplementedError
+
+
+class StaleDraft(DraftModel):
+    """Keeps the first of its drafted entries, as many as were accepted, whichever these were."""
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        for request, outcome in zip(batch, outcomes, strict=True):
+            cache = self._states[request.id]
+            cache.commit(range(min(len(outcome.path), cache.uncommitted)))
+
+
+class ForgetsTheLast(DraftModel):
+    """Takes the last token of a chain that was accepted in full for one that its cache holds; it was never fed."""
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        super().observe(batch, outcomes)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if outcome.path and len(outcome.path) == len(outcome.proposal.tree):
+                self._states[request.id].length += 1
+
+
+class RowNoise(DelegatingModel):
+    """Logits that move by up to `size`, in a way that depends on how many tokens share the forward."""
+
+    def __init__(self, inner: LanguageModel, size: float) -> None:
+        super().__init__(inner)
+        self.size = size
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        rows = sum(len(segment.tokens) for segment in segments)
+        output = self.inner.forward(segments)
+        noise = torch.rand(output.logits.shape[-1], generator=torch.Generator().manual_seed(rows))
+        return ForwardOutput(output.logits + self.size * (2 * noise - 1), output.hidden)
+
+
+def markov(
+    seed: int, *, sharpness: float = 1.5, lead: float | None = None, astray: float = 0.0, vocab: int = 8
+) -> MarkovModel:
+    """A table in float32.
+
+    Args:
+        seed: of its logits.
+        sharpness: their standard deviation.
+        lead: how far the best logit of every row is above the next; None leaves them as they are.
+        astray: standard deviation of noise on top: a draft of the same seed that is not always right.
+        vocab: tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
+    if lead is not None:
+        best = logits.topk(2, dim=-1)
+        logits.scatter_(-1, best.indices[..., :1], best.values[..., 1:] + lead)
+    logits += astray * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    return MarkovModel(torch.softmax(logits, dim=-1).float(), name=f"markov-{seed}")

@@ -1,0 +1,102 @@
+"""Whole certificates: issued for correct stacks, refused for broken ones, measured for lossy ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from certify.planted_faults import ForgetsTheLast, SlippingTarget, markov
+from truedraft import SamplingParams
+from truedraft.certify import certify
+from truedraft.certify.findings import Part, Status
+from truedraft.certify.report import markdown, meaning, verdict
+from truedraft.certify.stack import Stack
+from truedraft.drafters import DraftModel
+from truedraft.errors import OptionError
+from truedraft.verification import SpeculativeSampling
+from truedraft.verification.specs import rule_from_spec
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
+WARM = SamplingParams(max_tokens=24, temperature=1.0)
+SECONDS = 12.0
+"""On a slow machine too: about 2,500 tokens are needed for faults to be large enough beside what is found."""
+
+
+def healthy() -> Stack:
+    draft = DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
+    return Stack(markov(0), draft, SpeculativeSampling())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [WARM, replace(WARM, temperature=0.0), replace(WARM, coupled=True)],
+    ids=["sampled", "greedy", "coupled"],
+)
+def test_a_correct_stack_is_certified(params: SamplingParams) -> None:
+    told: dict[Part, list[float]] = {}
+    certificate = certify(
+        healthy(),
+        TEXTS,
+        params,
+        batch=3,
+        seconds=SECONDS,
+        tell=lambda part, done: told.setdefault(part, []).append(done),
+    )
+    assert certificate.issued, verdict(certificate)
+    assert verdict(certificate).startswith("CERTIFIED")
+    parts = {finding.part for finding in certificate.findings}
+    always = {Part.EXACT, Part.EQUALITY, Part.CONTROLS, Part.INVARIANCE, Part.DRAFT_STATE}
+    assert parts == (always if params.greedy else always | {Part.STATISTICAL})
+    assert all(told[part][-1] == pytest.approx(1.0) for part in parts)
+    record = certificate.as_dict()
+    assert record["certified"] is True
+    assert record["failures"] == []
+    page = markdown(certificate, {"model": "markov", "sampling": {"seed": 1}})
+    assert page.count("| holds |") == sum(f.status is Status.HOLDS for f in certificate.findings)
+    assert "| sampling | seed 1 |" in page
+    assert any("as far as was tested" in line for line in meaning(certificate))
+
+
+def test_a_broken_target_gets_no_certificate_and_names_what_failed() -> None:
+    certificate = certify(healthy().but(target=SlippingTarget(markov(0))), TEXTS, WARM, batch=2, seconds=SECONDS)
+    assert not certificate.issued
+    assert any(finding.part is Part.EQUALITY for finding in certificate.failures)
+    assert verdict(certificate).startswith("NO CERTIFICATE")
+    assert certificate.as_dict()["failures"]
+
+
+def test_a_stale_draft_is_certified_and_told() -> None:
+    """A stale draft cache changes no law: it costs acceptance, and is reported as that."""
+    stack = healthy().but(drafter=ForgetsTheLast(markov(0, astray=0.2)))
+    certificate = certify(stack, TEXTS, replace(WARM, temperature=0.0), seconds=SECONDS)
+    assert certificate.issued, verdict(certificate)
+    (state,) = [finding for finding in certificate.findings if finding.part is Part.DRAFT_STATE]
+    assert state.status is Status.MEASURED
+    assert state.facts["stale"] is True
+
+
+def test_a_lossy_rule_is_measured_instead() -> None:
+    stack = healthy().but(rule=rule_from_spec("speculative,lenience=0.5"))
+    certificate = certify(stack, TEXTS, WARM, seconds=4.0)
+    assert not certificate.issued
+    assert not certificate.failures, verdict(certificate)
+    assert "lossy" in verdict(certificate)
+    assert any(finding.part is Part.DIVERGENCE for finding in certificate.findings)
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "words"),
+    [
+        ([], {}, "at least one prompt"),
+        ([[]], {}, "prompt 0 has 0 tokens"),
+        ([[1] * 64], {}, "prompt 0 has 64 tokens"),
+        (TEXTS, {"batch": 0}, "batch must be 1 or more, got 0"),
+        (TEXTS, {"seconds": 0.0}, "above 0, got 0.0"),
+    ],
+)
+def test_bad_input_is_one_sentence(texts: list, options: dict, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        certify(healthy(), texts, WARM, **options)
+    with pytest.raises(OptionError, match="lossy"):
+        certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, coupled=True))

@@ -1,0 +1,90 @@
+"""A drafter's state after many steps: fresh where it is kept right, found where it is stale, and never a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from certify.planted_faults import ForgetsTheLast, SlippingTarget, StaleDraft, markov
+from support.head_models import MarkovWithHead, fitted_heads
+from support.tiny_models import PROMPTS, noisy, packed
+from truedraft import SamplingParams
+from truedraft.certify.draft_state import draft_state_findings
+from truedraft.certify.equality import equality_findings
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.stack import Stack
+from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.models.base import LanguageModel
+from truedraft.verification import SpeculativeSampling
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
+PARAMS = SamplingParams(max_tokens=32)
+
+
+def draft(kind: type[DraftModel] = DraftModel, **options: object) -> Drafter:
+    return kind(markov(0, astray=0.8), **options)  # type: ignore[arg-type]
+
+
+def finding(drafter: Drafter, batch: int = 3, target: LanguageModel | None = None) -> Finding:
+    told: list[float] = []
+    stack = Stack(target or markov(0), drafter, SpeculativeSampling())
+    found = draft_state_findings(stack, TEXTS, PARAMS, batch, told.append)
+    assert told == sorted(told) and told[-1] == 1.0
+    assert len(found) == 1 and found[0].part is Part.DRAFT_STATE
+    return found[0]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "drafter",
+    [draft, lambda: draft(branching=(2, 2, 1)), lambda: PromptLookup(min_ngram=1)],
+    ids=["chain", "tree", "lookup"],
+)
+def test_a_state_that_is_kept_right_is_fresh(drafter: type[Drafter], batch: int) -> None:
+    found = finding(drafter(), batch)
+    assert found.status is Status.HOLDS and not found.facts["stale"]
+    assert found.facts["compared"] > 20 and found.facts["different"] == found.facts["skipped"] == 0
+    assert found.facts["draft_acceptance_rate"] == found.facts["draft_acceptance_rate_fresh"] > 0
+    if "'draft'" in found.name:
+        assert found.facts["caches_compared"] > 20 and found.facts["largest_cache_difference"] == 0.0
+
+
+def test_heads_are_fresh() -> None:
+    target = MarkovWithHead(markov(0).laws)
+    heads = fitted_heads(target, [[1, 2, 3, 4, 5, 6, 7, 0] * 4])
+    assert finding(Medusa(heads, LikeliestTrees(3), nodes=8), target=target).status is Status.HOLDS
+
+
+def test_a_llama_as_draft_is_fresh_up_to_rounding() -> None:
+    stack = Stack(packed("llama"), DraftModel(noisy("llama", 0.05), 3), SpeculativeSampling())
+    params = SamplingParams(max_tokens=16)
+    (found,) = draft_state_findings(stack, [PROMPTS[0], PROMPTS[2]], params, 2, lambda done: None)
+    assert found.status is Status.HOLDS and found.facts["caches_different"] == 0
+    assert found.facts["largest_cache_difference"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(StaleDraft, {"branching": (3, 2, 1)}), (ForgetsTheLast, {})],
+    ids=["tree keeps the wrong entries", "chain forgets its last token"],
+)
+def test_a_stale_cache_is_reported_and_answers_stay_exact(kind: type[DraftModel], options: dict[str, object]) -> None:
+    found = finding(draft(kind, **options))
+    assert found.status is Status.MEASURED and found.facts["stale"]
+    assert found.facts["different"] > 0 and found.facts["caches_different"] > 0 and found.facts["examples"]
+    assert found.facts["draft_acceptance_rate"] < found.facts["draft_acceptance_rate_fresh"]
+    assert "Stale" in found.summary and "answers stay exact, acceptance falls from" in found.summary
+    stack = Stack(markov(0), draft(kind, **options), SpeculativeSampling())
+    equal = equality_findings(stack, TEXTS, PARAMS, 3, lambda done: None, label="float32")
+    assert {each.status for each in equal} == {Status.HOLDS}
+
+
+def test_a_broken_target_does_not_make_the_draft_stale() -> None:
+    """Places where the new request comes to another text are skipped."""
+    found = finding(draft(), target=SlippingTarget(markov(0)))
+    assert found.status is Status.HOLDS and found.facts["skipped"] > 0
+
+
+def test_without_proposals_there_is_nothing_to_say() -> None:
+    assert finding(NoDrafter()).status is Status.DOES_NOT_APPLY

@@ -1,0 +1,220 @@
+"""Greedy and coupled equality: correct stacks hold, every planted fault is a fault, rounding gives near ties only."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from certify.planted_faults import (
+    AcceptAlways,
+    ForgetsTheLast,
+    RowNoise,
+    SlippingTarget,
+    WrongMask,
+    WrongPositions,
+    markov,
+)
+from support.tiny_models import PROMPTS, noisy, packed
+from truedraft import SamplingParams
+from truedraft.certify.equality import enough_prompts, equality_findings
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.near_ties import lead_needed
+from truedraft.certify.stack import Stack
+from truedraft.core.laws import law_from_logits
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.base import Drafter
+from truedraft.models.base import LanguageModel
+from truedraft.verification import SpeculativeSampling
+from truedraft.verification.coupled import coupled_choice
+from truedraft.verification.specs import rule_from_spec
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
+GREEDY = SamplingParams(max_tokens=24)
+COUPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, coupled=True, seed=5)
+
+
+def chain(seed: int = 0) -> Drafter:
+    """Often right about `markov(0)`, or with another seed hardly ever."""
+    return DraftModel(markov(seed, astray=1.0))
+
+
+def tree(seed: int = 0) -> Drafter:
+    return DraftModel(markov(seed, astray=1.0), branching=(2, 2, 1))
+
+
+def stack(target: LanguageModel, drafter: Drafter, coupled_rule: AcceptAlways | None = None) -> Stack:
+    return Stack(target, drafter, SpeculativeSampling(), coupled_rule)
+
+
+def findings(stack: Stack, params: SamplingParams, batch: int = 5) -> dict[str, Finding]:
+    told: list[float] = []
+    found = equality_findings(stack, TEXTS, params, batch, told.append, label="float32")
+    assert told == sorted(told) and told[-1] == 1.0
+    assert all(finding.part is Part.EQUALITY for finding in found)
+    return {finding.name: finding for finding in found}
+
+
+def statuses(found: dict[str, Finding]) -> set[Status]:
+    return {finding.status for finding in found.values()}
+
+
+@pytest.mark.parametrize("drafter", [chain, tree, lambda: PromptLookup(min_ngram=1)], ids=["chain", "tree", "lookup"])
+def test_correct_stacks_are_equal(drafter: type[Drafter]) -> None:
+    found = findings(stack(markov(0), drafter()), COUPLED)
+    assert list(found) == [
+        "rounding, float32",
+        "greedy, batch 1, float32",
+        "greedy, batch 5, float32",
+        "coupled, batch 1, float32",
+        "coupled, batch 5, float32",
+    ]
+    assert statuses(found) == {Status.HOLDS}
+    for name, finding in found.items():
+        if not name.startswith("rounding"):
+            assert finding.facts["identical"] and finding.facts["tokens_compared"] == 5 * 24
+            assert finding.facts["dtype"] == "float32" and finding.facts["accepted_tokens"] > 0
+            assert "bit for bit equal" in finding.summary
+
+
+def test_a_llama_with_a_tree_is_equal() -> None:
+    own = stack(packed("llama"), DraftModel(noisy("llama", 0.1), branching=(2, 1)))
+    params = SamplingParams(max_tokens=10, temperature=0.8, coupled=True, seed=1)
+    found = equality_findings(own, [PROMPTS[0], PROMPTS[2]], params, 2, lambda done: None, label="float32")
+    assert [finding.status for finding in found] == [Status.MEASURED] + [Status.HOLDS] * 4
+    assert all(finding.facts["identical"] for finding in found[1:])
+
+
+def test_greedy_requests_have_no_coupled_findings_and_batch_1_is_compared_once() -> None:
+    assert list(findings(stack(markov(0), chain()), GREEDY, batch=1)) == [
+        "rounding, float32",
+        "greedy, batch 1, float32",
+    ]
+
+
+def test_a_lossy_rule_has_no_greedy_promise_but_a_coupled_one() -> None:
+    found = findings(Stack(markov(0), PromptLookup(min_ngram=1), rule_from_spec("typical")), COUPLED)
+    assert found["greedy, float32"].status is Status.DOES_NOT_APPLY
+    assert found["coupled, batch 5, float32"].status is Status.HOLDS
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "kinds"),
+    [
+        (SlippingTarget(markov(0)), chain(), ("greedy", "coupled")),
+        (SlippingTarget(markov(0)), tree(), ("greedy", "coupled")),
+        (WrongMask(markov(0)), tree(), ("greedy", "coupled")),
+    ],
+    ids=["slipping cache, chain", "slipping cache, tree", "wrong mask"],
+)
+def test_a_broken_target_is_a_fault(target: LanguageModel, drafter: Drafter, kinds: tuple[str, ...]) -> None:
+    found = findings(stack(target, drafter), COUPLED)
+    assert found["rounding, float32"].status is Status.FAILS
+    for kind in kinds:
+        finding = found[f"{kind}, batch 5, float32"]
+        assert finding.status is Status.FAILS and finding.facts["faults"] and not finding.facts["near_ties"]
+        assert "fault" in finding.summary
+
+
+def test_wrong_positions_are_a_fault() -> None:
+    own = stack(WrongPositions(packed("llama")), DraftModel(noisy("llama", 0.02), 3))
+    params = SamplingParams(max_tokens=24)
+    found = equality_findings(own, [PROMPTS[0]], params, 1, lambda done: None, label="float32")
+    assert found[0].status is Status.FAILS
+    assert found[1].status is Status.FAILS and found[1].facts["faults"]
+
+
+def test_a_rule_that_accepts_always_is_a_fault_and_says_where() -> None:
+    found = findings(stack(markov(0), chain(seed=3), AcceptAlways()), COUPLED)
+    assert found["rounding, float32"].status is Status.HOLDS
+    for kind in ("greedy", "coupled"):
+        for batch in (1, 5):
+            finding = found[f"{kind}, batch {batch}, float32"]
+            assert finding.status is Status.FAILS
+            fault = finding.facts["faults"][0]
+            # The prefill's token is right, the first drafted one is not.
+            assert fault["position"] >= 1 and fault["margin"] > 0 and fault["rounding"] == 0
+            assert fault["expected"]["id"] != fault["found"]["id"] and len(fault["best"]) == 2
+
+
+def test_a_stale_draft_changes_no_answer() -> None:
+    found = findings(stack(markov(0), ForgetsTheLast(markov(0, astray=1.0))), COUPLED)
+    assert statuses(found) == {Status.HOLDS}
+
+
+def test_rounding_between_rows_gives_near_ties_only() -> None:
+    """The two best logits of every row are 4e-4 apart, and noise of 1e-3 decides between them."""
+    target = RowNoise(markov(0, lead=4e-4), 1e-3)
+    found = findings(stack(target, chain()), GREEDY)
+    assert found["rounding, float32"].status is Status.MEASURED
+    for batch in (1, 5):
+        finding = found[f"greedy, batch {batch}, float32"]
+        assert finding.status is Status.HOLDS and not finding.facts["identical"]
+        assert finding.facts["near_ties"] and not finding.facts["faults"] and not finding.facts["untraced"]
+        for tie in finding.facts["near_ties"]:
+            assert 0 < tie["margin"] <= 2 * tie["rounding"] <= 2 * 2.001e-3
+        assert "near tie" in finding.summary and "no fault" in finding.summary
+
+
+def test_rounding_decides_perturbed_margins_too() -> None:
+    """Even laws at a low temperature: the gaps between the best two of log p + G are about 0.02 in logits."""
+    target = RowNoise(markov(0, sharpness=0.02), 3e-4)
+    params = SamplingParams(max_tokens=24, temperature=0.02, coupled=True, seed=2)
+    own = stack(target, DraftModel(markov(0, sharpness=0.02)))
+    prompts = [[a, b] for a in range(5) for b in range(2)]
+    found = {f.name: f for f in equality_findings(own, prompts, params, 5, lambda done: None, label="float32")}
+    finding = found["coupled, batch 5, float32"]
+    assert finding.status is Status.HOLDS and finding.facts["near_ties"] and not finding.facts["faults"]
+    assert all(0 < tie["margin"] <= 2 * tie["rounding"] for tie in finding.facts["near_ties"])
+
+
+@pytest.mark.parametrize("lead", [None, 4e-4])
+def test_a_fault_among_roundings_is_still_a_fault(lead: float | None) -> None:
+    target = RowNoise(markov(0, lead=lead), 1e-3)
+    found = findings(stack(target, chain(seed=3), AcceptAlways()), GREEDY)
+    assert found["rounding, float32"].status is Status.MEASURED
+    finding = found["greedy, batch 5, float32"]
+    assert finding.status is Status.FAILS
+    assert all(fault["margin"] > 2 * fault["rounding"] > 0 for fault in finding.facts["faults"])
+
+
+def test_a_broken_mask_among_roundings_is_a_fault() -> None:
+    found = findings(stack(RowNoise(WrongMask(markov(0)), 1e-3), tree()), GREEDY)
+    assert found["rounding, float32"].status is Status.FAILS
+    assert found["greedy, batch 5, float32"].status is Status.FAILS
+
+
+def test_no_time_still_compares_one_group() -> None:
+    found = equality_findings(stack(markov(0), chain()), TEXTS, GREEDY, 2, lambda done: None, label="x", seconds=0.0)
+    assert found[1].facts["answers"] == 2 and found[1].facts["tokens_compared"] == 48
+
+
+def test_repeated_prompts_differ() -> None:
+    found = enough_prompts([[1, 2, 3], [4]], 5)
+    assert found == [[1, 2, 3], [4], [2, 3], [4], [3]]
+
+
+def test_the_lead_that_a_token_needs() -> None:
+    row = torch.tensor([2.0, 1.5, -1.0, -math.inf])
+
+    def greedy(logits: torch.Tensor) -> int:
+        return int(logits.argmax())
+
+    assert lead_needed(row, greedy, {0}) == 0.0
+    assert lead_needed(row, greedy, {1}) == pytest.approx(0.5, abs=1e-12)
+    assert lead_needed(row, greedy, {1, 2}) == pytest.approx(0.5, abs=1e-12)
+    assert lead_needed(row, greedy, {3}) == math.inf and lead_needed(row, greedy, set()) == math.inf
+
+
+def test_the_lead_of_a_perturbed_choice_is_its_gap_times_the_temperature() -> None:
+    row, gumbel = torch.tensor([2.0, 1.5, -1.0]), torch.tensor([0.1, 0.3, 2.0], dtype=torch.float64)
+    params = SamplingParams(temperature=0.5, coupled=True)
+
+    def choose(logits: torch.Tensor) -> int:
+        return int(coupled_choice(law_from_logits(logits[None], params), gumbel))
+
+    # Scores up to a constant: 4.1, 3.3 and 0.
+    assert choose(row) == 0
+    assert lead_needed(row, choose, {1}) == pytest.approx(0.4, abs=1e-9)
+    assert lead_needed(row, choose, {2}) == pytest.approx(2.05, abs=1e-9)

@@ -1,0 +1,198 @@
+"""The exact part of a certificate fails for rules broken on purpose: in a kernel, in what ships, or in both.
+
+Nothing here is left to chance: noise is summed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, KERNEL, REMOVED, VERIFY, findings, statuses
+from torch import Tensor
+
+from truedraft.certify.decision_cells import decision_cells, mass_that_moves
+from truedraft.certify.exact import TOLERANCE
+from truedraft.certify.findings import Status
+from truedraft.certify.worlds import Choice, build
+from truedraft.core.noise import Noise, Purpose
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.verdicts import Verdict
+from truedraft.verification import (
+    BlockVerification,
+    Rule,
+    SpeculativeSampling,
+)
+from truedraft.verification.block import BlockOutcome
+from truedraft.verification.deferred import Prepared
+from truedraft.verification.looks import Looks
+from truedraft.verification.rule import DrawnToken, NodeOutcome
+
+
+class AcceptsAlways(SpeculativeSampling):
+    def accept_probability(self, p_x: float, q_x: float) -> float:
+        return 1.0
+
+
+class AcceptsWithoutRatio(SpeculativeSampling):
+    def accept_probability(self, p_x: float, q_x: float) -> float:
+        return p_x
+
+
+class DrawsFromTarget(SpeculativeSampling):
+    def rejected(self, p: Tensor, q: Tensor) -> Tensor:
+        return p
+
+    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
+        return p
+
+
+class RemovesNothing(SpeculativeSampling):
+    def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
+        return q
+
+
+class JudgesAnotherLaw(SpeculativeSampling):
+    """Judges against a flatter law than the one that the token was drawn from."""
+
+    @staticmethod
+    def _other(law: Tensor) -> Tensor:
+        return law.sqrt() / law.sqrt().sum(dim=-1, keepdim=True)
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
+        return super().verify(wrong, laws, noise)
+
+    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+        return super().outcomes(p, [replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in draws])
+
+
+class ProductOfRatios(BlockVerification):
+    def weight(self, above: float, p_x: float, q_x: float) -> float:
+        return above * self.accept_probability(p_x, q_x)
+
+
+class PassesByWeight(BlockVerification):
+    def pass_probability(self, weight: float, mass: float) -> float:
+        return weight
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (AcceptsAlways(), DRAWN),
+        (AcceptsAlways(), FIXED),
+        (AcceptsWithoutRatio(), DRAWN),
+        (DrawsFromTarget(), FIXED),
+        (DrawsFromTarget(), REMOVED),
+        (RemovesNothing(), REMOVED),
+        (JudgesAnotherLaw(), DRAWN),
+        (ProductOfRatios(), DRAWN),
+        (PassesByWeight(), DRAWN),
+    ],
+    ids=lambda each: each.value if isinstance(each, DrawKind) else type(each).__name__,
+)
+def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: DrawKind) -> None:
+    """By its kernel and by what ships alike; both follow the broken part, so they still agree with each other."""
+    found = findings(rule, kind)
+    assert set(statuses(found).values()) == {Status.FAILS}
+    assert found[KERNEL].facts["largest_distance"] > CAUGHT
+    assert f"{found[KERNEL].facts['largest_distance']:.1e}" in found[KERNEL].summary
+    assert found[VERIFY].facts["distance_from_target"] > CAUGHT
+    assert f"{found[VERIFY].facts['distance_from_target']:.2g} from the target's law (" in found[VERIFY].summary
+    assert (DEVICE in found) == (not isinstance(rule, JudgesAnotherLaw))  # it has a `verify` of its own
+
+
+class HonestKernel(SpeculativeSampling):
+    """What its kernel says is right, whatever it does."""
+
+    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+        return SpeculativeSampling().outcomes(p, draws)
+
+
+def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
+    class AcceptsTooMuch(HonestKernel):
+        def accept_probability(self, p_x: float, q_x: float) -> float:
+            return min(1.0, 1.1 * p_x / q_x)
+
+    class AcceptsTooLittle(HonestKernel):
+        def accept_probability(self, p_x: float, q_x: float) -> float:
+            return min(0.9, p_x / q_x)
+
+    for rule in (AcceptsTooMuch(), AcceptsTooLittle()):
+        found = findings(rule, DRAWN)
+        assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
+        for name in (VERIFY, DEVICE):
+            assert found[name].facts["distance_from_kernel"] > CAUGHT
+        # The residual is drawn from too seldom or too often: the answers' law differs, in the first batch by less.
+        assert found[VERIFY].facts["distance_from_target"] > CAUGHT / 10
+
+
+def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
+    class Hides(BlockVerification):
+        def pass_probability(self, weight: float, mass: float) -> float:
+            return 0.9 * super().pass_probability(weight, mass)
+
+        def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
+            return BlockVerification().block_outcomes(laws, draws)
+
+    assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
+
+
+def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
+    class WrongKernel(SpeculativeSampling):
+        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+            return AcceptsAlways().outcomes(p, draws)
+
+    found = findings(WrongKernel(), DRAWN)
+    assert set(statuses(found).values()) == {Status.FAILS}
+    assert found[VERIFY].facts["distance_from_target"] < TOLERANCE
+    assert found[VERIFY].facts["distance_from_kernel"] > CAUGHT
+
+
+def test_what_ships_for_devices_is_judged_by_itself() -> None:
+    """Only `prepare` is wrong: it takes the law of the wrong slot for every last token."""
+
+    class WrongOnDevices(SpeculativeSampling):
+        def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
+            return super().prepare(proposals, [law.roll(1, dims=0) for law in laws], noise)
+
+    found = findings(WrongOnDevices(), DRAWN)
+    assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.HOLDS, DEVICE: Status.FAILS}
+    assert found[DEVICE].facts["distance_from_target"] > CAUGHT
+
+
+def test_a_number_that_decides_twice_fails() -> None:
+    class OneNumber(SpeculativeSampling):
+        def accepted_child(self, proposal: Proposal, slot: int, looks: Looks, noise: Noise, depth: int) -> int | None:
+            looked = zip(looks.node(slot), proposal.draws[slot], strict=True)
+            for (p_x, q_x), draw in looked:
+                if noise.uniform(Purpose.ACCEPT, depth) < self.accept_probability(p_x, q_x):
+                    return draw.child
+            return None
+
+    found = findings(OneNumber(), REMOVED)
+    assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
+    assert "accept 0 at depth 0 decides twice" in found[VERIFY].summary
+
+
+def test_decisions_that_hang_together_are_noticed() -> None:
+    """In the middle of every cell all is right; beside it the last token looks at the number that accepted."""
+
+    class Hangs(SpeculativeSampling):
+        def verify(
+            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+        ) -> list[Verdict]:
+            verdicts = super().verify(proposals, laws, noise)
+            return [
+                replace(verdict, tokens=(*verdict.tokens[:-1], 0))
+                if any(0.4 < value % 0.5 < 0.48 for value in own.script.values())  # type: ignore[attr-defined]
+                else verdict
+                for verdict, own in zip(verdicts, noise, strict=True)
+            ]
+
+    cases = build(3, [(Choice(0, DRAWN),)], "dense", "dense").every_proposal()
+    for rule, least, most in ((SpeculativeSampling(), 0.0, 0.0), (Hangs(), CAUGHT, 1.0)):
+        cells = decision_cells(rule, cases)
+        assert least <= mass_that_moves(rule, cases, cells) <= most

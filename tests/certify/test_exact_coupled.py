@@ -1,0 +1,204 @@
+"""The exact part of a certificate for coupled and greedy requests, and the tiny worlds that all of it is summed on.
+
+Nothing here is left to chance: noise is either summed over or keyed by fixed seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, HOST, KERNEL, REMOVED, VERIFY, findings, statuses
+from torch import Tensor
+
+from truedraft.certify import exact
+from truedraft.certify.coupled_cells import answer_laws, slow_walk, walks, wide_walks
+from truedraft.certify.decision_cells import cell_laws, run_at_once
+from truedraft.certify.exact import TOLERANCE
+from truedraft.certify.findings import Status
+from truedraft.certify.verdict_laws import kernel_law, verdict_distance
+from truedraft.certify.worlds import Choice, World, build, worlds_for
+from truedraft.core.noise import KeyedNoise, Noise
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.verification import (
+    CoupledSampling,
+    Rule,
+    SpeculativeSampling,
+)
+from truedraft.verification.rule import DrawnToken, NodeOutcome
+
+
+def test_coupled_and_greedy_requests_hold() -> None:
+    found = findings(CoupledSampling(), *DrawKind)
+    names = ["coupled kernel", "coupled walks", "coupled law, every cell", "greedy walks"]
+    assert statuses(found) == dict.fromkeys(names, Status.HOLDS)
+    assert found["coupled walks"].facts["walks"] > 500 and found["greedy walks"].facts["walks"] > 500
+    assert findings(SpeculativeSampling(), coupled=True).keys() == {KERNEL, VERIFY, DEVICE, *names}
+
+
+# ------------------------------------------------------------------------------- coupled rules broken on purpose
+
+
+class FollowsDraft(CoupledSampling):
+    """Follows the first drafted child, wherever there is one."""
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        verdicts = []
+        for proposal, verdict in zip(proposals, super().verify(proposals, laws, noise), strict=True):
+            first = next(iter(proposal.tree.shape.children[0]), None)
+            took = None if first is None or verdict.path else proposal.tree.token_list[first]
+            verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
+        return verdicts
+
+
+class TiesToTheHighest(CoupledSampling):
+    """Greedy ties go to the highest id: all else is right."""
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        turned = []
+        for law, own in zip(laws, noise, strict=True):
+            greedy = own.gumbel(0, law.shape[-1], law.device) is None
+            largest = law == law.amax(dim=-1, keepdim=True)
+            turned.append(largest * torch.arange(1, law.shape[-1] + 1.0) if greedy else law)
+        return super().verify(proposals, turned, noise)
+
+
+class WarmerLaw(CoupledSampling):
+    """Judges at another temperature than the target's."""
+
+    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        warmer = [
+            law if own.gumbel(0, law.shape[-1], law.device) is None else law**0.8
+            for law, own in zip(laws, noise, strict=True)
+        ]
+        return super().verify(proposals, warmer, noise)
+
+
+@pytest.mark.parametrize(
+    ("rule", "failing"),
+    [
+        (FollowsDraft(), {"coupled walks", "coupled law, every cell", "greedy walks"}),
+        (TiesToTheHighest(), {"greedy walks"}),
+        (WarmerLaw(), {"coupled walks", "coupled law, every cell"}),
+        (SpeculativeSampling(), {"coupled walks", "coupled law, every cell", "greedy walks"}),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Rule) else "",
+)
+def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
+    found = findings(SpeculativeSampling(), coupled=True, by=rule)
+    assert {name for name, status in statuses(found).items() if status is Status.FAILS} == failing
+    if "coupled law, every cell" in failing:
+        assert found["coupled law, every cell"].facts["largest_distance"] > CAUGHT
+    for name in failing - {"coupled law, every cell"}:
+        assert "are judged otherwise; the first emits" in found[name].summary
+
+
+def test_a_coupled_kernel_that_follows_the_draft_fails() -> None:
+    class ByDraft(CoupledSampling):
+        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+            return super().outcomes(draws[0].q if draws else p, draws)
+
+    found = findings(ByDraft(), DRAWN)
+    assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled kernel"}
+
+
+def test_the_walks_hold_ties_and_every_kind_of_draw() -> None:
+    asked = walks()
+    assert {kind for walk in asked for kind in walk.case.proposal.kinds} == set(DrawKind)
+    greedy = [walk for walk in asked if walk.greedy]
+    tied = [walk for walk in greedy if int((walk.case.laws[0] == walk.case.laws[0].amax()).sum()) > 1]
+    assert len(tied) > 50
+    assert {walk.case.laws.dtype for walk in greedy} == {torch.float64, torch.float32, torch.bfloat16}
+    assert {len(walk.expected.path) for walk in asked if not walk.greedy} >= {0, 1, 2}
+    case = build(3, [], "dense", "dense", largest=1).every_proposal()[0]
+    assert slow_walk(case, KeyedNoise(0, 0, 0, greedy=True)).tokens == (0,)
+
+
+def test_walks_over_many_tokens_go_to_their_end_or_stop_before() -> None:
+    asked = wide_walks()
+    assert {len(walk.expected.path) for walk in asked} == {1, 2}
+    assert {walk.greedy for walk in asked} == {True, False}
+
+
+def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
+    class LeavesOut(CoupledSampling):
+        """Looks at the likelier half of a large vocabulary only."""
+
+        def verify(
+            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+        ) -> list[Verdict]:
+            return super().verify(proposals, [self._likely(law) for law in laws], noise)
+
+        @staticmethod
+        def _likely(law: Tensor) -> Tensor:
+            return law * (law >= law.median(dim=-1, keepdim=True).values) if law.shape[-1] > 1000 else law
+
+    found = findings(SpeculativeSampling(), coupled=True, by=LeavesOut())
+    assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled walks"}
+
+
+def test_laws_of_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
+    """Beside the edges of the cells the answer is another one."""
+    right = CoupledSampling().verify
+
+    def wrong(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        moved = [law.roll(1, -1) if own.differences[0] > 5 else law for law, own in zip(laws, noise, strict=True)]  # type: ignore[attr-defined]
+        return right(proposals, moved, noise)
+
+    assert answer_laws(right).moved == 0.0
+    assert answer_laws(wrong).moved > CAUGHT
+
+
+# ------------------------------------------------------------------------------- the worlds
+
+
+def worlds() -> list[World]:
+    return worlds_for(frozenset({FIXED, DRAWN, REMOVED}))
+
+
+def test_worlds_hold_chains_trees_and_several_draws_of_every_kind() -> None:
+    cases = [case for world in worlds() for case in world.every_proposal()]
+    assert {kind for case in cases for kind in case.proposal.kinds} == {FIXED, DRAWN, REMOVED}
+    assert {world.target.vocab for world in worlds()} == {2, 3, 4}
+    shapes = {case.proposal.tree.shape for case in cases}
+    assert {shape.is_chain for shape in shapes} == {True, False}
+    assert {shape.depth for shape in shapes} >= {0, 1, 2, 3}
+    mixed = [{draw.kind for draw in draws} for case in cases for draws in case.proposal.draws]
+    assert {FIXED, DRAWN, REMOVED} in mixed
+    repeats = [draws for case in cases for draws in case.proposal.draws if len({d.child for d in draws}) < len(draws)]
+    assert repeats  # two draws that name one child
+    assert any(not case.laws.all() for case in cases)  # laws with zeros
+
+
+def test_probabilities_of_proposals_are_those_of_drawing_one_after_another() -> None:
+    """In exact fractions, for two draws without replacement at a node; and they sum to 1 in every world."""
+    world = build(4, [(Choice(0, REMOVED), Choice(0, REMOVED, 1))], "dense", "dense")
+    weights, total = world.drafters[0].weights(()), sum(world.drafters[0].weights(()))
+    expected = {
+        (a, b): float(Fraction(weights[a], total) * Fraction(weights[b], total - weights[a]))
+        for a, b in itertools.permutations(range(4), 2)
+    }
+    found = {tuple(case.proposal.tree.token_list): case.probability for case in world.every_proposal()}
+    assert found == pytest.approx(expected, abs=1e-15)
+    for each in worlds():
+        assert sum(case.probability for case in each.every_proposal()) == pytest.approx(1.0, abs=TOLERANCE)
+
+
+def test_both_ways_have_one_law_on_one_proposal() -> None:
+    cases = build(3, [(Choice(0, DRAWN), Choice(0, FIXED))] * 2, "dense", "dense").every_proposal()
+    rule = SpeculativeSampling()
+    here, there = cell_laws(rule, cases), cell_laws(rule, cases, run_at_once(HOST))
+    for case, one, other in zip(cases, here, there, strict=True):
+        assert verdict_distance(one, other) < TOLERANCE
+        assert verdict_distance(one, kernel_law(rule, case)) < TOLERANCE
+
+
+def test_batches_hold_different_trees_and_requests_with_nothing_drafted() -> None:
+    batches = list(exact._batches(worlds_for(frozenset({DRAWN}))))
+    shapes = [[case.proposal.tree.shape for listed in batch for case in listed.cases] for batch in batches]
+    assert max(len(set(each)) for each in shapes) > 5
+    assert any(len(shape) == 0 for each in shapes for shape in each)

@@ -1,0 +1,123 @@
+"""The exact part of a certificate holds for right rules, for all kinds of draws, and measures lossy ones.
+
+Nothing here is left to chance: noise is either summed over or keyed by fixed seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft.certify.decision_cells import cell_laws
+from truedraft.certify.exact import TOLERANCE, exact_findings
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.worlds import Choice, build
+from truedraft.core.proposals import DrawKind
+from truedraft.errors import IncompatibleRuleError
+from truedraft.verification import (
+    BlockVerification,
+    LenientSampling,
+    Rule,
+    SpeculativeSampling,
+    TypicalAcceptance,
+)
+from truedraft.verification.rule import DrawnToken, NodeOutcome
+
+HOST = torch.device("cpu")
+CAUGHT = 0.01
+FIXED, DRAWN, REMOVED, COUPLED = (
+    DrawKind.DETERMINISTIC,
+    DrawKind.INDEPENDENT,
+    DrawKind.WITHOUT_REPLACEMENT,
+    DrawKind.COUPLED,
+)
+KERNEL, VERIFY, DEVICE = "kernel", "batched code, every decision cell", "batched code for devices, every decision cell"
+
+
+def findings(rule: Rule, *kinds: DrawKind, coupled: bool = False, by: Rule | None = None) -> dict[str, Finding]:
+    done: list[float] = []
+    found = exact_findings(rule, frozenset(kinds), coupled=coupled, device=HOST, tell=done.append, coupled_rule=by)
+    assert done == sorted(done) and done[-1] == 1.0
+    assert {each.part for each in found} == {Part.EXACT}
+    return {each.name: each for each in found}
+
+
+def statuses(found: dict[str, Finding]) -> dict[str, Status]:
+    return {name: each.status for name, each in found.items()}
+
+
+# ------------------------------------------------------------------------------- right rules
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(), (FIXED,), (DRAWN,), (REMOVED,), (COUPLED,), (FIXED, DRAWN, REMOVED)],
+    ids=lambda kinds: "+".join(kind.value for kind in kinds) or "nothing",
+)
+def test_speculative_sampling_holds(kinds: tuple[DrawKind, ...]) -> None:
+    found = findings(SpeculativeSampling(), *kinds)
+    assert statuses(found) == dict.fromkeys([KERNEL, VERIFY, DEVICE], Status.HOLDS)
+    assert all(each.facts["largest_distance"] < TOLERANCE for each in found.values())
+    if set(kinds) - {COUPLED}:
+        for name in (VERIFY, DEVICE):
+            facts = found[name].facts
+            assert facts["proposals"] >= 40 and facts["cells"] > 2 * facts["proposals"]
+            assert f"{facts['proposals']:,} proposals, {facts['cells']:,} cells" in found[name].summary
+
+
+@pytest.mark.parametrize("kinds", [(FIXED,), (DRAWN,), (FIXED, DRAWN)], ids=["fixed", "drawn", "both"])
+def test_block_verification_holds(kinds: tuple[DrawKind, ...]) -> None:
+    assert statuses(findings(BlockVerification(), *kinds)) == dict.fromkeys([KERNEL, VERIFY, DEVICE], Status.HOLDS)
+
+
+def test_draws_that_a_rule_cannot_judge_are_refused() -> None:
+    with pytest.raises(IncompatibleRuleError, match="without replacement"):
+        findings(BlockVerification(), REMOVED)
+
+
+# ------------------------------------------------------------------------------- lossy rules
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (LenientSampling(0.5), DRAWN),
+        (LenientSampling(0.5).greedy_form, FIXED),
+        (TypicalAcceptance(), FIXED),
+        (TypicalAcceptance(), DRAWN),
+    ],
+    ids=lambda each: each.value if isinstance(each, DrawKind) else type(each).__name__,
+)
+def test_lossy_rules_are_measured(rule: Rule, kind: DrawKind) -> None:
+    (found,) = findings(rule, kind).values()
+    assert found.status is Status.MEASURED
+    assert found.facts["distance_from_target"] > found.facts["mean_distance"] > CAUGHT
+    assert found.facts["distance_from_kernel"] < TOLERANCE
+    assert f"{found.facts['mean_distance']:.2g} from the target's law in the mean" in found.summary
+    chooses_paths = not isinstance(rule, LenientSampling)
+    assert (found.facts["compared_with_kernel"] < found.facts["proposals"]) == chooses_paths
+
+
+def test_the_milder_rule_is_nearer_and_one_by_hand() -> None:
+    """One token of two, drafted: it stays with min(1, p/l), so at l = 1/2 and p = 2/5 it is emitted 4/5 of the time."""
+    distances = [findings(LenientSampling(share), FIXED).popitem()[1].facts["mean_distance"] for share in (0.9, 0.5)]
+    assert 0.0 < distances[0] < distances[1]
+    world = build(2, [(Choice(0, FIXED),)], "dense", "dense")
+    world.target.weights(())[:] = [2, 3]
+    world.drafters[0].weights(())[:] = [5, 1]
+    (case,) = world.every_proposal()
+    law = cell_laws(LenientSampling(0.5), [case])[0]
+    assert sum(mass for verdict, mass in law.items() if verdict.tokens[0] == 0) == pytest.approx(0.8, abs=TOLERANCE)
+
+
+def test_a_lossy_rule_that_does_not_do_what_its_kernel_says_fails() -> None:
+    class Hides(LenientSampling):
+        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+            return LenientSampling(0.8).outcomes(p, draws)
+
+    (found,) = findings(Hides(0.5), FIXED).values()
+    assert found.status is Status.FAILS
+    assert found.facts["distance_from_kernel"] > CAUGHT

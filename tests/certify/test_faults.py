@@ -1,0 +1,156 @@
+"""What planted faults emit: the closed forms, against the faulty code itself, run over a grid of its noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft.certify import faults
+from truedraft.certify.coupled_controls import repeat_probability
+from truedraft.core.laws import total_variation
+from truedraft.core.noise import KeyedNoise, Purpose
+from truedraft.core.proposals import Proposal
+from truedraft.core.trees import TokenTree
+from truedraft.drafters.base import DraftRequest
+from truedraft.verification import BlockVerification, CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification.coupled import coupled_choice
+
+P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
+Q = torch.tensor([[0.2, 0.1, 0.25, 0.45]], dtype=torch.float64)
+ONE_HOT = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+SIDE = 120
+"""Of the grid over (accept, recovered): a cell's edge can be off by 1 / SIDE in each of a few places."""
+
+
+class GridNoise:
+    """One point of the grid."""
+
+    def __init__(self, accept: float, final: float) -> None:
+        self._numbers = {Purpose.ACCEPT: accept, Purpose.RECOVERED: final, Purpose.BONUS: final}
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        return self._numbers[purpose]
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
+        return None
+
+
+def emitted(rule: Rule, p: Tensor, q: Tensor, deterministic: bool = False) -> Tensor:
+    """The law of a step's first token by the rule's own code, for one draft from q."""
+    law = torch.zeros_like(p)
+    ticks = [(i + 0.5) / SIDE for i in range(SIDE)]
+    # The rows of the grid that matter: every accept number, and of the final ones as many.
+    points = [(a, b) for a, b in itertools.product(ticks, ticks[::6])]
+    for token in range(p.shape[-1]):
+        chance = float(q[0, token])
+        if not chance:
+            continue
+        tree = TokenTree.chain([token])
+        proposal = Proposal.deterministic(tree) if deterministic else Proposal.chain(torch.tensor([token]), q)
+        laws = [p.expand(2, -1)] * len(points)
+        verdicts = rule.verify([proposal] * len(points), laws, [GridNoise(a, b) for a, b in points])
+        for verdict in verdicts:
+            law[0, verdict.tokens[0]] += chance / len(points)
+    return law
+
+
+RULES = [SpeculativeSampling(), BlockVerification()]
+
+
+@pytest.mark.parametrize("inner", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    ("fault", "form"),
+    [
+        (faults.AcceptsAlways, faults.emitted_always),
+        (faults.ResidualIsTarget, faults.emitted_by_target_residual),
+        (faults.JudgesAnotherTemperature, faults.emitted_at_another_temperature),
+        (faults.OneKeyTwice, faults.emitted_by_one_key),
+    ],
+)
+def test_a_fault_of_a_rule_emits_what_its_formula_says(inner: Rule, fault, form) -> None:
+    predicted = form(P, Q)
+    assert float(predicted.sum()) == pytest.approx(1.0, abs=1e-9)
+    assert float(total_variation(predicted, P)) > 0.03
+    assert float(total_variation(predicted, emitted(fault(inner), P, Q))) < 0.02
+    assert float(total_variation(P, emitted(inner, P, Q))) < 0.02  # the rule itself, on the same grid
+
+
+@pytest.mark.parametrize(
+    ("fault", "form"),
+    [
+        (faults.AcceptsAlways, faults.emitted_always),
+        (faults.ResidualIsTarget, faults.emitted_by_target_residual),
+        (faults.OneKeyTwice, faults.emitted_by_one_key),
+    ],
+)
+def test_the_same_for_deterministic_candidates(fault, form) -> None:
+    predicted = form(P, ONE_HOT)
+    assert float(total_variation(predicted, P)) > 0.03
+    assert float(total_variation(predicted, emitted(fault(SpeculativeSampling()), P, ONE_HOT, True))) < 0.02
+
+
+def test_one_key_by_hand() -> None:
+    """p uniform over 2, draft sure of token 0: kept below 1/2; above, u in [1/2, 1) draws from (0, 1): token 1."""
+    p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
+    assert faults.emitted_by_one_key(p, q).tolist() == [[0.5, 0.5]]
+    # Three tokens: after a rejection u >= 0.2 draws from (0, 1/2, 1/2), so token 1 gets [0.2, 0.5) and 2 [0.5, 1).
+    p, q = torch.tensor([[0.2, 0.4, 0.4]]), torch.tensor([[1.0, 0.0, 0.0]])
+    assert faults.emitted_by_one_key(p, q)[0].tolist() == pytest.approx([0.2, 0.3, 0.5])
+
+
+def test_hiding_unlikely_draws_by_its_own_code() -> None:
+    """Drafts of less than 0.3 are dropped, the others judged rightly."""
+    predicted = faults.emitted_by_hiding(P, Q)
+    law = torch.zeros_like(P)
+    rule, ticks = SpeculativeSampling(), [(i + 0.5) / 60 for i in range(60)]
+    for token in range(4):
+        made = [Proposal.chain(torch.tensor([token]), Q)]
+
+        class Fixed(faults.Wrong):
+            def propose(self, batch, budgets, noise, made=made):
+                return made
+
+        (shown,) = faults.HidesUnlikelyDraws(Fixed(4)).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
+        assert len(shown.tree) == (1 if float(Q[0, token]) >= faults.SHOWN_FROM else 0)
+        for a, b in itertools.product(ticks, ticks):
+            laws = P.expand(len(shown.tree) + 1, -1)
+            (verdict,) = rule.verify([shown], [laws], [GridNoise(a, b)])
+            law[0, verdict.tokens[0]] += float(Q[0, token]) / len(ticks) ** 2
+    assert float(total_variation(predicted, law)) < 0.02
+    assert float(total_variation(predicted, P)) > 0.05
+
+
+def test_a_coupled_rule_that_accepts_always_keeps_drafts_and_chooses_behind_them() -> None:
+    noise = KeyedNoise(3, position=11, step=0)
+    laws = P.expand(2, -1)
+    proposal = Proposal.deterministic(TokenTree.chain([3]))
+    (verdict,) = faults.CoupledAcceptsAlways().verify([proposal], [laws], [noise])
+    assert verdict.tokens[0] == 3
+    assert verdict.tokens[1] == int(coupled_choice(laws[:1], noise.gumbel(1, 4, torch.device("cpu"))))
+
+
+def test_shared_noise_is_shared_and_repeats_as_the_formula_says() -> None:
+    """Two tokens by one noise, over 20,000 seeds: the first comes again as often as 1 / (1 + c), within 4 sigmas."""
+    p, after = P, torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
+    rule, again, first = faults.CoupledOneKey(), {0: 0, 1: 0, 2: 0, 3: 0}, {0: 0, 1: 0, 2: 0, 3: 0}
+    seeds = 20_000
+    for start in range(0, seeds, 2000):
+        noise = [KeyedNoise(seed, position=5, step=0) for seed in range(start, start + 2000)]
+        chosen = [v.tokens[0] for v in CoupledSampling().verify([Proposal.empty()] * 2000, [p] * 2000, noise)]
+        drafted = [Proposal.deterministic(TokenTree.chain([token])) for token in chosen]
+        for token, verdict in zip(chosen, rule.verify(drafted, [torch.cat([p, after])] * 2000, noise), strict=True):
+            first[token] += 1
+            again[token] += verdict.tokens[1] == token
+    for token in range(4):
+        share = repeat_probability(p[0], token, after[0])
+        sigma = (share * (1 - share) / first[token]) ** 0.5
+        assert again[token] / first[token] == pytest.approx(share, abs=4 * sigma + 1e-9)
+
+
+def test_repeat_probability_by_hand() -> None:
+    assert repeat_probability(torch.tensor([0.5, 0.5]), 0, torch.tensor([0.25, 0.75])) == pytest.approx(0.5)
+    assert repeat_probability(torch.tensor([0.5, 0.5]), 0, torch.tensor([0.5, 0.5])) == 1.0
+    assert repeat_probability(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])) == 0.0

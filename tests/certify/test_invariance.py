@@ -1,0 +1,168 @@
+"""A request's answer does not depend on how it is asked; where it does, that is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from certify.planted_faults import AcceptAlways, RowNoise, SlippingTarget, markov
+from truedraft import Engine, SamplingParams
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.invariance import AlternatingBudget, invariance_findings
+from truedraft.certify.stack import Stack
+from truedraft.control import Observation
+from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.counters import Counters
+from truedraft.core.laws import laws_from_logits
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.engine import step
+from truedraft.models.base import LanguageModel
+from truedraft.verification import SpeculativeSampling
+from truedraft.verification.specs import rule_from_spec
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7]]
+KINDS = {
+    "greedy": SamplingParams(max_tokens=20),
+    "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3),
+    "coupled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, coupled=True, seed=3),
+}
+WAYS = {"streamed", "cancelled and asked again", "in a batch of 4"}
+BUDGETS = {"without drafting", "one drafted token at most on a path", "drafting now and then"}
+
+
+def stack(target: LanguageModel, drafter: Drafter, coupled_rule: AcceptAlways | None = None) -> Stack:
+    return Stack(target, drafter, SpeculativeSampling(), coupled_rule)
+
+
+def chain() -> Drafter:
+    return DraftModel(markov(0, astray=1.0), 3)
+
+
+def tree() -> Drafter:
+    return DraftModel(markov(0, astray=1.0), branching=(2, 2))
+
+
+def findings(
+    stack: Stack, params: SamplingParams, batch: int = 4, texts: list[list[int]] = TEXTS
+) -> dict[str, Finding]:
+    told: list[float] = []
+    found = invariance_findings(stack, texts, params, batch, told.append)
+    assert told == sorted(told) and told[-1] == 1.0
+    assert all(finding.part is Part.INVARIANCE for finding in found)
+    return {finding.name: finding for finding in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", [chain, tree, lambda: PromptLookup(min_ngram=1)], ids=["chain", "tree", "lookup"])
+def test_correct_stacks_are_invariant(drafter: type[Drafter], kind: str) -> None:
+    found = findings(stack(markov(0), drafter()), KINDS[kind])
+    if kind == "sampled":
+        assert found.pop("with other budgets").status is Status.DOES_NOT_APPLY
+        assert set(found) == WAYS
+    else:
+        assert set(found) == WAYS | BUDGETS
+    for finding in found.values():
+        assert finding.status is Status.HOLDS and finding.facts["identical"]
+        assert finding.facts["tokens_compared"] == 60 and finding.facts["answers"] == 3
+
+
+def test_alone_there_is_no_batch() -> None:
+    found = findings(stack(markov(0), chain()), KINDS["greedy"], batch=1)
+    assert set(found) == {"streamed", "cancelled and asked again"} | BUDGETS
+    assert {finding.status for finding in found.values()} == {Status.HOLDS}
+
+
+@pytest.mark.parametrize("kind", ["sampled", "coupled"])
+def test_a_request_judged_with_anothers_options_is_a_fault(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request of a batch lends its options to all."""
+
+    def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
+        return laws_from_logits(logits, [(rows[0][0], count) for _, count in rows])
+
+    monkeypatch.setattr(step, "laws_from_logits", borrowed)
+    found = findings(stack(markov(0), chain()), KINDS[kind])
+    assert found["streamed"].status is Status.HOLDS, "alone there is nobody to borrow from"
+    assert found["in a batch of 4"].status is Status.FAILS
+    assert found["cancelled and asked again"].status is Status.FAILS
+
+
+class CrossedProposals(DraftModel):
+    """Gives requests of a batch the sampled proposals of their neighbours: they were drawn from other laws."""
+
+    def propose(self, batch: Sequence[DraftRequest], *rest: Sequence[object]) -> list:  # type: ignore[override, type-arg]
+        made = super().propose(batch, *rest)  # type: ignore[arg-type]
+        return [*made[1:], made[0]] if len({len(each.tree) for each in made}) == 1 else made
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        for request in batch:
+            self._states[request.id].rollback(0)
+
+
+def test_proposals_of_a_neighbour_change_sampled_tokens_but_not_coupled_ones() -> None:
+    """A neighbour's proposal is judged exactly, so coupled answers stay; sampled ones depend on who sits beside."""
+    crossed = CrossedProposals(markov(0, astray=1.0), 3)
+    assert findings(stack(markov(0), crossed), KINDS["sampled"])["in a batch of 4"].status is Status.FAILS
+    assert findings(stack(markov(0), crossed), KINDS["coupled"])["in a batch of 4"].status is Status.HOLDS
+
+
+def test_a_rule_that_accepts_always_depends_on_budgets() -> None:
+    found = findings(stack(markov(0), chain(), AcceptAlways()), KINDS["coupled"])
+    for name in BUDGETS:
+        assert found[name].status is Status.FAILS and found[name].facts["faults"]
+
+
+def test_a_slipping_cache_depends_on_budgets() -> None:
+    found = findings(stack(SlippingTarget(markov(0)), chain()), KINDS["greedy"])
+    assert found["without drafting"].status is Status.FAILS
+
+
+def test_rounding_between_rows_gives_near_ties_only() -> None:
+    target = RowNoise(markov(0, lead=4e-4), 1e-3)
+    found = findings(stack(target, chain()), KINDS["greedy"])
+    assert {finding.status for finding in found.values()} == {Status.HOLDS}
+    assert found["in a batch of 4"].facts["near_ties"] and not found["in a batch of 4"].facts["faults"]
+
+
+def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does() -> None:
+    """Noise of 1e-3 explains a few; options of another request make more answers differ than it explains."""
+    texts = [[a, b] for a in range(8) for b in range(2)]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    target = RowNoise(markov(0), 2e-6)
+    held = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
+    assert held.status in (Status.HOLDS, Status.MEASURED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            step, "laws_from_logits", lambda logits, rows: laws_from_logits(logits, [(rows[0][0], n) for _, n in rows])
+        )
+        broken = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
+    assert broken.status is Status.FAILS
+    assert broken.facts["untraced"] > broken.facts["explained_by_rounding"] > 0
+
+
+def test_pieces_that_do_not_add_up_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Engine.stream
+
+    def losing(self: Engine, *arguments: object) -> object:
+        for number, piece in enumerate(stream(self, *arguments)):  # type: ignore[arg-type]
+            if number != 1:
+                yield piece
+
+    monkeypatch.setattr(Engine, "stream", losing)
+    found = findings(stack(markov(0), chain()), KINDS["greedy"])
+    assert found["streamed"].status is Status.FAILS
+    assert found["in a batch of 4"].status is Status.HOLDS
+
+
+def test_a_lossy_rule_may_depend_on_budgets_but_on_nothing_else() -> None:
+    found = findings(Stack(markov(0), PromptLookup(min_ngram=1), rule_from_spec("typical")), KINDS["sampled"])
+    assert found.pop("with other budgets").status is Status.DOES_NOT_APPLY
+    assert {finding.status for finding in found.values()} == {Status.HOLDS}
+
+
+def test_the_alternating_budget_is_a_function_of_the_request() -> None:
+    controller, limits = AlternatingBudget(), Budget(4, 2, 9)
+    budgets = [controller.decide(Observation(limits, n, Counters(target_calls=n))) for n in range(4)]
+    assert budgets == [NO_DRAFT, Budget(1, 2, 9), limits, NO_DRAFT]
