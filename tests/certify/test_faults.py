@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import faults
-from truedraft.certify.coupled_controls import repeat_probability
+from truedraft.certify.coupled_controls import law_under_shared_noise
 from truedraft.core.laws import total_variation
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.proposals import Proposal
@@ -132,25 +132,33 @@ def test_a_coupled_rule_that_accepts_always_keeps_drafts_and_chooses_behind_them
     assert verdict.tokens[1] == int(coupled_choice(laws[:1], noise.gumbel(1, 4, torch.device("cpu"))))
 
 
-def test_shared_noise_is_shared_and_repeats_as_the_formula_says() -> None:
-    """Two tokens by one noise, over 20,000 seeds: the first comes again as often as 1 / (1 + c), within 4 sigmas."""
+def test_shared_noise_is_shared_and_gives_the_law_of_the_formula() -> None:
+    """Two tokens by one noise, over 20,000 seeds: the second follows the formula, each count within 4 sigmas."""
     p, after = P, torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
-    rule, again, first = faults.CoupledOneKey(), {0: 0, 1: 0, 2: 0, 3: 0}, {0: 0, 1: 0, 2: 0, 3: 0}
+    rule, counts = faults.CoupledOneKey(), torch.zeros(4, 4)
     seeds = 20_000
     for start in range(0, seeds, 2000):
         noise = [KeyedNoise(seed, position=5, step=0) for seed in range(start, start + 2000)]
         chosen = [v.tokens[0] for v in CoupledSampling().verify([Proposal.empty()] * 2000, [p] * 2000, noise)]
         drafted = [Proposal.deterministic(TokenTree.chain([token])) for token in chosen]
         for token, verdict in zip(chosen, rule.verify(drafted, [torch.cat([p, after])] * 2000, noise), strict=True):
-            first[token] += 1
-            again[token] += verdict.tokens[1] == token
+            counts[token, verdict.tokens[1]] += 1
     for token in range(4):
-        share = repeat_probability(p[0], token, after[0])
-        sigma = (share * (1 - share) / first[token]) ** 0.5
-        assert again[token] / first[token] == pytest.approx(share, abs=4 * sigma + 1e-9)
+        law, first = law_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
+        assert float(law.sum()) == pytest.approx(1.0, abs=1e-12)
+        assert float(total_variation(law, after[0])) > 0.1
+        for other in range(4):
+            share = float(law[other])
+            sigma = (share * (1 - share) / first) ** 0.5
+            assert float(counts[token, other]) / first == pytest.approx(share, abs=4 * sigma + 1e-9)
 
 
-def test_repeat_probability_by_hand() -> None:
-    assert repeat_probability(torch.tensor([0.5, 0.5]), 0, torch.tensor([0.25, 0.75])) == pytest.approx(0.5)
-    assert repeat_probability(torch.tensor([0.5, 0.5]), 0, torch.tensor([0.5, 0.5])) == 1.0
-    assert repeat_probability(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])) == 0.0
+def test_shared_noise_by_hand() -> None:
+    half = torch.tensor([0.5, 0.5])
+    assert law_under_shared_noise(half, 0, torch.tensor([0.25, 0.75])).tolist() == pytest.approx([0.5, 0.5])
+    assert law_under_shared_noise(half, 0, half).tolist() == [1.0, 0.0]
+    # A token that can come no more, one that could not come before, and one sure before and after.
+    assert law_under_shared_noise(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
+    three = law_under_shared_noise(torch.tensor([0.5, 0.5, 0.0]), 0, torch.tensor([0.0, 0.5, 0.5]))
+    # Token 2 starts at once, token 1 at 1: with S = t/2 until 1, then t - 1/2: 1/3 for 2 alone, then halves of 2/3.
+    assert three.tolist() == pytest.approx([0.0, 1 / 3, 2 / 3])

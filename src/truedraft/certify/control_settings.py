@@ -20,9 +20,10 @@ from truedraft.drafters import DraftModel
 
 ROOM = 0.15
 """Tokens whose laws a fault puts off by less do not count."""
-BATCH = 8
+BATCH = 16
 LENGTH = 40
 """Tokens of an answer: a fault is found soon, and then nothing more need be written."""
+_BEGINNING = 8
 _OWN_IS_BETTER = 2.0
 """The user's own drafter is taken unless a stand-in shows a fault in fewer than half as many tokens."""
 _SHARPER = 3.0
@@ -73,6 +74,11 @@ class Setting:
         sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
         sizes = [torch.where(size >= ROOM, size, 0.0) for size in sizes]
         return float(torch.cat(sizes).square().mean()) if sizes else 0.0
+
+
+def beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts cut short: a prefill shows nothing of a fault."""
+    return [list(prompt)[:_BEGINNING] for prompt in prompts]
 
 
 def settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Setting]:

@@ -20,7 +20,17 @@ from torch import Tensor
 from truedraft.certify import faults
 from truedraft.certify.betting import Bets, holm
 from truedraft.certify.clock import Deadline
-from truedraft.certify.control_settings import BATCH, LENGTH, ROOM, Control, Setting, best_setting, drafted, settings_of
+from truedraft.certify.control_settings import (
+    BATCH,
+    LENGTH,
+    ROOM,
+    Control,
+    Setting,
+    beginnings,
+    best_setting,
+    drafted,
+    settings_of,
+)
 from truedraft.certify.directions import Directions, Scored
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.sampling_runs import scored_answers
@@ -124,6 +134,7 @@ def control_findings(
         allowance: as of the tests that certify.
         false_alarm: likewise.
     """
+    prompts = beginnings(prompts)
     settings = settings_of(stack, prompts, params)
     findings = []
     whole = Deadline(_PATIENCE * seconds)

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from truedraft.certify import faults
 from truedraft.certify.betting import POWER
+from truedraft.certify.control_settings import beginnings
 from truedraft.certify.controls import TIMES_DETECTABLE, Broken, Limits, finding_of, show_to_tests
 from truedraft.certify.directions import Scored
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.scoring import plain_laws, plain_logits
 from truedraft.certify.stack import Stack
+from truedraft.core.laws import total_variation
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import DraftModel
@@ -96,39 +98,66 @@ def shared_noise_finding(
         limits: what the tests may use.
     """
     itself = faults.OneToken(DraftModel(stack.target, num_speculative_tokens=1))
-    broken = stack.but(drafter=itself, coupled_rule=faults.CoupledOneKey())
-    shown = show_to_tests(
-        Broken(broken, stack, params, "drafted by the target itself"), _off_by_sharing, prompts, limits
-    )
+    planted = stack.but(drafter=itself, coupled_rule=faults.CoupledOneKey())
+    broken = Broken(planted, stack, params, "drafted by the target itself")
+    shown = show_to_tests(broken, _off_by_sharing, beginnings(prompts), limits)
     return finding_of("two tokens share their noise", shown, limits.false_alarm)
 
 
 def _off_by_sharing(scored: Scored) -> Tensor:
-    """How far the laws of tokens behind an accepted one are off at the least, `[tokens]`."""
+    """How far the laws of tokens behind an accepted one are off, `[tokens]`."""
     size = torch.zeros(len(scored.tokens))
     for place, decision in enumerate(scored.decisions):
         if decision.depth == 1:
-            last = scored.tokens[place - 1]
-            again = repeat_probability(scored.laws[place - 1], last, scored.laws[place])
-            size[place] = abs(again - float(scored.laws[place, last]))
+            after = scored.laws[place].double()
+            shared = law_under_shared_noise(scored.laws[place - 1], scored.tokens[place - 1], after)
+            size[place] = total_variation(shared, after)
     return size
 
 
-def repeat_probability(p: Tensor, token: int, after: Tensor) -> float:
-    """Probability that a token chosen under law p is chosen again under law `after`, both `[vocab]`, by the same noise.
+def law_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
+    """The law `[vocab]`, float64, of a token chosen under `after` by the Gumbel noise that chose `token` under `p`.
 
-    Gumbel noise is an exponential race: token v arrives at E_v / p(v), E_v standard exponential. If x arrived first, at
-    time T, all others still need a fresh E_v beyond T p(v), and T is standard exponential. In the second race x arrives
-    at T p(x) / after(x), and is first with probability exp(-c T), c the sum over v != x of
-    max(0, after(v) p(x) / after(x) - p(v)); over T that is 1 / (1 + c).
+    Gumbel noise is an exponential race: v arrives at E_v / p(v), E_v standard exponential. If x arrived first, at time
+    T, the others still need a fresh E_v beyond T p(v), and T is standard exponential. In the second race, in units of
+    T, x arrives at a = p(x) / after(x), and v starts at s(v) = p(v) / after(v) with rate after(v). With S(t) the sum
+    over v != x of after(v) max(0, t - s(v)), averaging over T gives x with 1 / (1 + S(a)), and v that starts before a
+    with after(v) times the integral from s(v) to a of dt / (1 + S(t))^2. S is linear between starts, where that
+    integral is (t2 - t1) / ((1 + S(t1)) (1 + S(t2))).
 
-    Worked example: p = (1/2, 1/2), after = (1/4, 3/4): c = 3/4 * 2 - 1/2 = 1, so token 0 comes again with 1/2.
+    Worked example: p = (1/2, 1/2), after = (1/4, 3/4), token 0: a = 2, s(1) = 2/3, S(2) = 3/4 * 4/3 = 1: it comes again
+    with 1/2, and 1 with 3/4 * (4/3) / (1 * 2) = 1/2.
+
+    Args:
+        p: `[vocab]`, with mass at `token`.
+        token: that was chosen.
+        after: `[vocab]`.
     """
-    if float(after[token]) <= 0.0:
-        return 0.0
-    short = (after.double() * (float(p[token]) / float(after[token])) - p.double()).clamp_min_(0.0)
-    short[token] = 0.0
-    return 1.0 / (1.0 + float(short.sum()))
+    p, after = p.double(), after.double()
+    possible = after > 0.0
+    possible[token] = False
+    starts = (p[possible] / after[possible]).cpu()
+    rates = after[possible].cpu()
+    last = float(p[token] / after[token]) if float(after[token]) > 0.0 else math.inf
+    order = starts.argsort()
+    times = starts[order].clamp_max(last)
+    speed = torch.cat([torch.zeros(1, dtype=torch.float64), rates[order].cumsum(0)])  # of S before each start
+    ends = torch.cat([times, torch.tensor([last], dtype=torch.float64)])
+    lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.float64))
+    reached = (speed * lengths.nan_to_num(posinf=0.0)).cumsum(0)  # S at each of the ends
+    if math.isinf(last):
+        reached[-1] = math.inf
+    above = 1.0 + torch.cat([torch.zeros(1, dtype=torch.float64), reached[:-1]])
+    parts = torch.where(
+        (1.0 + reached).isinf(), 1.0 / (above * speed.clamp_min(1e-300)), lengths / (above * (1.0 + reached))
+    )
+    left = parts.flip(0).cumsum(0).flip(0)[1:]  # of the integral, from each start to the end
+    law = torch.zeros_like(after)
+    found = torch.empty_like(rates)
+    found[order] = rates[order] * left
+    law[possible] = found.to(law.device)
+    law[token] = 0.0 if math.isinf(last) else 1.0 / (1.0 + float(reached[-1]))
+    return law
 
 
 def _show(

@@ -17,7 +17,7 @@ from truedraft.models.base import LanguageModel
 
 _TOKENS = 64
 """Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
-_BEGINNING = 32
+_BEGINNING = 16
 _WHOLE = 8
 """Of so many prompts one is taken whole, the others cut to their beginning: a prefill tests nothing."""
 

@@ -1,0 +1,163 @@
+"""Certificates for the embedded models: every drafter and rule, by temperature, plain and coupled, one and eight.
+
+One line of JSON for each certificate, written as it is finished; a run that is started again goes on behind them.
+Greedy and coupled requests are judged by comparison whatever the lossless rule, so their certificates are counted for
+all of these rules and made with one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truedraft import SamplingParams, load_model
+from truedraft.certify import Certificate, Stack, certify
+from truedraft.certify.findings import Part, Status
+from truedraft.certify.report import verdict
+from truedraft.cli.machine import machine_facts
+from truedraft.cli.prompts import HELDOUT, read_prompts
+from truedraft.drafters.specs import from_spec
+from truedraft.engine.prompts import encode_prompt
+from truedraft.errors import IncompatibleRuleError
+from truedraft.models.base import LanguageModel
+from truedraft.verification.specs import rule_from_spec
+
+DRAFTERS = (
+    "prompt-lookup",
+    "draft,num_speculative_tokens=4",
+    "draft,branching=2-2-1",
+    "medusa,nodes=8",
+    "redrafter,beams=4,length=4,nodes=8",
+    "redrafter,beams=4,length=4,nodes=8,sampled=true",
+)
+LOSSLESS = ("speculative", "block")
+LOSSY = ("speculative,lenience=0.5", "typical")
+TEMPERATURES = (0.0, 0.7, 1.0)
+BATCHES = (1, 8)
+_PROMPT = 96
+_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One certificate: `rules` are those that it counts for."""
+
+    drafter: str
+    rules: tuple[str, ...]
+    temperature: float
+    coupled: bool
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        mode = "coupled" if self.coupled else "plain"
+        return f"{self.drafter} | {'+'.join(self.rules)} | {self.temperature:g} | {mode} | batch {self.batch}"
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, those of a sampled draft first."""
+    for drafter in DRAFTERS:
+        for batch in BATCHES:
+            yield Cell(drafter, LOSSLESS, 0.0, False, batch)
+            for temperature in (each for each in TEMPERATURES if each > 0.0):
+                yield Cell(drafter, LOSSLESS, temperature, True, batch)
+                for rule in LOSSLESS:
+                    yield Cell(drafter, (rule,), temperature, False, batch)
+    for drafter in DRAFTERS:
+        for rule in LOSSY:
+            for temperature in TEMPERATURES:
+                yield Cell(drafter, (rule,), temperature, False, BATCHES[-1])
+
+
+def main() -> int:
+    """Make the certificates that are not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "certificates.jsonl")
+    parser.add_argument("--minutes", type=float, default=1.0, help="for each certificate")
+    parser.add_argument("--limit", type=int, help="at most so many certificates")
+    parser.add_argument("--every", type=int, default=1, help="share the work: only every N-th cell")
+    parser.add_argument("--first", type=int, default=0, help="of these, beginning with this one")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    done = _done(options.out)
+    asked = list(cells())[options.first :: options.every]
+    todo = [cell for cell in asked if cell.key not in done][: options.limit]
+    target = load_model("embedded:target")
+    prompts = [encode_prompt(target, each.prompt)[:_PROMPT] for each in read_prompts(None, HELDOUT)]
+    failed = 0
+    for number, cell in enumerate(todo, start=1):
+        record = _certified(cell, target, prompts, options.minutes * 60.0)
+        if record is None:
+            continue
+        with options.out.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        failed += bool(record["failures"])
+        sys.stderr.write(f"{number} of {len(todo)}: {record['verdict']}; {cell.key}\n")
+        sys.stderr.flush()
+    return 1 if failed else 0
+
+
+def _done(path: Path) -> set[str]:
+    if not path.is_file():
+        return set()
+    return {json.loads(line)["cell"] for line in path.read_text(encoding="utf-8").splitlines()}
+
+
+def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seconds: float) -> dict[str, Any] | None:
+    """The record of one certificate; None where rule and drafter refuse each other."""
+    drafter = from_spec(cell.drafter, target)
+    rule = rule_from_spec(cell.rules[0])
+    try:
+        rule.check(drafter.kinds, drafter.name)
+    except IncompatibleRuleError:
+        return None
+    params = SamplingParams(max_tokens=_TOKENS, temperature=cell.temperature, coupled=cell.coupled, seed=1)
+    started = time.perf_counter()
+    certificate = certify(Stack(target, drafter, rule), prompts, params, batch=cell.batch, seconds=seconds)
+    return {
+        "cell": cell.key,
+        "drafter": cell.drafter,
+        "rules": cell.rules,
+        "temperature": cell.temperature,
+        "coupled": cell.coupled,
+        "batch": cell.batch,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "took_s": round(time.perf_counter() - started, 1),
+        "verdict": verdict(certificate),
+        **_short(certificate),
+        "machine": machine_facts(),
+    }
+
+
+def _short(certificate: Certificate) -> dict[str, Any]:
+    """The figures of a certificate that a table needs."""
+    record = certificate.as_dict()
+    figures: dict[str, Any] = {name: record[name] for name in ("certified", "lossless", "failures")}
+    for finding in certificate.findings:
+        facts = finding.facts
+        if finding.part is Part.STATISTICAL and finding.status is not Status.DOES_NOT_APPLY:
+            name = "tokens" if "tests" in facts else "joint"
+            kept = ("tokens", "answers", "tests", "cells", "smallest_adjusted_p_value", "adjusted_p_value")
+            figures[name] = {key: facts[key] for key in (*kept, "smallest_detectable_tv") if key in facts}
+        if finding.part is Part.DIVERGENCE:
+            figures.setdefault("divergence", {}).update(facts)
+    controls = [finding for finding in certificate.findings if finding.part is Part.CONTROLS]
+    figures["controls_found"] = sum(finding.status is Status.HOLDS for finding in controls)
+    figures["controls"] = len(controls)
+    figures["checks"] = len(certificate.findings)
+    figures["failed"] = [f"{finding.name}: {finding.summary}" for finding in certificate.failures]
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

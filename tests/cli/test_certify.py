@@ -1,0 +1,91 @@
+"""`truedraft certify` as a user runs it: table, Markdown, JSON, exit status, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello\nab\nthe quick brown fox\n")
+    return str(file)
+
+
+def test_a_greedy_certificate_in_every_form(run: Run, target: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "report" / "deep"
+    done = run(
+        *("certify", "--model", target, "--drafter", "prompt-lookup", "--temperature", "0", "--prompts", prompts),
+        *("--minutes", "0.05", "--max-tokens", "16", "--batch", "2", "--out", str(out), "--json"),
+    )
+    assert done.status == 0, done.err
+    record = done.record
+    assert record["command"] == "certify"
+    assert record["certified"] is True
+    assert record["failures"] == []
+    assert {finding["part"] for finding in record["findings"]} >= {"exact", "greedy and coupled", "negative controls"}
+    assert record["sampling"]["temperature"] == 0.0
+    assert record["batch"] == 2
+    assert "CERTIFIED lossless: temperature 0, batch 2" in done.out
+    page = (out / "certificate.md").read_text()
+    assert page.startswith("# Certificate\n\n**CERTIFIED")
+    assert "| greedy, batch 2, float32 |" in page
+    written = json.loads((out / "certificate.json").read_text())
+    assert written == record
+
+
+def test_no_time_is_no_certificate_but_says_what_is_missing(run: Run, target: str, draft: str, prompts: str) -> None:
+    """Hardly any token is sampled in so little time, so no fault is large enough to count."""
+    done = run(
+        *("certify", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts),
+        *("--minutes", "0.001", "--max-tokens", "8"),
+    )
+    assert done.status == 1
+    assert "NO CERTIFICATE" in done.out
+    assert "give more minutes" in " ".join(done.out.replace("│", " ").split())
+
+
+def test_a_lossy_rule_is_measured_and_that_is_done(run: Run, target: str, draft: str, prompts: str) -> None:
+    done = run(
+        *("certify", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--json"),
+        *("--minutes", "0.05", "--max-tokens", "8", "--rule", "speculative,lenience=0.5"),
+    )
+    assert done.status == 0, done.err
+    assert done.record["certified"] is False
+    assert done.record["lossless"] is False
+    assert "no certificate: the rule is lossy" in done.out
+    divergence = next(f for f in done.record["findings"] if f["part"] == "divergence")
+    low, high = divergence["total_variation_ci95"]
+    assert low <= divergence["total_variation"] <= high
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "0"], "--batch must be 1 or more, got 0"),
+        (["--minutes", "0"], "--minutes must be above 0, got 0"),
+        (["--minutes", "-1"], "--minutes must be above 0, got -1"),
+        (["--minutes", "nan"], "--minutes must be above 0, got nan"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--rule", "blok"], "did you mean 'block'"),
+        (["--rule", "typical", "--coupled"], "leave one of them out"),
+        (["--drafter", "medusaa"], "did you mean 'medusa'"),
+        (["--prompts", "nowhere.txt"], "no prompts file"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--out", "/dev/null/report"], "cannot write into '/dev/null/report'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(run: Run, options: list[str], words: str) -> None:
+    done = run("certify", *options)
+    assert done.status == 2, done.err
+    assert words in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert "Traceback" not in done.err
