@@ -190,6 +190,8 @@ def test_sets_by_hand() -> None:
     assert seen("recent tokens") == [(0.9, False), (0.7, False), (1.0, True)]
     assert seen("what the draft overrates") == [(0.1, True), (0.4, True), (-1.0, False)]
     assert seen("the draft's first guess") == [(0.01, True), (0.3, True), (-1.0, False)]
+    # Underrated are 0 and 1 (left: 0.5, 0.2), half of which is reached at 0; then 1 and 3 (0.2, 0.4), half at 3.
+    assert seen("later ids of what the draft underrates") == [(0.3, False), (0.0, False), (-1.0, False)]
     assert seen("the likeliest token, behind accepted tokens") == [(-1.0, False), (0.4, False), (-1.0, False)]
     for number in range(3):
         halves = seen(f"random half {number}")

@@ -29,6 +29,8 @@ _OWN_IS_BETTER = 2.0
 _SHARPER = 3.0
 _WARM = 1.2
 _ENTRIES = 1 << 22
+_LOOKED_AT = 1 << 20
+"""Entries of laws that settings are compared by."""
 
 Emitted = Callable[[Tensor, Tensor], Tensor]
 
@@ -86,9 +88,10 @@ def settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Sampling
     own = stack.but(drafter=faults.OneToken(stack.drafter))
     answers = next(scored_answers(own, prompts, params, BATCH, length=LENGTH))
     rooms = [found for scored in answers if (found := drafted(scored)) is not None]
-    settings = [Setting(own, params, "", [(p, q, drawn) for p, q, _, drawn in rooms])]
+    some = max(1, _LOOKED_AT // stack.target.vocab_size // max(1, len(rooms)))
+    settings = [Setting(own, params, "", [(p[:some], q[:some], drawn) for p, q, _, drawn in rooms])]
     texts = [(scored.before, scored.tokens) for scored in answers]
-    logits = torch.cat(plain_logits(stack.target, texts))[: max(1, _ENTRIES // stack.target.vocab_size)].float()
+    logits = torch.cat(plain_logits(stack.target, texts))[: max(1, _LOOKED_AT // stack.target.vocab_size)].float()
     warm = [replace(params, temperature=_WARM)] if params.temperature < 1.0 else []
     for options in (params, *warm):
         for factor, words in ((_SHARPER, "the target itself, sharpened"), (1.0, "the target itself")):

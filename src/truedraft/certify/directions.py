@@ -63,6 +63,7 @@ class Directions:
             "the last token",
             "what the draft overrates",
             "the draft's first guess",
+            "later ids of what the draft underrates",
         ]
         self._by_depth = ["the likeliest token", "unlikely tokens", "later ids", "the last token", "random half 0"]
         self._by_place = ["random half 0", "the likeliest token", "unlikely tokens"]
@@ -117,24 +118,34 @@ class Directions:
         return [(torch.stack(recent), seen[:, 0]), (torch.stack(last), seen[:, 1])]
 
     def _of_draft(self, scored: Scored, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What the draft gives more than the target, or its candidates; and the likeliest of these."""
-        chances = torch.full((2, len(tokens)), -1.0, dtype=torch.float64)
-        hits = torch.zeros(2, len(tokens), dtype=torch.bool)
+        """What the draft gives more than the target, the likeliest of it, and a half of what it gives less."""
+        chances = torch.full((3, len(tokens)), -1.0, dtype=torch.float64)
+        hits = torch.zeros(3, len(tokens), dtype=torch.bool)
         for i, decision in enumerate(scored.decisions):
-            law, token = scored.laws[i], int(scored.tokens[i])
-            if decision.q is not None:
-                q = decision.q.to(law)
+            q = self._draft_law(scored, i)
+            if q is not None:
+                law, token = scored.laws[i], int(scored.tokens[i])
                 over = q > law
-                first = int(q.argmax())
-                chances[0, i], hits[0, i] = float((law * over).sum()), bool(over[token])
-            elif decision.candidates and not scored.coupled:
-                first = decision.candidates[0]
-                known = sorted(set(decision.candidates))
-                chances[0, i], hits[0, i] = float(law[known].sum()), token in known
-            else:
-                continue
-            chances[1, i], hits[1, i] = float(law[first]), token == first
+                first = decision.candidates[0] if decision.candidates else int(q.argmax())
+                # A recovered token comes from what is left of the law, by a number that must not have judged before.
+                left = (law - q).clamp_min_(0.0)
+                before = left.cumsum(dim=-1) - left
+                later = (2.0 * before >= left.sum()) & (law > q)
+                for row, members in enumerate((over, later)):
+                    chances[2 * row, i], hits[2 * row, i] = float((law * members).sum()), bool(members[token])
+                chances[1, i], hits[1, i] = float(law[first]), token == first
         return list(zip(chances, hits, strict=True))
+
+    def _draft_law(self, scored: Scored, place: int) -> Tensor | None:
+        """The law of the draft at a token's node; of candidates, all of it on them."""
+        decision, law = scored.decisions[place], scored.laws[place]
+        if decision.q is not None:
+            return decision.q.to(law)
+        if not decision.candidates or scored.coupled:
+            return None
+        chosen = torch.zeros_like(law)
+        chosen[list(decision.candidates)] = 1.0
+        return chosen
 
     def _with_strata(self, chances: Tensor, hits: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
         """The general tests, and some of them on a part of the tokens alone."""
