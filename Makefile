@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: results-lossy results-redrafter bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
+.PHONY: certify results-lossy results-redrafter results-rules bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +58,16 @@ results-lossy: $(STAMP)
 	  done; done
 	$(BIN)/$(COMPARE) --seed 1 --temperature 1 --drafter draft --rule speculative,lenience=0.5 | tail -n 1 >> $(LOSSY)
 
+# A certificate for the embedded target with every embedded drafter and rule, at temperature 0, 0.7 and 1, plain and
+# coupled, one request at a time and eight together: docs/certify.md. An hour and a half on a slow machine.
+certify: $(STAMP)
+	rm -f $(RESULTS)/certificates.jsonl
+	$(BIN)/python benchmarks/certify_embedded.py
+
+# Tokens per call of coupled requests and of block verification, against the optimal rule and token by token; counts only.
+results-rules: $(STAMP)
+	$(BIN)/python benchmarks/rules.py > /dev/null
+
 # Ways to draft with a recurrent head, against each other: docs/redrafter.md. Its variants are trained by hand (the page
 # says how) and named here, as VARIANTS="--variant NAME=DIR ...".
 results-redrafter: $(STAMP)
@@ -74,6 +84,7 @@ bench: bench-limits
 
 bench-limits: $(STAMP)
 	$(BIN)/python benchmarks/limits.py > /dev/null
+	$(BIN)/python benchmarks/coupled_noise.py > /dev/null
 
 # The same on a CUDA device, at the cost of a 7 B model.
 bench-gpu: $(STAMP)

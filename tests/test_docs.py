@@ -92,7 +92,7 @@ def test_numbers_come_from_results_files(page: Path) -> None:
         known = [value for record in records for value in numbers_in(json.loads(record))]
         for shown in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text):
             digits = len(shown.split(".")[1])
-            assert any(f"{value:.{digits}f}" == shown for value in known), f"{page.name}: {shown} is not in {name}"
+            assert any(f"{abs(value):.{digits}f}" == shown for value in known), f"{page.name}: {shown} is not in {name}"
 
 
 def test_decimal_numbers_of_the_readme_are_all_marked() -> None:

@@ -27,6 +27,8 @@ _BEGINNING = 8
 _OWN_IS_BETTER = 2.0
 """The user's own drafter is taken unless a stand-in shows a fault in fewer than half as many tokens."""
 _SHARPER = 3.0
+_SHARE = 0.6
+"""About what a chain of one token has: each step judges one, and emits one or two."""
 _WARM = 1.2
 _ENTRIES = 1 << 22
 _LOOKED_AT = 1 << 20
@@ -62,20 +64,22 @@ class Setting:
         params: sampling options.
         words: what is not the user's own; "" if all is.
         rooms: p and q `[tokens, vocab]` where drafts are judged, and whether they are drawn from q.
+        share: of tokens, how many a draft is judged for.
     """
 
     stack: Stack
     params: SamplingParams
     words: str
     rooms: Sequence[tuple[Tensor, Tensor, bool]]
+    share: float
 
     def worth(self, control: Control) -> float:
-        """What a judged draft tells of a fault: the mean square of how far it puts laws off, where that counts."""
+        """What a token tells of a fault: the mean square of how far its law is put off, where that counts."""
         assert control.emitted is not None
         rooms = [(p, q) for p, q, drawn in self.rooms if drawn or not control.needs_law]
         sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
         sizes = [torch.where(size >= ROOM, size, 0.0) for size in sizes]
-        return float(torch.cat(sizes).square().mean()) if sizes else 0.0
+        return self.share * float(torch.cat(sizes).square().mean()) if sizes else 0.0
 
 
 def beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -89,7 +93,8 @@ def settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Sampling
     answers = next(scored_answers(own, prompts, params, BATCH, length=LENGTH))
     rooms = [found for scored in answers if (found := drafted(scored)) is not None]
     some = max(1, _LOOKED_AT // stack.target.vocab_size // max(1, len(rooms)))
-    settings = [Setting(own, params, "", [(p[:some], q[:some], drawn) for p, q, _, drawn in rooms])]
+    share = sum(len(places) for _, _, places, _ in rooms) / sum(len(scored.tokens) for scored in answers)
+    settings = [Setting(own, params, "", [(p[:some], q[:some], drawn) for p, q, _, drawn in rooms], share)]
     texts = [(scored.before, scored.tokens) for scored in answers]
     logits = torch.cat(plain_logits(stack.target, texts))[: max(1, _LOOKED_AT // stack.target.vocab_size)].float()
     warm = [replace(params, temperature=_WARM)] if params.temperature < 1.0 else []
@@ -99,7 +104,7 @@ def settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Sampling
             laws = law_from_logits(logits, options), law_from_logits(logits * factor, options)
             at = "" if options is params else f" at temperature {options.temperature:g}"
             stands_in = stack.but(drafter=faults.OneToken(drafter))
-            settings.append(Setting(stands_in, options, f"drafted by {words}{at}", [(*laws, True)]))
+            settings.append(Setting(stands_in, options, f"drafted by {words}{at}", [(*laws, True)], _SHARE))
     return settings
 
 
@@ -107,7 +112,7 @@ def best_setting(control: Control, settings: Sequence[Setting], stack: Stack, pa
     """Where a fault has room: the user's own stack if it will do."""
     if control.emitted is None:
         drafter = DraftModel(stack.target, num_speculative_tokens=1)
-        return Setting(stack.but(drafter=faults.OneToken(drafter)), params, "drafted by the target itself", ())
+        return Setting(stack.but(drafter=faults.OneToken(drafter)), params, "drafted by the target itself", (), _SHARE)
     own, *others = settings
     best = max(others, key=lambda setting: setting.worth(control))
     return own if _OWN_IS_BETTER * own.worth(control) >= best.worth(control) else best
