@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from certify.planted_faults import ForgetsTheLast, SlippingTarget, markov
 from truedraft import SamplingParams
 from truedraft.certify import certify
+from truedraft.certify.faults import AcceptsAlways
 from truedraft.certify.findings import Part, Status
 from truedraft.certify.report import markdown, meaning, verdict
 from truedraft.certify.stack import Stack
-from truedraft.drafters import DraftModel
-from truedraft.errors import OptionError
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.errors import DrafterError, OptionError
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
 
@@ -100,3 +102,35 @@ def test_bad_input_is_one_sentence(texts: list, options: dict, words: str) -> No
         certify(healthy(), texts, WARM, **options)
     with pytest.raises(OptionError, match="lossy"):
         certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, coupled=True))
+
+
+class GivesUp(PromptLookup):
+    """A drafter that always raises: engines go on without it, so its answers are plain decoding's."""
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        raise RuntimeError("out of order")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_gives_up_is_never_certified(temperature: float) -> None:
+    stack = healthy().but(drafter=GivesUp())
+    try:
+        certificate = certify(stack, TEXTS, replace(WARM, temperature=temperature), seconds=2.0)
+    except DrafterError as error:
+        assert "out of order" in str(error)
+    else:
+        assert not certificate.issued
+        assert any("out of order" in finding.summary for finding in certificate.failures)
+
+
+def test_one_prompt_is_enough_for_a_greedy_certificate() -> None:
+    certificate = certify(healthy(), [[1, 2, 3]], replace(WARM, temperature=0.0), seconds=4.0)
+    assert certificate.issued, verdict(certificate)
+
+
+def test_the_worst_stack_still_has_a_report() -> None:
+    """Impossible tokens make chi-square infinite, which JSON does not know."""
+    broken = healthy().but(rule=AcceptsAlways(SpeculativeSampling()), drafter=PromptLookup(min_ngram=1))
+    certificate = certify(broken, TEXTS, WARM, seconds=4.0)
+    assert not certificate.issued
+    json.dumps(certificate.as_dict(), allow_nan=False)

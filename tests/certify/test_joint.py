@@ -28,11 +28,14 @@ def test_chi_square_by_hand_and_beside_scipy() -> None:
     statistic, cells, p_value = joint.chi_square(torch.tensor([60, 40]), torch.tensor([0.5, 0.5]))
     assert (statistic, cells) == (4.0, 2)
     assert p_value == pytest.approx(stats.chi2.sf(4.0, 1))
-    law = torch.tensor([0.7, 0.28, 0.01, 0.01])  # the last two are rare: one cell
-    statistic, cells, p_value = joint.chi_square(torch.tensor([700, 270, 20, 10]), law)
-    expected = stats.chisquare([700, 270, 30], [700, 280, 20])
+    law = torch.tensor([0.69, 0.28, 0.015, 0.015])  # the last two are rare: one cell
+    statistic, cells, p_value = joint.chi_square(torch.tensor([690, 270, 25, 15]), law)
+    expected = stats.chisquare([690, 270, 40], [690, 280, 30])
     assert cells == 3
     assert (statistic, p_value) == (pytest.approx(expected.statistic, abs=1e-4), pytest.approx(expected.pvalue))
+    # Too rare even together: they join the smallest of the others.
+    statistic, cells, _ = joint.chi_square(torch.tensor([500, 490, 9, 1]), torch.tensor([0.5, 0.498, 0.001, 0.001]))
+    assert (cells, statistic) == (2, pytest.approx(0.0, abs=1e-4))
     assert joint.chi_square(torch.tensor([99, 1]), torch.tensor([1.0, 0.0]))[2] == 0.0
     assert joint._quantile(7, 1e-4) == pytest.approx(stats.chi2.isf(1e-4, 7))
 

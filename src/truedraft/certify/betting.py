@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 _STAKES = tuple(sign * 2.0**power for sign in (1, -1) for power in range(3, -8, -1))
-_SUMMING = 2e-6
+_SUMMING = 2e-5
 """How far a sum of float32 probabilities may be off."""
 POWER = 0.99
 """A smallest detectable deviation is found with this probability."""
@@ -40,6 +40,7 @@ class TestResult:
         observed: tokens in their sets.
         variance: sum of p_i (1 - p_i).
         p_value: of "all tokens follow the target's law", for this test alone.
+        allowance: how far the law of a token may be off by rounding.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TestResult:
     observed: int
     variance: float
     p_value: float
+    allowance: float = 0.0
 
     @property
     def excess(self) -> float:
@@ -69,11 +71,15 @@ class TestResult:
             excess = (needed + _POWER_SIGMAS * math.sqrt(variance)) / self.tokens
             # Moved probabilities vary otherwise: p (1 - p) grows by the excess at most, and never beyond 1/4.
             variance = max(self.variance, min(self.tokens / 4, self.variance + excess * self.tokens))
-        return min(1.0, excess)
+        return min(1.0, excess + self.allowance)
 
     def least_excess(self, sigmas: float) -> float:
         """How far the law is off at the least: the excess, so many standard deviations nearer to 0."""
-        return max(0.0, abs(self.excess) - sigmas * math.sqrt(self.variance) / self.tokens) if self.tokens else 0.0
+        if not self.tokens:
+            return 0.0
+        # Of tokens that the law hardly gives, those that came vary more than those that should have.
+        spread = math.sqrt(max(self.variance, self.observed))
+        return max(0.0, abs(self.excess) - sigmas * spread / self.tokens)
 
 
 class Bets:
@@ -81,7 +87,8 @@ class Bets:
 
     Args:
         names: of the tests.
-        allowance: e, how far the law of a token may be off by rounding (total variation).
+        allowance: e, how far the law of a token may be off by rounding (total variation). Where it is a mean over
+            tokens and no bound for each, the p-values hold to first order in the stakes.
     """
 
     def __init__(self, names: Sequence[str], allowance: float = 0.0) -> None:
@@ -116,7 +123,7 @@ class Bets:
             self._names, logs.tolist(), self._sums.T.tolist(), strict=True
         ):
             p_value = math.exp(-max(log, 0.0))
-            found.append(TestResult(name, int(tokens), expected, int(observed), variance, p_value))
+            found.append(TestResult(name, int(tokens), expected, int(observed), variance, p_value, self._allowance))
         return found
 
 

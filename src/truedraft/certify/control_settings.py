@@ -94,7 +94,9 @@ def settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Sampling
     rooms = [found for scored in answers if (found := drafted(scored)) is not None]
     some = max(1, _LOOKED_AT // stack.target.vocab_size // max(1, len(rooms)))
     share = sum(len(places) for _, _, places, _ in rooms) / sum(len(scored.tokens) for scored in answers)
-    settings = [Setting(own, params, "", [(p[:some], q[:some], drawn) for p, q, _, drawn in rooms], share)]
+    settings = [
+        Setting(own, params, "", [(p[:some].clone(), q[:some].clone(), drawn) for p, q, _, drawn in rooms], share)
+    ]
     texts = [(scored.before, scored.tokens) for scored in answers]
     logits = torch.cat(plain_logits(stack.target, texts))[: max(1, _LOOKED_AT // stack.target.vocab_size)].float()
     warm = [replace(params, temperature=_WARM)] if params.temperature < 1.0 else []

@@ -31,6 +31,7 @@ from truedraft.verification.coupled import coupled_choice
 
 _PROMPTS = 4
 _TOKENS = 32
+_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +161,73 @@ def law_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
     return law
 
 
+@dataclass(slots=True)
+class _Counted:
+    """Answers of a broken stack so far."""
+
+    tokens: int = 0
+    others: int = 0  # that are not the target's choice
+    answers: int = 0
+    differing: int = 0
+
+    @property
+    def size(self) -> float:
+        return self.others / max(1, self.tokens)
+
+    @property
+    def detectable(self) -> float:
+        """Share of wrong tokens of which one would have been among these with probability `POWER`."""
+        return min(1.0, -math.log(1.0 - POWER) / max(1, self.tokens))
+
+    @property
+    def strong(self) -> bool:
+        return self.size >= TIMES_DETECTABLE * self.detectable
+
+
 def _show(
     control: Control, broken: Stack, stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> Finding:
+    counted = _Counted()
+    for number in range(_ROUNDS):
+        # Later rounds begin behind more of each prompt's plain answer, so that greedy texts are new, too.
+        _compare(counted, broken, stack, prompts, replace(params, seed=number * len(prompts)))
+        if counted.strong and counted.differing:
+            break
+        prompts = [_longer(stack, prompt) for prompt in prompts]
+    caught = counted.strong and counted.differing > 0
+    said = f"{counted.size:.1%} of {counted.tokens} tokens are not the target's choice, {control.words}"
+    if caught:
+        verdict = f"found, as it must be: {counted.differing} of {counted.answers} answers differ"
+    else:
+        verdict = "NOT found" if not counted.differing else "found, but too small to count: give more prompts"
+    facts = {
+        "total_variation": counted.size,
+        "smallest_detectable_tv": counted.detectable,
+        "tokens": counted.tokens,
+        "answers": counted.answers,
+        "differing_answers": counted.differing,
+        "setting": control.words,
+    }
+    status = Status.HOLDS if caught else Status.FAILS
+    return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
+
+
+def _longer(stack: Stack, prompt: Sequence[int]) -> list[int]:
+    """A prompt and some of what the target says behind it, as long as there is room for an answer."""
+    if len(prompt) + 2 * _TOKENS >= stack.target.context_length:
+        return list(prompt)
+    params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
+    return [*prompt, *stack.plain(1).generate(list(prompt), params).token_ids]
+
+
+def _compare(
+    counted: _Counted, broken: Stack, stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> None:
+    """Answer prompts by a broken stack and plainly, and count what differs."""
     options = [
         replace(
             params,
-            seed=number,
+            seed=(params.seed or 0) + number,
             max_tokens=min(_TOKENS, stack.target.context_length - len(prompt)),
             ignore_eos=True,
             stop=(),
@@ -177,27 +238,12 @@ def _show(
     asked = [list(prompt) for prompt in prompts]
     wrong = [answer.token_ids for answer in broken.engine(len(prompts)).generate(asked, options)]
     right = [answer.token_ids for answer in stack.plain(len(prompts)).generate(asked, options)]
-    tokens = sum(map(len, wrong))
-    others = sum(
-        mine != theirs
-        for prompt, answer, own in zip(asked, wrong, options, strict=True)
-        for mine, theirs in zip(answer, target_choices(stack, prompt, answer, own), strict=True)
-    )
-    differing = sum(mine != theirs for mine, theirs in zip(wrong, right, strict=True))
-    size, detectable = others / max(1, tokens), -math.log(1.0 - POWER) / max(1, tokens)
-    caught = differing > 0 and size >= TIMES_DETECTABLE * detectable
-    said = f"{size:.1%} of {tokens} tokens are not the target's choice, {control.words}"
-    verdict = f"found, as it must be: {differing} of {len(asked)} answers differ" if caught else "NOT found"
-    facts = {
-        "total_variation": size,
-        "smallest_detectable_tv": detectable,
-        "tokens": tokens,
-        "answers": len(asked),
-        "differing_answers": differing,
-        "setting": control.words,
-    }
-    status = Status.HOLDS if caught else Status.FAILS
-    return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
+    for prompt, answer, expected, own in zip(asked, wrong, right, options, strict=True):
+        counted.tokens += len(answer)
+        choices = target_choices(stack, prompt, answer, own)
+        counted.others += sum(mine != theirs for mine, theirs in zip(answer, choices, strict=True))
+        counted.answers += 1
+        counted.differing += answer != expected
 
 
 def target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:

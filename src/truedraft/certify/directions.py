@@ -41,7 +41,8 @@ class Directions:
     """Sets of tokens for tests of a stream of emitted tokens.
 
     A set may depend on everything before its token (text, laws, what the drafter knew), never on the token. What a
-    drafter *drew* is no such thing, its laws are; deterministic candidates are, unless they were chosen by the noise.
+    drafter *drew* is no such thing, its laws are, and deterministic candidates are. Under coupled noise a tree is cut
+    by the very noise that decides its tokens, and with it how deep an accepted path may go: then neither is.
 
     Args:
         vocab: size of the vocabulary.
@@ -139,9 +140,11 @@ class Directions:
     def _draft_law(self, scored: Scored, place: int) -> Tensor | None:
         """The law of the draft at a token's node; of candidates, all of it on them."""
         decision, law = scored.decisions[place], scored.laws[place]
+        if scored.coupled:
+            return None
         if decision.q is not None:
             return decision.q.to(law)
-        if not decision.candidates or scored.coupled:
+        if not decision.candidates:
             return None
         chosen = torch.zeros_like(law)
         chosen[list(decision.candidates)] = 1.0
@@ -155,11 +158,12 @@ class Directions:
         by_place = [columns[name] for name in self._by_place]
         all_chances, all_hits = [chances], [hits]
         for part in (~deep, deep):
-            all_chances.append(chances[:, by_depth].masked_fill(~part[:, None], -1.0))
+            here = part & (not scored.coupled)
+            all_chances.append(chances[:, by_depth].masked_fill(~here[:, None], -1.0))
             all_hits.append(hits[:, by_depth])
         if self._places > 1:
             for place in range(self._places):
-                here = scored.place % self._places == place
-                all_chances.append(chances[:, by_place] if here else torch.full_like(chances[:, by_place], -1.0))
+                stands = scored.place % self._places == place
+                all_chances.append(chances[:, by_place] if stands else torch.full_like(chances[:, by_place], -1.0))
                 all_hits.append(hits[:, by_place])
         return torch.cat(all_chances, dim=1), torch.cat(all_hits, dim=1)

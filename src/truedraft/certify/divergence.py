@@ -11,6 +11,7 @@ from truedraft.certify.clock import Deadline
 from truedraft.certify.directions import Scored
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.recording import Decision
+from truedraft.certify.sampling_runs import check_sound
 from truedraft.certify.scoring import plain_laws
 from truedraft.certify.stack import Stack
 from truedraft.certify.statistical import Sampling
@@ -82,14 +83,18 @@ def divergence_findings(
         asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
         options = [_open_ended(params, first + i, stack.target.context_length - len(p)) for i, p in enumerate(asked)]
         answers = engine.generate(asked, options)
+        for answer in answers:
+            check_sound(answer.finish_reason, answer.error, answer.warnings)
         found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
         if not params.greedy:
             texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
             for law, (prompt, tokens) in zip(plain_laws(stack.target, texts, params), texts, strict=True):
                 sampling.add(Scored(law, tokens, prompt, [_UNKNOWN] * len(tokens), 0, params.coupled))
         tell(deadline.fraction)
-        if deadline.over and len(found) > batch:
+        if deadline.over and (len(found) > batch or not found):
             break
+    if not found:
+        return [_unmeasured()]
     return [_measured(found), *([] if params.greedy else [_outside(sampling)])]
 
 
@@ -117,6 +122,11 @@ def _measured(found: Sequence[Divergence]) -> Finding:
         "total_variation_greedy": greedy.mean,
     }
     return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.MEASURED, summary, facts)
+
+
+def _unmeasured() -> Finding:
+    summary = "the rule is lossy and says nothing of its divergence"
+    return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.FAILS, summary)
 
 
 def _outside(sampling: Sampling) -> Finding:

@@ -202,10 +202,10 @@ class _Run:
 
 def _finding(name: str, outcome: _Outcome, stack: Stack) -> Finding:
     near = [parting for parting in outcome.partings if not parting.fault]
-    broken = len(outcome.faults) + outcome.untraced
+    faults = len(outcome.faults) + outcome.untraced
     told = f"{outcome.compared} tokens of {outcome.answers} answers compared with plain decoding's"
-    if broken:
-        summary = f"{told}: {_count(broken, 'fault')}, the first at {outcome.faults[0].describe()}"
+    if faults:
+        summary = f"{told}: {_count(faults, 'fault')}, the first at {outcome.faults[0].describe()}"
     elif near:
         summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
     else:
@@ -224,7 +224,9 @@ def _finding(name: str, outcome: _Outcome, stack: Stack) -> Finding:
         "accepted_tokens": outcome.stats.accepted_tokens,
         "warnings": outcome.warnings,
     }
-    return Finding(Part.EQUALITY, name, Status.FAILS if broken else Status.HOLDS, f"{summary}.", facts)
+    # A drafter that gave up leaves plain decoding, which equals itself.
+    status = Status.FAILS if faults or outcome.warnings else Status.HOLDS
+    return Finding(Part.EQUALITY, name, status, f"{summary}.", facts)
 
 
 def _lossy(stack: Stack, label: str) -> Finding:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from truedraft.certify.clock import Deadline
 from truedraft.certify.delegating import ReducedModel
+from truedraft.certify.sampling_runs import check_sound
 from truedraft.certify.scoring import plain_laws, plain_logits
 from truedraft.certify.stack import Stack
 from truedraft.core.sampling import SamplingParams
@@ -30,6 +31,7 @@ _LOOKED_AT = 3
 _LENGTH = 1 + _LOOKED_AT
 _BATCH = 32
 _LEAST_EXPECTED = 20.0
+_LEAST_ANSWERS = 256
 _PROMPT = 8
 _CANDIDATES = 16
 _FINALISTS = 3
@@ -86,7 +88,7 @@ def joint_result(
         stack: what answers.
         prompts: token ids; their beginnings are used.
         params: the user's options.
-        deadline: when to stop.
+        deadline: when to stop, if there are a few hundred answers.
         tell: is told the fraction done.
         first_seed: of the first answer.
     """
@@ -98,23 +100,30 @@ def joint_result(
     engine = reduced.engine(_BATCH)
     number = {token: place for place, token in enumerate(kept)}
     counts = torch.zeros(law.shape, dtype=torch.int64)
-    calls = accepted = 0
+    calls = accepted = impossible = 0
     asked = replace(params, max_tokens=_LENGTH, ignore_eos=True, stop=(), stop_token_ids=())
     for seed in itertools.count(first_seed, _BATCH):
         many = [replace(asked, seed=seed + place) for place in range(_BATCH)]
         for answer in engine.generate([list(prompt)] * _BATCH, many):
-            places = tuple(number[token] for token in answer.token_ids[1:])
-            counts[places] += 1
+            check_sound(answer.finish_reason, answer.error, answer.warnings)
+            places = tuple(number.get(token, -1) for token in answer.token_ids[1:])
+            if min(places) < 0:
+                impossible += 1  # the target forbids all but the kept ids
+            else:
+                counts[places] += 1
             calls, accepted = calls + answer.stats.target_calls, accepted + answer.stats.accepted_tokens
         tell(deadline.fraction)
-        if deadline.over:
+        if deadline.over and seed - first_seed >= _LEAST_ANSWERS:
             break
-    statistic, cells, p_value = chi_square(counts, law)
-    return JointResult(int(counts.sum()), cells, statistic, p_value, accepted / max(1, calls), kept)
+    statistic, cells, p_value = chi_square(counts, law) if not impossible else (math.inf, counts.numel(), 0.0)
+    answers = int(counts.sum()) + impossible
+    return JointResult(answers, cells, statistic, p_value, accepted / max(1, calls), kept)
 
 
 def chi_square(counts: Tensor, law: Tensor) -> tuple[float, int, float]:
     """Statistic, cells and p-value of counts under a law, both of one shape; rare cells are counted together.
+
+    A cell is rare below 20 expected answers; where all of these together are, they join the smallest of the others.
 
     Worked example: of 100 answers under (0.5, 0.5), 60 and 40 give (10^2 + 10^2) / 50 = 4, 2 cells, p-value 0.0455.
     """
@@ -123,10 +132,15 @@ def chi_square(counts: Tensor, law: Tensor) -> tuple[float, int, float]:
     rare = expected < _LEAST_EXPECTED
     if float(observed[expected == 0.0].sum()) > 0:
         return math.inf, len(expected), 0.0  # something impossible was emitted
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-    if float(expected[-1]) == 0.0:
-        expected, observed = expected[:-1], observed[:-1]
+    pooled = float(expected[rare].sum()), float(observed[rare].sum())
+    expected, observed = expected[~rare], observed[~rare]
+    if pooled[0] >= _LEAST_EXPECTED or not len(expected):
+        expected = torch.cat([expected, torch.tensor([pooled[0]], dtype=torch.float64)])
+        observed = torch.cat([observed, torch.tensor([pooled[1]], dtype=torch.float64)])
+    else:  # together they are still too rare for the statistic's law to be that of chi-square
+        least = int(expected.argmin())
+        expected[least] += pooled[0]
+        observed[least] += pooled[1]
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return statistic, len(expected), _survival(len(expected) - 1, statistic)
 
@@ -181,7 +195,7 @@ def _joint_law(target: LanguageModel, prompt: Sequence[int], kept: Sequence[int]
     size = len(kept)
     prefixes = list(itertools.product(range(size), repeat=_LOOKED_AT))
     texts = [(prompt, [*(kept[place] for place in prefix), kept[0]]) for prefix in prefixes]
-    laws = torch.stack([law[:, list(kept)].double() for law in plain_laws(target, texts, params)])
+    laws = torch.stack([law[:, list(kept)].double().cpu() for law in plain_laws(target, texts, params)])
     laws = (laws / laws.sum(dim=-1, keepdim=True)).view(size, size, size, _LENGTH, size)
     joint = torch.zeros(size, size, size, dtype=torch.float64)
     for first in range(size):
@@ -189,5 +203,5 @@ def _joint_law(target: LanguageModel, prompt: Sequence[int], kept: Sequence[int]
         second = laws[first, 0, 0, 1]  # [2nd]
         third = laws[first, :, 0, 2]  # [2nd, 3rd]
         fourth = laws[first, :, :, 3]  # [2nd, 3rd, 4th]
-        joint += start * second[:, None, None] * third[:, :, None] * fourth.cpu()
+        joint += start * second[:, None, None] * third[:, :, None] * fourth
     return joint

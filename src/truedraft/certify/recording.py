@@ -133,6 +133,7 @@ def _decisions(outcome: StepOutcome, laws: Tensor | None) -> list[Decision]:
         draws = proposal.draws[slot]
         drawn = bool(draws) and draws[0].law >= 0 and proposal.laws is not None
         q = proposal.laws[draws[0].law].clone() if drawn and proposal.laws is not None else None
-        fixed = () if drawn else tuple(proposal.tree.token_list[draw.child] for draw in draws)
+        chosen = () if drawn else [draw for draw in draws if draw.law < 0]
+        fixed = tuple(proposal.tree.token_list[draw.child] for draw in chosen)
         found.append(Decision(depth, q, fixed, None if laws is None else laws[slot]))
     return found

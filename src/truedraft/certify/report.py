@@ -22,12 +22,17 @@ def verdict(certificate: Certificate) -> str:
     if certificate.issued:
         return f"CERTIFIED lossless: {options}"
     failed = len(certificate.failures)
-    names = ", ".join(finding.name for finding in certificate.failures)
+    names = ", ".join(map(_named, certificate.failures))
     if not certificate.lossless:
         return f"no certificate: the rule is lossy; its divergence was measured ({options})" + (
             f"; {failed} checks failed: {names}" if failed else ""
         )
     return f"NO CERTIFICATE: {failed} of {len(certificate.findings)} checks failed: {names} ({options})"
+
+
+def _named(finding: Finding) -> str:
+    """A failed control is no fault of the stack, but of what the tests could find."""
+    return f"control: {finding.name}" if finding.part is Part.CONTROLS else finding.name
 
 
 def _options(certificate: Certificate) -> str:

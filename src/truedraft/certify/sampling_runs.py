@@ -11,13 +11,13 @@ from truedraft.certify.recording import RecordingDrafter, RecordingRule
 from truedraft.certify.scoring import plain_laws
 from truedraft.certify.stack import Stack
 from truedraft.core.sampling import SamplingParams
-from truedraft.engine import Request
-from truedraft.errors import DrafterError
+from truedraft.errors import DrafterError, ModelError
 from truedraft.models.base import LanguageModel
 
 _TOKENS = 64
 """Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
 _BEGINNING = 16
+_SEEDS = 1 << 63
 _WHOLE = 8
 """Of so many prompts one is taken whole, the others cut to their beginning: a prefill tests nothing."""
 
@@ -57,7 +57,8 @@ def scored_answers(
         asked = list(itertools.islice(turn, batch))
         requests = [
             engine.submit(
-                prompt, _open_ended(params, first + place, min(length, stack.target.context_length - len(prompt)))
+                prompt,
+                _open_ended(params, (first + place) % _SEEDS, min(length, stack.target.context_length - len(prompt))),
             )
             for place, prompt in enumerate(asked)
         ]
@@ -68,7 +69,9 @@ def scored_answers(
             for request in requests:
                 engine.cancel(request)
         for request in requests:
-            _sound(request)
+            if request.error is not None:
+                raise request.error
+            check_sound(request.finish_reason, None, request.warnings)
         texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(asked, requests, strict=True)]
         yield [
             Scored(law, tokens, prompt, drafter.taken(request.id), place, params.coupled)
@@ -88,8 +91,14 @@ def _open_ended(params: SamplingParams, seed: int, length: int) -> SamplingParam
     return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
 
 
-def _sound(request: Request) -> None:
-    if request.error is not None:
-        raise request.error
-    if request.warnings:
-        raise DrafterError(f"nothing can be certified while parts fail: {request.warnings[0]}")
+def check_sound(finish_reason: str | None, error: str | None, warnings: Sequence[str]) -> None:
+    """Raise where an answer, or its drafter, failed: what is left says nothing of the stack.
+
+    Raises:
+        DrafterError: the drafter gave up, and the answer went on without it.
+        ModelError: the answer ended with an error.
+    """
+    if finish_reason == "error":
+        raise ModelError(f"nothing can be certified while answers fail: {error}")
+    if warnings:
+        raise DrafterError(f"nothing can be certified while parts fail: {warnings[0]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,13 @@ class Sample:
         tests: each with its own p-value.
         tokens: how many were tested.
         impossible: tokens that the target gave no probability at all.
+        judged: tokens at nodes with a draft.
     """
 
     tests: Sequence[TestResult]
     tokens: int
     impossible: int
+    judged: int
 
     def adjusted(self) -> dict[str, float]:
         """Holm's p-values by test."""
@@ -60,7 +63,7 @@ class Sampling:
     def __init__(self, vocab: int, batch: int, allowance: float) -> None:
         self._directions = Directions(vocab, batch)
         self._bets = Bets(self._directions.names, allowance)
-        self._tokens = self._impossible = 0
+        self._tokens = self._impossible = self._judged = 0
 
     def add(self, scored: Scored) -> None:
         """Test the tokens of one answer."""
@@ -70,10 +73,11 @@ class Sampling:
         own = [float(scored.laws[i, token]) for i, token in enumerate(scored.tokens)]
         self._impossible += own.count(0.0)
         self._tokens += len(own)
+        self._judged += sum(one.q is not None or bool(one.candidates) for one in scored.decisions)
 
     def sample(self) -> Sample:
         """What came of it so far."""
-        return Sample(self._bets.results(), self._tokens, self._impossible)
+        return Sample(self._bets.results(), self._tokens, self._impossible, self._judged)
 
 
 def statistical_findings(
@@ -124,12 +128,14 @@ def statistical_findings(
 
 def _judged(sample: Sample, joint: JointResult | None, allowance: float, false_alarm: float) -> list[Finding]:
     """Holm over all tests, those of tokens and that of joint laws together."""
-    p_values = [test.p_value for test in sample.tests] + ([joint.p_value] if joint else [])
+    # At one prompt rounding is the same in every answer, so counts of answers would find it sooner or later.
+    counted = joint is not None and joint.cells > 1 and allowance == 0.0
+    p_values = [test.p_value for test in sample.tests] + ([joint.p_value] if joint and counted else [])
     adjusted = holm(p_values)
     level = false_alarm / len(p_values)
     return [
         _of_tokens(sample, adjusted[: len(sample.tests)], allowance, false_alarm, level),
-        _of_joint(joint, adjusted[-1], false_alarm, level),
+        _of_joint(joint, adjusted[-1] if counted else None, false_alarm, level),
     ]
 
 
@@ -142,7 +148,8 @@ def _of_tokens(
     detectable = sample.smallest_detectable(level * len(sample.tests))
     worst = sample.tests[smallest]
     summary = (
-        f"{sample.tokens:,} tokens, {len(sample.tests)} tests: smallest p-value after Holm {adjusted[smallest]:.2g}"
+        f"{sample.tokens:,} tokens, {sample.judged:,} of them at nodes with a draft, {len(sample.tests)} tests: "
+        f"smallest p-value after Holm {adjusted[smallest]:.2g}"
         f" ({worst.name}, {worst.excess:+.4f}); a total variation of {detectable:.3f} in any of these directions would"
         " have been found"
     )
@@ -150,6 +157,7 @@ def _of_tokens(
         summary += f"; {sample.impossible} tokens that the target's law forbids"
     facts: dict[str, Any] = {
         "tokens": sample.tokens,
+        "tokens_with_a_draft": sample.judged,
         "tests": len(sample.tests),
         "false_alarm": false_alarm,
         "smallest_adjusted_p_value": adjusted[smallest],
@@ -178,7 +186,7 @@ def _test_facts(test: TestResult, adjusted: float, level: float) -> dict[str, An
     }
 
 
-def _of_joint(joint: JointResult | None, adjusted: float, false_alarm: float, level: float) -> Finding:
+def _of_joint(joint: JointResult | None, adjusted: float | None, false_alarm: float, level: float) -> Finding:
     name = "joint law of three tokens"
     if joint is None:
         reason = "under these options no prompt leaves more than one answer over three tokens"
@@ -186,18 +194,26 @@ def _of_joint(joint: JointResult | None, adjusted: float, false_alarm: float, le
     detectable = joint.smallest_detectable(level)
     summary = (
         f"{joint.answers:,} answers over a vocabulary of {len(joint.kept)} tokens, {joint.cells} cells: chi-square "
-        f"{joint.statistic:.1f}, p-value after Holm {adjusted:.2g}; a total variation of {detectable:.3f} in any "
-        f"direction would have been found; {joint.accepted:.2f} drafted tokens accepted per call"
+        f"{joint.statistic:.1f}, {_told(adjusted)}; a total variation of {detectable:.3f} in any "
+        f"direction among them would have been found; {joint.accepted:.2f} drafted tokens accepted per call"
     )
     facts = {
         "answers": joint.answers,
         "cells": joint.cells,
-        "chi_square": joint.statistic,
+        "chi_square": joint.statistic if math.isfinite(joint.statistic) else None,
         "p_value": joint.p_value,
         "adjusted_p_value": adjusted,
         "smallest_detectable_tv": detectable,
         "accepted_per_call": joint.accepted,
         "kept_ids": list(joint.kept),
     }
+    if adjusted is None:
+        return Finding(Part.STATISTICAL, name, Status.MEASURED, summary, facts)
     status = Status.FAILS if adjusted < false_alarm else Status.HOLDS
     return Finding(Part.STATISTICAL, name, status, summary, facts)
+
+
+def _told(adjusted: float | None) -> str:
+    if adjusted is None:
+        return "not judged, for rounding moves the law or there are too few answers"
+    return f"p-value after Holm {adjusted:.2g}"
