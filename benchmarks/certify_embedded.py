@@ -44,6 +44,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 BATCHES = (1, 8)
 _PROMPT = 48
 _TOKENS = 24
+_LOSSY = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def cells() -> Iterator[Cell]:
                     yield Cell(drafter, (rule,), temperature, False, batch)
     for drafter in DRAFTERS:  # what is measured in place of a certificate
         for rule in LOSSY:
-            for temperature in TEMPERATURES:
+            for temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
                 yield Cell(drafter, (rule,), temperature, False, BATCHES[-1])
 
 
@@ -123,6 +124,8 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
         return None
     params = SamplingParams(max_tokens=_TOKENS, temperature=cell.temperature, coupled=cell.coupled, seed=1)
     started = time.perf_counter()
+    # A divergence is measured on the way: no fault has to be found, and no deviation to be excluded.
+    seconds *= 1.0 if rule.lossless else _LOSSY
     certificate = certify(Stack(target, drafter, rule), prompts, params, batch=cell.batch, seconds=seconds)
     return {
         "cell": cell.key,

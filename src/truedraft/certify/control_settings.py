@@ -24,8 +24,8 @@ BATCH = 16
 LENGTH = 40
 """Tokens of an answer: a fault is found soon, and then nothing more need be written."""
 _BEGINNING = 8
-_OWN_IS_BETTER = 2.0
-"""The user's own drafter is taken unless a stand-in shows a fault in fewer than half as many tokens."""
+_OWN_IS_BETTER = 1.2
+"""The user's own drafter is taken unless a stand-in shows a fault in far fewer tokens."""
 _SHARPER = 3.0
 _SHARE = 0.6
 """About what a chain of one token has: each step judges one, and emits one or two."""

@@ -40,7 +40,7 @@ from truedraft.core.sampling import SamplingParams
 
 TIMES_DETECTABLE = 3.0
 """A control's fault is at least so many times the smallest deviation that its tests would find."""
-_PATIENCE = 6.0
+_PATIENCE = 10.0
 """So many times their time controls may take where faults are not found sooner."""
 _RESERVE = 0.08
 """Of the time for all controls, what one that comes later is sure of."""

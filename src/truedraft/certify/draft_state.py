@@ -16,18 +16,15 @@ import torch
 
 from truedraft.cache import RequestCache
 from truedraft.certify.clock import Deadline
+from truedraft.certify.delegating_drafter import DelegatingDrafter
 from truedraft.certify.equality import as_greedy
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.rounding import relative_limit
 from truedraft.certify.stack import Stack
-from truedraft.core.budget import Budget
-from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import TokenTree, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.size_plans import SizePlan
 from truedraft.engine import Engine
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.verification import SpeculativeSampling
@@ -64,7 +61,7 @@ class CacheDifference:
     allowed: float
 
 
-class ProposalRecorder(Drafter):
+class ProposalRecorder(DelegatingDrafter):
     """Drafts as another drafter does, and keeps every proposal.
 
     Args:
@@ -76,41 +73,19 @@ class ProposalRecorder(Drafter):
     """
 
     def __init__(self, inner: Drafter, *, checks_caches: bool = False) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._checks_caches = checks_caches
-        self.name = inner.name  # type: ignore[misc]
-        self.limits = inner.limits
-        self.needs_hidden = inner.needs_hidden  # type: ignore[misc]
         self.guesses: dict[int, list[Guess]] = {}
         self.caches: list[CacheDifference] = []
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        """Those of the inner drafter."""
-        return self._inner.kinds
-
-    def check(self, target: LanguageModel) -> None:
-        """As the inner drafter."""
-        self._inner.check(target)
 
     def begin(self, request: DraftRequest) -> None:
         """As the inner drafter."""
         self.guesses[request.id] = []
-        self._inner.begin(request)
-
-    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Those of the inner drafter."""
-        return self._inner.size_plans(params)
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """As the inner drafter."""
-        return self._inner.propose(batch, budgets, noise)
+        super().begin(request)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """As the inner drafter; then keep what was proposed."""
-        self._inner.observe(batch, outcomes)
+        super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
             if not outcome.tokens:
                 continue  # a part of a prompt, or an answer that ended at once
@@ -121,12 +96,8 @@ class ProposalRecorder(Drafter):
             if self._checks_caches and len(outcome.proposal.tree):
                 self._check_cache(request)
 
-    def end(self, request: DraftRequest) -> None:
-        """As the inner drafter."""
-        self._inner.end(request)
-
     def _check_cache(self, request: DraftRequest) -> None:
-        inner = self._inner
+        inner = self.inner
         if isinstance(inner, DraftModel):
             cache = inner._states[request.id]  # nobody else has a reason to look
             self.caches.append(_cache_difference(inner.model, cache, request.tokens))

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from truedraft.core.budget import Budget
+from truedraft.certify.delegating_drafter import DelegatingDrafter
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.proposals import Proposal
 from truedraft.core.verdicts import Verdict
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.size_plans import SizePlan
-from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule
 from truedraft.verification.rule import DrawnToken, NodeOutcome
 
@@ -65,7 +62,7 @@ class RecordingRule(Rule):
         return self._inner.outcomes(p, draws)
 
 
-class RecordingDrafter(Drafter):
+class RecordingDrafter(DelegatingDrafter):
     """Drafts as another drafter does, and writes down what it knew of each emitted token.
 
     Args:
@@ -74,40 +71,18 @@ class RecordingDrafter(Drafter):
     """
 
     def __init__(self, inner: Drafter, rule: RecordingRule | None = None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._rule = rule
-        self.name = inner.name  # type: ignore[misc]
-        self.limits = inner.limits
-        self.needs_hidden = inner.needs_hidden  # type: ignore[misc]
         self._decisions: dict[int, list[Decision]] = {}
 
     def taken(self, request: int) -> list[Decision]:
         """What was written down of a request, for each of its emitted tokens; forgotten here from now on."""
         return self._decisions.pop(request, [])
 
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        """Those of the inner drafter."""
-        return self._inner.kinds
-
-    def check(self, target: LanguageModel) -> None:
-        """As the inner drafter."""
-        self._inner.check(target)
-
     def begin(self, request: DraftRequest) -> None:
         """As the inner drafter."""
         self._decisions[request.id] = []
-        self._inner.begin(request)
-
-    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Those of the inner drafter."""
-        return self._inner.size_plans(params)
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """As the inner drafter."""
-        return self._inner.propose(batch, budgets, noise)
+        super().begin(request)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Write down what the tokens of a step hung on, and go on as the inner drafter."""
@@ -117,11 +92,7 @@ class RecordingDrafter(Drafter):
                 self._decisions[request.id].extend(_decisions(outcome, next(given, None)))
         if self._rule is not None:
             self._rule.given.clear()
-        self._inner.observe(batch, outcomes)
-
-    def end(self, request: DraftRequest) -> None:
-        """As the inner drafter."""
-        self._inner.end(request)
+        super().observe(batch, outcomes)
 
 
 def _decisions(outcome: StepOutcome, laws: Tensor | None) -> list[Decision]:
