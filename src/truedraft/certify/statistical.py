@@ -21,7 +21,7 @@ _JOINT = 0.25
 _SHOWN = 5
 _ENOUGH = 0.06
 """Total variation that must be detectable: controls are to be three times as large, and few reach more than 0.2."""
-_PATIENCE = 4.0
+_PATIENCE = 10.0
 """So many times its time sampling may take where that is not reached."""
 
 
