@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def says(error: TruedraftError, *words: str) -> None:
     """One line that holds these words, without anything of a traceback."""
     message = str(error)
     assert "\n" not in message
-    assert len(message) < 400, message
+    # How deep a test's folder lies is not the message's doing.
+    assert len(re.sub(r"/\S*/", "/", message)) < 400, message
     for word in words:
         assert word in message
 
