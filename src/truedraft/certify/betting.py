@@ -26,7 +26,7 @@ _SUMMING = 2e-5
 POWER = 0.99
 """A smallest detectable deviation is found with this probability."""
 _ROUNDS = 8
-_POWER_SIGMAS = 2.3263478740408408  # of the normal distribution, for POWER
+POWER_SIGMAS = 2.3263478740408408  # of the normal distribution, for POWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TestResult:
         needed = min(target / stake + stake * self.variance / 2 for stake in _STAKES if stake > 0)
         excess, variance = 0.0, self.variance
         for _ in range(_ROUNDS):
-            excess = (needed + _POWER_SIGMAS * math.sqrt(variance)) / self.tokens
+            excess = (needed + POWER_SIGMAS * math.sqrt(variance)) / self.tokens
             # Moved probabilities vary otherwise: p (1 - p) grows by the excess at most, and never beyond 1/4.
             variance = max(self.variance, min(self.tokens / 4, self.variance + excess * self.tokens))
         return min(1.0, excess + self.allowance)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from truedraft.certify.clock import Deadline
 from truedraft.certify.directions import Scored
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.recording import Decision
-from truedraft.certify.sampling_runs import check_sound
+from truedraft.certify.sampling_runs import TOKENS, check_sound, open_ended
 from truedraft.certify.scoring import plain_laws
 from truedraft.certify.stack import Stack
 from truedraft.certify.statistical import Sampling
 from truedraft.core.divergence import Divergence
 from truedraft.core.sampling import SamplingParams
 
-_TOKENS = 64
 _SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
 _UNKNOWN = Decision(0, None, ())
 
@@ -81,7 +80,8 @@ def divergence_findings(
     deadline = Deadline(seconds)
     for first in itertools.count(seed, batch):
         asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
-        options = [_open_ended(params, first + i, stack.target.context_length - len(p)) for i, p in enumerate(asked)]
+        room = stack.target.context_length
+        options = [open_ended(params, first + i, min(TOKENS, room - len(p))) for i, p in enumerate(asked)]
         answers = engine.generate(asked, options)
         for answer in answers:
             check_sound(answer.finish_reason, answer.error, answer.warnings)
@@ -96,11 +96,6 @@ def divergence_findings(
     if not found:
         return [_unmeasured()]
     return [_measured(found), *([] if params.greedy else [_outside(sampling)])]
-
-
-def _open_ended(params: SamplingParams, seed: int, room: int) -> SamplingParams:
-    length = min(_TOKENS, room)
-    return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def _measured(found: Sequence[Divergence]) -> Finding:

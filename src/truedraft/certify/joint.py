@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from truedraft.certify.betting import POWER_SIGMAS
 from truedraft.certify.clock import Deadline
 from truedraft.certify.delegating import ReducedModel
 from truedraft.certify.sampling_runs import check_sound
@@ -35,7 +36,6 @@ _LEAST_ANSWERS = 256
 _PROMPT = 8
 _CANDIDATES = 16
 _FINALISTS = 3
-_POWER_SIGMAS = 2.3263478740408408  # for the same power as `betting.POWER`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class JointResult:
         least, most = 0.0, 10.0 * critical + 1000.0
         for _ in range(60):
             middle = (least + most) / 2
-            reached = freedom + middle - _POWER_SIGMAS * math.sqrt(2 * (freedom + 2 * middle))
+            reached = freedom + middle - POWER_SIGMAS * math.sqrt(2 * (freedom + 2 * middle))
             least, most = (least, middle) if reached >= critical else (middle, most)
         return min(1.0, math.sqrt(most / (4 * self.answers)))
 

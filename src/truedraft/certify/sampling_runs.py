@@ -14,7 +14,7 @@ from truedraft.core.sampling import SamplingParams
 from truedraft.errors import DrafterError, ModelError
 from truedraft.models.base import LanguageModel
 
-_TOKENS = 64
+TOKENS = 64
 """Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
 _BEGINNING = 16
 _SEEDS = 1 << 63
@@ -31,7 +31,7 @@ def scored_answers(
     judge: LanguageModel | None = None,
     first_seed: int = 0,
     records_laws: bool = False,
-    length: int = _TOKENS,
+    length: int = TOKENS,
 ) -> Iterator[list[Scored]]:
     """Answer the prompts in turn, over and over, each time with another seed; one batch of requests after another.
 
@@ -58,7 +58,7 @@ def scored_answers(
         requests = [
             engine.submit(
                 prompt,
-                _open_ended(params, (first + place) % _SEEDS, min(length, stack.target.context_length - len(prompt))),
+                open_ended(params, (first + place) % _SEEDS, min(length, stack.target.context_length - len(prompt))),
             )
             for place, prompt in enumerate(asked)
         ]
@@ -86,7 +86,7 @@ def _cut(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(prompt) if i % _WHOLE == 0 else list(prompt)[:_BEGINNING] for i, prompt in enumerate(prompts)]
 
 
-def _open_ended(params: SamplingParams, seed: int, length: int) -> SamplingParams:
+def open_ended(params: SamplingParams, seed: int, length: int) -> SamplingParams:
     """The user's options for an answer that ends by its length alone."""
     return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
 
