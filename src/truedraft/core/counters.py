@@ -26,6 +26,8 @@ class Counters:
             each leaf; `draft_tokens` is what is left of them because shared prefixes are merged.
         divergence: how far the emitted tokens' laws were from the target's, where a lossy rule judged; None where
             every token was emitted losslessly.
+        stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
+            or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
     """
 
     target_calls: int = 0
@@ -38,11 +40,15 @@ class Counters:
     tried_per_position: list[int] = field(default_factory=list)
     listed_tokens: int = 0
     divergence: Divergence | None = None
+    stop_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Emitted tokens per target call, the recovered or bonus token included (tau); 0 before any call."""
-        return self.emitted_tokens / self.target_calls if self.target_calls else 0.0
+        """Tokens per target call, the recovered or bonus token included (tau); 0 before any call.
+
+        The tokens that ended the answer count as well, for a call gave them, so that plain decoding has exactly 1.
+        """
+        return (self.emitted_tokens + self.stop_tokens) / self.target_calls if self.target_calls else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -107,6 +113,7 @@ class Counters:
             _sum(self.tried_per_position, other.tried_per_position),
             self.listed_tokens + other.listed_tokens,
             _sum_known(self.divergence, other.divergence),
+            self.stop_tokens + other.stop_tokens,
         )
 
 

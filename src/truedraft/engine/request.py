@@ -107,8 +107,10 @@ class Request:
         tokens: list[int] = []
         text: list[str] = []
         prefill = self.emitted == 0
+        ended_by_id = False
         for token in verdict.tokens:
-            if token in self._stop_ids:
+            ended_by_id = token in self._stop_ids
+            if ended_by_id:
                 self.finish_reason = "stop"
                 break
             tokens.append(token)
@@ -128,6 +130,7 @@ class Request:
             self.counters.prefill_tokens += len(tokens)
         else:
             self.counters.count_call(proposed, depth, accepted, len(tokens), rejected=rejected)
+            self.counters.stop_tokens += ended_by_id
         if tokens and self._first_token is None:
             self._first_token = time.perf_counter()
         self.tokens.extend(tokens)
@@ -163,6 +166,7 @@ class Request:
         prefill = 1 if behind and kept == 0 else 0
         self.counters.prefill_tokens -= prefill
         self.counters.emitted_tokens -= len(behind) - prefill
+        self.counters.stop_tokens += len(behind) - prefill
         self.counters.accepted_tokens -= behind.count(Origin.ACCEPTED)
         if behind and self.divergences:
             del self.divergences[kept:]
