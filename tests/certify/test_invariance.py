@@ -101,6 +101,7 @@ class CrossedProposals(DraftModel):
             self._states[request.id].rollback(0)
 
 
+@pytest.mark.plants_failures
 def test_proposals_of_a_neighbour_change_sampled_tokens_but_not_coupled_ones() -> None:
     """A neighbour's proposal is judged exactly, so coupled answers stay; sampled ones depend on who sits beside."""
     crossed = CrossedProposals(markov(0, astray=1.0), 3)

@@ -95,8 +95,8 @@ def test_positions_add_up(each: list) -> None:
 
 
 def test_all_fields_are_summed() -> None:
-    one = Counters(1, 2, 3, 4, 5, 6, [7], [8, 9], stop_tokens=10)
-    assert one + one == Counters(2, 4, 6, 8, 10, 12, [14], [16, 18], stop_tokens=20)
+    one = Counters(1, 2, 3, 4, 5, 6, [7], [8, 9], 10, 11, stop_tokens=12)
+    assert one + one == Counters(2, 4, 6, 8, 10, 12, [14], [16, 18], 20, 22, stop_tokens=24)
     assert one + Counters() == one
     assert sum([one, one], Counters()) == one + one
 

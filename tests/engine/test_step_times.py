@@ -185,6 +185,7 @@ def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> No
     assert sum(step.total_s for step in steps) <= whole
 
 
+@pytest.mark.plants_failures
 def test_a_step_that_fails_for_all_is_told_of_for_each_that_is_tried_alone(target: MarkovModel) -> None:
     """The forward of the pack fails; then one request runs, and the other fails by itself."""
 

@@ -24,6 +24,8 @@ class Counters:
         tried_per_position: how often a path reached the k-th drafted position.
         listed_tokens: tokens that the paths of the proposed trees would come to as a plain list, from the root to
             each leaf; `draft_tokens` is what is left of them because shared prefixes are merged.
+        recoveries: how often a step or a proposal failed for several requests together and was done again for this
+            one alone. The answer is none the worse, but something is broken and slow; it is 0 where nothing is.
         divergence: how far the emitted tokens' laws were from the target's, where a lossy rule judged; None where
             every token was emitted losslessly.
         stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
@@ -39,6 +41,7 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
     tried_per_position: list[int] = field(default_factory=list)
     listed_tokens: int = 0
+    recoveries: int = 0
     divergence: Divergence | None = None
     stop_tokens: int = 0
 
@@ -112,6 +115,7 @@ class Counters:
             _sum(self.accepted_per_position, other.accepted_per_position),
             _sum(self.tried_per_position, other.tried_per_position),
             self.listed_tokens + other.listed_tokens,
+            self.recoveries + other.recoveries,
             _sum_known(self.divergence, other.divergence),
             self.stop_tokens + other.stop_tokens,
         )

@@ -12,6 +12,7 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import DrawKind, Proposal, check_draws
 from truedraft.core.trees import TokenTree
 from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
 
@@ -35,12 +36,14 @@ class Drafting:
         drafter: any drafter.
         controller: decides the budgets.
         vocab_size: token ids that exist.
+        failures: is told what failed.
     """
 
-    def __init__(self, drafter: Drafter, controller: Controller, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, controller: Controller, vocab_size: int, failures: Failures) -> None:
         self._drafter = drafter
         self._controller = controller
         self._vocab_size = vocab_size
+        self._failures = failures
 
     def begin(self, request: Request) -> None:
         """Tell the drafter that a request starts."""
@@ -71,14 +74,23 @@ class Drafting:
         if asked:
             try:
                 made = self._ask(asked, unseen)
-            except Exception:
-                # Whose fault it was shows when each request is asked for alone.
-                for each in asked:
-                    try:
-                        made |= self._ask([each], unseen)
-                    except Exception as error:
-                        self._give_up(each.request, error)
+            except Exception as error:
+                made = self._ask_alone(asked, unseen, error)
         return [made.get(request.id, Proposal.empty()) for request in batch]
+
+    def _ask_alone(self, asked: Sequence[_Asked], unseen: bool, error: Exception) -> dict[int, Proposal]:
+        """What can still be had after a failure: whose fault it was shows when each request is asked for alone."""
+        if len(asked) == 1:
+            self._give_up(asked[0].request, error)
+            return {}
+        self._failures.asked_again([each.request for each in asked], f"drafter {self._drafter.name!r}", error)
+        made: dict[int, Proposal] = {}
+        for each in asked:
+            try:
+                made |= self._ask([each], unseen)
+            except Exception as own:
+                self._give_up(each.request, own)
+        return made
 
     def _budget(self, request: Request, requests: int) -> Budget:
         if request.undrafted or request.uncached > 1 or request.emitted == 0:
@@ -160,14 +172,10 @@ class Drafting:
         try:
             self._drafter.end(request.draft)
         except Exception as error:
-            request.warnings.append(f"drafter {self._drafter.name!r} failed at the end of the request ({_told(error)})")
+            request.warnings.append(f"drafter {self._drafter.name!r} failed at the end of the request ({told(error)})")
 
     def _give_up(self, request: Request, error: Exception, who: str | None = None) -> None:
         request.undrafted = True
         request.warnings.append(
-            f"{who or f'drafter {self._drafter.name!r}'} failed ({_told(error)}); the answer went on undrafted"
+            f"{who or f'drafter {self._drafter.name!r}'} failed ({told(error)}); the answer went on undrafted"
         )
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.drafters.none import NoDrafter
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.drafting import Drafting
+from truedraft.engine.failures import Failures
 from truedraft.engine.prompts import encode_prompt
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
@@ -61,7 +62,8 @@ class Engine:
         self.rule = rule if rule is not None else SpeculativeSampling()
         self.drafter.check(target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
-        self._drafting = Drafting(self.drafter, controller or FixedBudget(), target.vocab_size)
+        self._failures = Failures()
+        self._drafting = Drafting(self.drafter, controller or FixedBudget(), target.vocab_size, self._failures)
         coupled = coupled_rule if coupled_rule is not None else CoupledSampling()
         self._step = Step(target, self.rule, self._drafting, self.drafter.needs_hidden, coupled)
         if max_batch < 1:
@@ -205,9 +207,10 @@ class Engine:
                 if batch[0].finish_reason is None:
                     batch[0].fail(_as_ours(error))
                 return
-            for request in batch:
-                if request.finish_reason is None:
-                    self._run([request])
+            left = [request for request in batch if request.finish_reason is None]
+            self._failures.asked_again(left, "the step", error)
+            for request in left:
+                self._run([request])
             return
         if self.on_step is not None:
             self.on_step(times)

@@ -1,0 +1,97 @@
+"""A failure that the engine gets over is counted and told once; see also the fixture for all tests in conftest.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from truedraft import Engine, SamplingParams
+from truedraft.engine import Answer
+from truedraft.models.base import ForwardOutput
+from truedraft.testing import MarkovModel, ScriptedDrafter
+
+VOCAB = 8
+PROMPTS = [[3, 1], [1, 1], [2, 5]]
+PARAMS = SamplingParams(max_tokens=9)
+
+
+class Together(ScriptedDrafter):
+    """Fails whenever it is asked for several requests at once, as one whose catch-up is broken may."""
+
+    failed = 0
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        if len(batch) > 1:
+            self.failed += len(batch)
+            raise RuntimeError("out of place")
+        return super().propose(batch, budgets, noise)
+
+
+class Fails(MarkovModel):
+    """Its second forward fails, and every one that a predicate names."""
+
+    def __init__(self, broken: Callable[[int], bool]) -> None:
+        super().__init__(MarkovModel.random(VOCAB, seed=1).laws)
+        self.calls = 0
+        self._broken = broken
+
+    def forward(self, segments) -> ForwardOutput:  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self._broken(self.calls):
+            raise RuntimeError("out of memory")
+        return super().forward(segments)
+
+
+def engine_told(engine: Engine) -> tuple[list[Answer], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        answers = engine.generate(PROMPTS, PARAMS)
+    return answers, [str(warning.message) for warning in caught]
+
+
+def plain() -> list[list[int]]:
+    return [answer.token_ids for answer in Engine(MarkovModel.random(VOCAB, seed=1)).generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.plants_failures
+def test_proposals_asked_for_again_are_counted_for_each_request_and_told_once() -> None:
+    drafter = Together(lambda tokens: [[5]], depth=1)
+    answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), drafter))
+    assert [answer.token_ids for answer in answers] == plain()
+    assert sum(answer.stats.recoveries for answer in answers) == drafter.failed
+    assert min(answer.stats.recoveries for answer in answers) > 1
+    assert all(answer.stats.draft_tokens >= answer.stats.recoveries for answer in answers)  # alone it was answered
+    assert len(told) == 1
+    assert "drafter 'scripted' failed for 3 requests together (RuntimeError: out of place)" in told[0]
+    assert all(answer.warnings == () for answer in answers)  # nothing happened to the answers
+
+
+@pytest.mark.plants_failures
+def test_a_step_done_again_is_counted_and_told_once() -> None:
+    answers, told = engine_told(Engine(Fails(lambda call: call in (2, 7))))
+    assert [answer.token_ids for answer in answers] == plain()
+    assert [answer.stats.recoveries for answer in answers] == [2, 2, 2]
+    assert len(told) == 1
+    assert "the step failed for 3 requests together (RuntimeError: out of memory)" in told[0]
+
+
+def test_one_request_alone_is_not_asked_again() -> None:
+    class Broken(ScriptedDrafter):
+        asked = 0
+
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            self.asked += 1
+            raise RuntimeError("no idea")
+
+    drafter = Broken(lambda tokens: [])
+    answer = Engine(MarkovModel.random(VOCAB, seed=1), drafter).generate(PROMPTS[0], PARAMS)
+    assert answer.token_ids == plain()[0]
+    assert (drafter.asked, answer.stats.recoveries, len(answer.warnings)) == (1, 0, 1)
+
+
+def test_nothing_is_counted_where_nothing_fails() -> None:
+    answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), ScriptedDrafter(lambda tokens: [[5]])))
+    assert sum(answer.stats.recoveries for answer in answers) == 0
+    assert told == []
