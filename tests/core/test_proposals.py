@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.proposals import Draw, DrawKind, Proposal, merge
+from truedraft.core.proposals import Draw, DrawKind, LawCheck, Proposal, merge
 from truedraft.core.trees import TokenTree, TreeShape
 
 VOCAB = 4
@@ -172,3 +172,41 @@ def test_a_slot_for_the_root_and_for_each_node() -> None:
         Proposal(TREE, ((), ()))
     repeated = Proposal(TREE, ((Draw(0, 0, IND), Draw(1, 0, IND), Draw(0, 0, IND)), (), ()), LAWS)
     repeated.check()  # two draws may name one child
+
+
+def law_faults(*proposals: Proposal) -> dict[int, set[int]]:
+    check = LawCheck(proposals, torch.device("cpu"))
+    return check.unsound([each.flatten().tolist() for each in check.wanted])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_laws_are_checked_within_what_rounding_explains(dtype: torch.dtype) -> None:
+    """Over a vocabulary as large as any; half precision rounds each entry to three decimals or less."""
+    logits = torch.randn(3, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
+    laws = torch.softmax(logits, dim=-1).to(dtype)
+    chain = Proposal.chain(laws.argmax(dim=-1), laws)
+    wrong = laws.clone()
+    wrong[1] *= 1.02
+    assert law_faults(chain, chain) == {}
+    assert law_faults(chain, Proposal(chain.tree, chain.draws, wrong)) == {1: {1}}
+
+
+def test_draws_of_a_tree_are_checked_by_the_laws_they_name() -> None:
+    """Nodes 0 and 1 at the root come from law 1, node 2 below node 0 from law 0; law 2 is named by a coupled draw."""
+    laws = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8], [7.0, 7.0, 7.0]])
+    kind = DrawKind.WITHOUT_REPLACEMENT
+    draws = (
+        (Draw(0, 1, kind), Draw(1, 1, kind)),
+        (Draw(2, 0, kind),),
+        (Draw(3, 2, DrawKind.COUPLED),),
+        (),
+        (),
+    )
+    for tokens, expected in (([0, 2, 1, 0], {}), ([0, 1, 1, 0], {0: {0}}), ([0, 2, 2, 0], {0: {1}})):
+        proposal = Proposal(TokenTree.of_ids(tokens, TreeShape((-1, -1, 0, 1))), draws, laws)
+        proposal.check()
+        assert law_faults(proposal) == expected
+    without = proposal.without_draws({1})
+    assert without.draws == (draws[0], (), *draws[2:]) and without.tree is proposal.tree
+    assert law_faults(without) == {}
+    assert law_faults(Proposal.empty()) == {}

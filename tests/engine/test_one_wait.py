@@ -34,7 +34,7 @@ from truedraft.models.fastest import fastest_body
 from truedraft.models.graphs import GraphBody
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import ScriptedDrafter
-from truedraft.verification import Rule, SpeculativeSampling
+from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
@@ -359,6 +359,32 @@ def test_a_draft_without_a_law_drafts_stand_ins_that_are_judged_exactly() -> Non
         answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4)), [SAMPLED] * 3)
     assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
     assert set(standin.fetches) == {1}
+
+
+class FalseLaws(DraftModel):
+    """Says of one request, once its text is long enough, that it drew from laws that are none."""
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        made = super().propose(batch, budgets, noise)
+        return [
+            Proposal(own.tree, own.draws, own.laws * torch.nan)
+            if own.laws is not None and list(request.tokens[:3]) == PROMPT_IDS[1][:3] and len(request.tokens) > 42
+            else own
+            for request, own in zip(batch, made, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
+def test_laws_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
+    target = model()
+    sound = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), rule), [SAMPLED] * 3))
+    expected = told(answers_of(Engine(target, FalseLaws(model(noise=0.1), 3), rule), [SAMPLED] * 3))
+    with standing_in() as standin:
+        answers = answers_of(Engine(target, FalseLaws(model(noise=0.1), 3), rule), [SAMPLED] * 3)
+    assert told(answers) == expected
+    assert expected[::2] == sound[::2]
+    assert answers[1].finish_reason == "length" and "no distributions" in answers[1].warnings[0]
+    assert sorted(standin.fetches)[-2:] == [1, 2]  # one proposal was judged again
 
 
 def test_the_standin_notices_other_reads() -> None:

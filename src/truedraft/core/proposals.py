@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.core.trees import TokenTree, TreeShape
 
 
@@ -66,6 +67,11 @@ class Proposal:
         """The kinds of draws that occur."""
         return frozenset(draw.kind for draws in self.draws for draw in draws)
 
+    def without_draws(self, slots: Collection[int]) -> Proposal:
+        """The same tree, without the draws of some slots: their nodes stay, but no rule looks at them."""
+        draws = tuple(() if slot in slots else own for slot, own in enumerate(self.draws))
+        return Proposal(self.tree, draws, self.laws)
+
     @classmethod
     def empty(cls) -> Proposal:
         """Guess nothing: the step is plain decoding."""
@@ -116,6 +122,62 @@ def _deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
 @lru_cache(maxsize=4096)
 def _candidate(child: int) -> Draw:
     return Draw(child, -1, DrawKind.DETERMINISTIC)
+
+
+_ROUNDING = 1e-4
+"""How far the sum of a law in single precision may lie from 1; half precision adds its own unit."""
+
+
+class LawCheck:
+    """Whether draws could have been made from the laws they name: what a rule trusts, worked out on the laws' device.
+
+    Draws of other kinds are judged without a law, so theirs is not looked at; nor is one that no draw names.
+
+    Args:
+        proposals: at least one with laws, all over one vocabulary; ids outside it count as their nearest in it.
+        device: where the laws are brought together.
+
+    Attributes:
+        wanted: what the host must read: the sums and least entries of the laws, and the drawn tokens' entries.
+    """
+
+    def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
+        self._drawn: list[tuple[int, int, int]] = []  # proposal, slot, and row of all laws, of each draw from a law
+        nodes: list[int] = []
+        tables, tokens = [], []
+        first_row = first_node = 0
+        for number, proposal in enumerate(proposals):
+            if proposal.laws is None:
+                continue
+            for slot, draws in enumerate(proposal.draws):
+                for draw in draws:
+                    if draw.kind is DrawKind.INDEPENDENT or draw.kind is DrawKind.WITHOUT_REPLACEMENT:
+                        self._drawn.append((number, slot, first_row + draw.law))
+                        nodes.append(first_node + draw.child)
+            tables.append(proposal.laws.to(device))
+            tokens.append(proposal.tree.tokens.to(device))
+            first_row += len(proposal.laws)
+            first_node += len(proposal.tree)
+        self.wanted: Sequence[Tensor] = ()
+        if not self._drawn:
+            return
+        laws, ids = (each[0] if len(each) == 1 else torch.cat(each) for each in (tables, tokens))
+        places = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
+        given = laws[places[0], ids[places[1]].clamp_(0, laws.shape[-1] - 1)]
+        self._slack = _ROUNDING + (torch.finfo(laws.dtype).eps if laws.is_floating_point() else 0.0)
+        # Of a law with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
+        self.wanted = laws.sum(dim=-1, dtype=torch.promote_types(laws.dtype, torch.float32)), laws.amin(dim=-1), given
+
+    def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
+        """From the numbers in `wanted`: for each proposal with such draws the slots whose draws were not so made."""
+        found: dict[int, set[int]] = {}
+        if not self._drawn:
+            return found
+        sums, least, given = numbers
+        for (proposal, slot, row), mass in zip(self._drawn, given, strict=True):
+            if not (abs(sums[row] - 1.0) <= self._slack and least[row] >= 0.0 and mass > 0.0):
+                found.setdefault(proposal, set()).add(slot)
+        return found
 
 
 _EMPTY = Proposal(TokenTree.empty(), ((),))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn, overload
 
 from torch import Tensor
 
@@ -17,19 +17,63 @@ from truedraft.drafters.size_plans import SizePlan
 from truedraft.models.base import LanguageModel
 
 
-@dataclass(eq=False, slots=True)
+class TokenView(Sequence[int]):
+    """A text that somebody else owns and grows: read like a list, never changed. A slice of it is a list of its own.
+
+    Args:
+        tokens: is looked at, not copied.
+    """
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        return self._tokens[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    def __add__(self, more: Sequence[int]) -> list[int]:
+        return [*self._tokens, *more]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._tokens == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._tokens)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("request.tokens is the engine's and cannot be changed; take a copy, list(request.tokens)")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class DraftRequest:
     """What a drafter sees of a request; the engine owns and grows it.
 
     Attributes:
         id: unique in its engine.
         params: sampling options.
-        tokens: prompt and answer so far; all but the last are in the target's cache.
+        tokens: prompt and answer so far, to be read only; all but the last are in the target's cache.
     """
 
     id: int
     params: SamplingParams
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +101,11 @@ class Drafter(ABC):
     The engine calls `begin` once for each request, then for each step `propose` and `observe` with all requests that
     took part, then `end`. A part of a prompt is a step with an empty proposal, and `observe` follows it too.
 
+    What it raises costs no answer: a request that it fails for goes on undrafted. If `propose` fails for several
+    requests together, each is asked for alone. If `observe` does, what it noted of them is unknown, so for each of them
+    `end` and `begin` are called, the latter with prompt and answer so far in `request.tokens`, and then `observe` with
+    the step's outcome alone. So `begin` may come in the middle of an answer, and what was observed before it is gone.
+
     Attributes:
         name: for reports.
         limits: upper limits on what it proposes; a controller decides within them.
@@ -80,7 +129,7 @@ class Drafter(ABC):
         """
 
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
-        """A request starts; its prompt is in `request.tokens`."""
+        """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
         """Sizes to choose from by measuring, for requests with such options.
@@ -97,6 +146,9 @@ class Drafter(ABC):
 
         Whether a draw exists may depend on tokens already in the proposal, never on the token that it draws
         (DESIGN section 2, predictable choice).
+
+        Laws that draws name are distributions (finite, not negative, sum 1) and give something to each token drawn;
+        other draws are not judged, and their request goes on undrafted. A law that no draw names may hold anything.
         """
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from truedraft.control import Controller, Observation
 from truedraft.core.budget import NO_DRAFT, Budget
@@ -131,8 +133,15 @@ class Drafting:
         if not kinds <= asked.judges:
             names = ", ".join(sorted(kind.value for kind in kinds - asked.judges))
             raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
-        if proposal.laws is not None and proposal.laws.shape[-1] != vocab:
-            raise DrafterError(f"drafter {name!r} drew from laws over {proposal.laws.shape[-1]} ids; there are {vocab}")
+        laws = proposal.laws
+        if laws is not None and (laws.shape[1:] != (vocab,) or not laws.is_floating_point()):
+            raise DrafterError(
+                f"drafter {name!r} drew from laws of {laws.dtype} and shape {tuple(laws.shape)}; they are floats of "
+                f"[laws, {vocab}]"
+            )
+        if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
+            shape = tuple(tree.tokens.shape)
+            raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
 
     def _check_ids(self, tree: TokenTree) -> None:
         ids, last = tree.token_list, self._vocab_size - 1
@@ -148,6 +157,24 @@ class Drafting:
             return False
         return True
 
+    def disown(self, request: Request, proposal: Proposal, slots: Collection[int]) -> Proposal:
+        """Take out draws that were not made as the proposal says, and give the request up.
+
+        What lies above them stays: to drop it because of what was drawn there would bend the law of the answer.
+
+        Args:
+            request: is not drafted for again.
+            proposal: of the request.
+            slots: whose draws are taken out.
+        """
+        depth = min((0, *proposal.tree.shape.depths)[slot] for slot in slots) + 1
+        error = DrafterError(
+            f"the laws of draws at depth {depth} are no distributions (finite, not negative, sum 1), or give nothing "
+            "to the token drawn"
+        )
+        self._give_up(request, error)
+        return proposal.without_draws(slots)
+
     def observe(
         self, batch: Sequence[Request], outcomes: Sequence[StepOutcome], draft_s: float, target_s: float
     ) -> None:
@@ -155,17 +182,32 @@ class Drafting:
         drafted = [i for i, request in enumerate(batch) if not request.undrafted]
         if not drafted:
             return
+        self._observe([(batch[i], outcomes[i]) for i in drafted])
+        step = Counters()
+        for i in drafted:
+            nodes, depth = len(outcomes[i].proposal.tree), outcomes[i].proposal.tree.shape.depth
+            accepted = len(outcomes[i].path)
+            step.count_call(nodes, depth, accepted, len(outcomes[i].tokens), rejected=accepted < depth)
         try:
-            self._drafter.observe([batch[i].draft for i in drafted], [outcomes[i] for i in drafted])
-            step = Counters()
-            for i in drafted:
-                nodes, depth = len(outcomes[i].proposal.tree), outcomes[i].proposal.tree.shape.depth
-                accepted = len(outcomes[i].path)
-                step.count_call(nodes, depth, accepted, len(outcomes[i].tokens), rejected=accepted < depth)
             self._controller.observe(step, draft_s, target_s)
         except Exception as error:
             for i in drafted:
-                self._give_up(batch[i], error)
+                self._give_up(batch[i], error, "the controller")
+
+    def _observe(self, seen: Sequence[tuple[Request, StepOutcome]]) -> None:
+        try:
+            self._drafter.observe([request.draft for request, _ in seen], [outcome for _, outcome in seen])
+        except Exception as error:
+            if len(seen) == 1:
+                self._give_up(seen[0][0], error)
+                return
+            self._failures.asked_again([request for request, _ in seen], f"drafter {self._drafter.name!r}", error)
+            for request, outcome in seen:
+                # What was noted of whom is unknown, so the drafter forgets them all.
+                self.end(request)
+                self.begin(request)
+                if not request.undrafted:
+                    self._observe([(request, outcome)])
 
     def end(self, request: Request) -> None:
         """Tell the drafter that a request is over."""

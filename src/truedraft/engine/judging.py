@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.laws import finite_rows
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
+from truedraft.core.proposals import LawCheck, Proposal
 from truedraft.core.verdicts import Verdict
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.request import Request
@@ -54,7 +54,23 @@ class Part:
 
 
 class Judging(ABC):
-    """From logits to verdicts. Logits that are no numbers concern only requests whose verdict comes by them."""
+    """From logits to verdicts. Logits that are no numbers concern only requests whose verdict comes by them.
+
+    Draws that were not made as their proposal says are not judged; see `LawCheck`.
+
+    Args:
+        drafting: is told of drafted ids that turn out not to exist, and of such draws.
+    """
+
+    def __init__(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+
+    def _drop_unsound(self, parts: Sequence[Part], unsound: Mapping[int, Collection[int]]) -> list[Part]:
+        """Take draws out of the proposals of some of the parts, given by number; returns these parts."""
+        dropped = [parts[number] for number in unsound]
+        for part, slots in zip(dropped, unsound.values(), strict=True):
+            part.proposal = self._drafting.disown(part.request, part.proposal, slots)
+        return dropped
 
     @abstractmethod
     def before_laws(self, parts: Sequence[Part], logits: Tensor) -> Tensor:
@@ -85,6 +101,10 @@ class LookingAsItGoes(Judging):
 
     def judge(self, by_rule: Mapping[Rule, Sequence[Part]]) -> None:
         """See `Judging.judge`."""
+        drafted = [part for group in by_rule.values() for part in group if part.proposal.laws is not None]
+        if drafted:
+            check = LawCheck([part.proposal for part in drafted], _device(drafted))
+            self._drop_unsound(drafted, check.unsound([each.tolist() for each in check.wanted]))
         for rule, parts in by_rule.items():
             verdicts = rule.verify(*_asked(parts))
             for part, verdict in zip(parts, verdicts, strict=True):
@@ -97,13 +117,7 @@ class ReadingOnce(Judging):
     """For a device, where each look waits: everything that may matter is worked out there and read in one transfer.
 
     Rules that cannot say beforehand what they need (`DeferredRule.defers`) are asked afterwards, and wait on their own.
-
-    Args:
-        drafting: is told of drafted ids that turn out not to exist.
     """
-
-    def __init__(self, drafting: Drafting) -> None:
-        self._drafting = drafting
 
     def before_laws(self, parts: Sequence[Part], logits: Tensor) -> Tensor:
         """See `Judging.before_laws`. A row that gives no law is made one that gives the one-hot law of token 0."""
@@ -125,20 +139,24 @@ class ReadingOnce(Judging):
         deferred = {rule: rule.prepare(*_asked(group)) for rule, group in by_rule.items() if _defers(rule)}
         unknown = [part for part in parts if not part.proposal.tree.is_known]
         flags = [part.sound for part in parts if part.sound is not None]
-        wanted = [*flags, *(part.proposal.tree.tokens for part in unknown)]
+        check = LawCheck([part.proposal for part in parts], _device(parts))
+        wanted = [*flags, *check.wanted, *(part.proposal.tree.tokens for part in unknown)]
         for prepared in deferred.values():
             wanted.extend(prepared.wanted)
         numbers = iter(transfers.fetch(wanted))
         for part in parts:
             part.broken = frozenset(slot for slot, sound in enumerate(next(numbers)) if not sound)
+        unsound = check.unsound([next(numbers) for _ in check.wanted])
         refused = [part for part in unknown if not self._learn(part, next(numbers))]
+        known = {number: slots for number, slots in unsound.items() if parts[number] not in refused}
+        refused += self._drop_unsound(parts, known)
         for rule, group in by_rule.items():
             if rule in deferred:
                 verdicts = deferred[rule].conclude([next(numbers) for _ in deferred[rule].wanted])
             else:
                 verdicts = rule.verify(*_asked(group))
             for part, verdict in zip(group, verdicts, strict=True):
-                # What was judged with ids that do not exist is judged again, as if nothing had been drafted.
+                # What was judged with ids that do not exist, or with draws that were dropped, is judged again.
                 part.verdict = rule.verify(*_asked([part]))[0] if part in refused else verdict
 
     def _learn(self, part: Part, ids: Sequence[float]) -> bool:
@@ -149,6 +167,12 @@ class ReadingOnce(Judging):
         assert part.laws is not None
         part.proposal, part.laws = Proposal.empty(), part.laws[:1]
         return False
+
+
+def _device(parts: Sequence[Part]) -> torch.device:
+    """Where the parts' laws lie."""
+    assert parts[0].laws is not None
+    return parts[0].laws.device
 
 
 def _defers(rule: Rule) -> TypeGuard[DeferredRule]:

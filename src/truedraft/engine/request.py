@@ -13,7 +13,7 @@ from truedraft.core.divergence import Divergence, TokenDivergence
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.verdicts import Origin, Verdict
-from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
@@ -42,7 +42,8 @@ class Request:
     ) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.draft = DraftRequest(next(_numbers), params, list(prompt))
+        self.tokens = list(prompt)  # prompt and answer so far
+        self.draft = DraftRequest(next(_numbers), params, TokenView(self.tokens))
         self.prompt_tokens = len(prompt)
         self.cache: RequestCache | None = None
         self.counters = Counters()
@@ -67,11 +68,6 @@ class Request:
     def id(self) -> int:
         """Unique in this process."""
         return self.draft.id
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.draft.tokens
 
     @property
     def remaining(self) -> int:

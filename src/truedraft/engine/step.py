@@ -76,7 +76,7 @@ class Step:
         self._coupled = coupled
         self._drafting = drafting
         self._keeps_hidden = keeps_hidden
-        self._judging: Judging = ReadingOnce(drafting) if transfers.waits(target.device) else LookingAsItGoes()
+        self._judging: Judging = (ReadingOnce if transfers.waits(target.device) else LookingAsItGoes)(drafting)
 
     def run(self, batch: Sequence[Request], chunks: Sequence[int]) -> StepTimes:
         """One step; each request gains tokens, a part of its prompt, or an error.

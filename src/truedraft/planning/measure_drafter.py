@@ -14,7 +14,7 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import chain_shape
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
 from truedraft.errors import DrafterError, TruedraftError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.planning.machine import wait_for
@@ -138,6 +138,7 @@ class _Rehearsal:
         self._begun = 0
         self._steps = 0
         self._request: DraftRequest | None = None
+        self._seen: list[int] = []  # its tokens
 
     def step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
         """One step; returns the proposal and the seconds that the drafter took."""
@@ -170,7 +171,8 @@ class _Rehearsal:
         self.end()
         self._begun += 1
         # The engine counts its requests up from 0; two of them may share a drafter.
-        request = DraftRequest(-self._begun, self._params, [self._text(place) for place in range(self._prompt)])
+        self._seen = [self._text(place) for place in range(self._prompt)]
+        request = DraftRequest(-self._begun, self._params, TokenView(self._seen))
         self._request = request
         self._drafter.begin(request)
         nothing = Proposal.empty()
@@ -179,7 +181,7 @@ class _Rehearsal:
         return request
 
     def _observe(self, request: DraftRequest, outcome: StepOutcome) -> float:
-        request.tokens.extend(outcome.tokens)
+        self._seen.extend(outcome.tokens)
         started = self._now()
         self._drafter.observe([request], [outcome])
         return self._now() - started

@@ -1,0 +1,225 @@
+"""What a drafter gives is checked, and what it is given it cannot spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import Budget
+from truedraft.core.laws import draw
+from truedraft.core.noise import Purpose
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.trees import TokenTree
+from truedraft.drafters import Drafter, DraftModel
+from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+
+VOCAB = 8
+PROMPTS = [[3, 1], [1, 1], [2, 5]]
+PARAMS = SamplingParams(max_tokens=15, temperature=1.0, seed=4)
+
+Spoil = Callable[[list[int], Tensor], Tensor]
+"""From the text before a draw and its law `[vocab]` to the law that is stored."""
+
+
+class Drawing(Drafter):
+    """Draws chains from even laws, and says something else of them."""
+
+    name: ClassVar[str] = "drawing"
+
+    def __init__(self, spoil: Spoil, depth: int = 3, vocab: int = VOCAB) -> None:
+        self.limits = Budget(depth)
+        self._spoil = spoil
+        self._even = torch.full((vocab,), 1 / vocab, dtype=torch.float64)
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.INDEPENDENT})
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        proposals = []
+        for request, budget, own in zip(batch, budgets, noise, strict=True):
+            text, laws = list(request.tokens), []
+            for depth in range(budget.depth):
+                uniform = torch.tensor([own.uniform(Purpose.DRAFT, depth, 0)], dtype=torch.float64)
+                laws.append(self._spoil(text, self._even.clone()))
+                text.append(int(draw(self._even[None], uniform)))
+            drawn = torch.tensor(text[len(request.tokens) :])
+            proposals.append(Proposal.chain(drawn, torch.stack(laws)) if laws else Proposal.empty())
+        return proposals
+
+
+def on_second(spoil: Callable[[Tensor], Tensor], after: int = 6) -> Spoil:
+    """Spoil the laws of the second prompt only, from some length of the text on."""
+    return lambda text, law: spoil(law) if text[:2] == PROMPTS[1] and len(text) >= after else law
+
+
+def with_entry(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda law: law.index_fill(0, torch.tensor([2]), value)
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "log probabilities": torch.log,
+    "half the mass": lambda law: law / 2,
+    "a hundredth too much": lambda law: law * 1.01,
+    "NaN": with_entry(torch.nan),
+    "infinity": with_entry(torch.inf),
+    "less than nothing": lambda law: law.clone().index_add_(
+        0, torch.tensor([2, 3]), torch.tensor([-0.2, 0.2]).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_law_that_is_none_undrafts_its_request_alone(fault: str, rule: Rule) -> None:
+    target = MarkovModel.random(VOCAB, seed=1)
+    sound = Engine(target, Drawing(lambda text, law: law), rule).generate(PROMPTS, PARAMS)
+    answers = Engine(target, Drawing(on_second(FAULTS[fault])), rule).generate(PROMPTS, PARAMS)
+    assert [(a.token_ids, a.stats, a.warnings) for a in answers[::2]] == [
+        (a.token_ids, a.stats, ()) for a in sound[::2]
+    ]
+    broken = answers[1]
+    assert (broken.finish_reason, broken.error, len(broken.token_ids)) == ("length", None, 15)
+    (warning,) = broken.warnings
+    assert "drafter 'drawing'" in warning and "no distributions" in warning and "undrafted" in warning
+    assert broken.stats.draft_tokens < sound[1].stats.draft_tokens
+
+
+def test_a_token_that_its_law_forbids_was_not_drawn_from_it() -> None:
+    """The stored law is one-hot at 7: each other token would stay for certain."""
+    target = MarkovModel.random(VOCAB, seed=1)
+    one_hot = torch.eye(VOCAB, dtype=torch.float64)[7]
+    answer = Engine(target, Drawing(lambda text, law: one_hot)).generate([3, 1], PARAMS)
+    assert "nothing to the token drawn" in answer.warnings[0]
+    assert answer.stats.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
+def test_a_law_that_breaks_below_a_drawn_token_does_not_bend_the_answer(rule: Rule) -> None:
+    """To drop the token above it, because of what was drawn there, would give 1 with 0.75 instead of 0.5."""
+    even = MarkovModel(torch.full((2, 2, 2), 0.5, dtype=torch.float64))
+    drafter = Drawing(lambda text, law: law * torch.nan if text[-1] == 0 else law, depth=2, vocab=2)
+    engine = Engine(even, drafter, rule)
+    begun = ones = 0
+    for seed in range(800):
+        # After a 1 from the prefill, so that the first law is sound.
+        answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0, seed=seed)).token_ids
+        begun += answer[0] == 1
+        ones += answer[:2] == [1, 1]
+    # About 400 answers begin with 1; more than 5 standard deviations off with probability below 1e-6.
+    assert abs(ones - begun / 2) < 5 * (begun / 4) ** 0.5
+
+
+def test_a_law_that_nobody_drew_from_may_hold_anything() -> None:
+    class Unnamed(Drawing):
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            made = super().propose(batch, budgets, noise)
+            return [
+                each
+                if each.laws is None
+                else Proposal(each.tree, each.draws, torch.cat([each.laws, each.laws[:1] * torch.nan]))
+                for each in made
+            ]
+
+    answer = Engine(MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, law: law)).generate([3, 1], PARAMS)
+    assert answer.warnings == ()
+    assert answer.stats.accepted_tokens > 0
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize(
+    ("tree", "laws", "words"),
+    [
+        (TokenTree.chain([1, 2]), torch.full((2, VOCAB + 1), 0.1), "shape (2, 9)"),
+        (TokenTree.chain([1, 2]), torch.full((2, VOCAB), 1), "torch.int64"),
+        (TokenTree(torch.tensor([1.0, 2.0]), TokenTree.chain([1, 2]).shape), torch.full((2, VOCAB), 1 / 8), "float32"),
+        (TokenTree(torch.tensor([1]), TokenTree.chain([1, 2]).shape), torch.full((2, VOCAB), 1 / 8), "of shape (1,)"),
+        (TokenTree.chain([1] * 9), torch.full((9, VOCAB), 1 / 8), "9 nodes, 9 deep"),
+    ],
+)
+def test_shapes_are_checked(tree: TokenTree, laws: Tensor, words: str) -> None:
+    class Given(Drawing):
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            whole = Proposal.chain(torch.zeros(len(tree), dtype=torch.int64), laws)
+            return [Proposal(tree, whole.draws, laws) for _ in batch]
+
+    answers = Engine(MarkovModel.random(VOCAB, seed=1), Given(lambda text, law: law)).generate(PROMPTS, PARAMS)
+    for answer in answers:
+        assert "drafter 'drawing'" in answer.warnings[0] and words in answer.warnings[0]
+        assert answer.stats.draft_tokens == 0
+
+
+@pytest.mark.parametrize("change", ["append", "insert", "delete", "set", "add", "replace"])
+def test_a_drafter_cannot_change_the_text_that_it_is_shown(change: str) -> None:
+    def spoil(request: DraftRequest) -> None:
+        tokens = request.tokens
+        {
+            "append": lambda: tokens.append(0),  # type: ignore[attr-defined]
+            "insert": lambda: tokens.insert(0, 0),  # type: ignore[attr-defined]
+            "delete": lambda: tokens.__delitem__(0),  # type: ignore[attr-defined]
+            "set": lambda: tokens.__setitem__(-1, 0),  # type: ignore[attr-defined]
+            "add": lambda: tokens.__iadd__([0]),  # type: ignore[attr-defined]
+            "replace": lambda: setattr(request, "tokens", [0]),
+        }[change]()
+
+    class Meddling(ScriptedDrafter):
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            for request in batch:
+                spoil(request)
+            return super().propose(batch, budgets, noise)
+
+    target = MarkovModel.random(VOCAB, seed=1)
+    answer = Engine(target, Meddling(lambda tokens: [[5]])).generate([3, 1], PARAMS)
+    assert answer.token_ids == Engine(target).generate([3, 1], PARAMS).token_ids
+    (warning,) = answer.warnings
+    assert "drafter 'scripted' failed" in warning
+    assert "cannot" in warning
+
+
+def test_a_view_reads_like_the_list_and_grows_with_it() -> None:
+    tokens = [5, 6, 7]
+    view = TokenView(tokens)
+    tokens.append(8)
+    assert (len(view), view[-1], view[1:3], list(view), view + tokens, 6 in view) == (
+        4,
+        8,
+        [6, 7],
+        tokens,
+        tokens * 2,
+        True,
+    )
+    assert view == tokens and view == TokenView(tokens) and view != [5] and repr(view) == "[5, 6, 7, 8]"
+    assert torch.tensor(view).tolist() == tokens  # type: ignore[arg-type]
+    view[:].append(9)
+    assert len(tokens) == 4
+
+
+@pytest.mark.plants_failures
+def test_observing_that_fails_undrafts_one_request_and_the_others_go_on_as_before() -> None:
+    """A draft model's cache is as after a fresh start, so that nothing is lost but the time to read the text again."""
+
+    class Broken(DraftModel):
+        def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
+            for request, outcome in zip(batch, outcomes, strict=True):
+                if request.tokens[:2] == PROMPTS[1] and len(request.tokens) > 7:
+                    raise RuntimeError("no idea")
+                super().observe([request], [outcome])
+
+    target = MarkovModel.random(VOCAB, seed=1)
+    sound = Engine(target, DraftModel(target, 3)).generate(PROMPTS, PARAMS)
+    draft = MarkovModel(target.laws)
+    answers = Engine(target, Broken(draft, 3)).generate(PROMPTS, PARAMS)
+    assert [answer.token_ids for answer in answers[::2]] == [answer.token_ids for answer in sound[::2]]
+    assert all(answer.stats.draft_acceptance_rate == 1.0 and answer.warnings == () for answer in answers[::2])
+    assert [answer.stats.recoveries for answer in answers] == [1, 1, 1]
+    assert "no idea" in answers[1].warnings[0]
+    assert 0 < answers[1].stats.draft_tokens < sound[1].stats.draft_tokens
+    assert draft.pool.in_use == 0
