@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.budget import MOST_NODES, NO_DRAFT, Budget, nodes_of
 from truedraft.errors import OptionError
 
 
@@ -44,3 +44,15 @@ def test_limits_out_of_range_are_refused_by_name_and_value(limits: dict) -> None
     option, value = list(limits.items())[-1]
     with pytest.raises(OptionError, match=f"{option}={value}"):
         Budget(**limits)
+
+
+def test_nodes_are_counted_before_a_tree_is_made_and_too_many_refused() -> None:
+    assert nodes_of((3, 2, 1)) == 15
+    assert nodes_of((1,) * 7) == 7
+    assert nodes_of((MOST_NODES,)) == MOST_NODES
+    for branching in ((MOST_NODES, 1), (1000, 1000, 1000), (2,) * 100_000):
+        with pytest.raises(OptionError, match="more than 1024 nodes"):
+            nodes_of(branching)
+    for branching in ((), (2, 0), (-1,)):
+        with pytest.raises(OptionError, match="1 or more each"):
+            nodes_of(branching)

@@ -57,6 +57,8 @@ def test_auto_is_the_embedded_draft_only_for_the_embedded_target(target: MarkovM
         ("draft,num_speculative_tokens", OptionError, "option=value"),
         ("draft,num_speculative_tokens=0", OptionError, "1 or more"),
         ("draft,branching=3-0", OptionError, "1 or more"),
+        ("draft,branching=1000-1000-1000", OptionError, "more than 1024 nodes"),
+        ("draft,num_speculative_tokens=1000000000", OptionError, "at most 1024"),
         ("draft,min_probability=2", OptionError, "min_probability"),
         ("draft,min_probability=x", OptionError, "'x'"),
         ("none:folder", OptionError, "takes no path"),

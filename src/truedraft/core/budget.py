@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.errors import OptionError
+
+
+MOST_NODES = 1024
+"""Most nodes of a tree that options may ask for: the target reads each of them, and there is a law for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,21 @@ class Budget:
 
 NO_DRAFT = Budget(0, 0, 0)
 """The budget that makes a step plain decoding."""
+
+
+def nodes_of(branching: Sequence[int]) -> int:
+    """Nodes of the tree in which each node at depth 0, 1, ... has so many children: 3 + 6 + 6 for (3, 2, 1).
+
+    Raises:
+        OptionError: a width below 1, none at all, or more than `MOST_NODES` nodes.
+    """
+    if not branching or min(branching) < 1:
+        raise OptionError(f"branching holds the children at each depth, 1 or more each, got {tuple(branching)}")
+    nodes = level = 0
+    for width in branching:
+        level = max(level, 1) * width
+        nodes += level
+        if nodes > MOST_NODES:
+            given = "-".join(map(str, branching[:8])) + ("-..." if len(branching) > 8 else "")
+            raise OptionError(f"branching {given} makes a tree of more than {MOST_NODES} nodes; draft fewer or shorter")
+    return nodes

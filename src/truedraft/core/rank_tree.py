@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from truedraft.core.budget import nodes_of
 from truedraft.core.trees import TreeShape
 from truedraft.errors import OptionError
 
@@ -74,10 +75,9 @@ class RankTree:
         """All paths of `branching[d]` ranks at each depth d, level by level: (2, 3) makes 2 + 6 nodes.
 
         Raises:
-            OptionError: a width below 1, or none.
+            OptionError: a width below 1, or none, or too many nodes.
         """
-        if not branching or min(branching) < 1:
-            raise OptionError(f"branching holds the ranks at each depth, 1 or more each, got {tuple(branching)}")
+        nodes_of(branching)
         levels = (itertools.product(*map(range, branching[: depth + 1])) for depth in range(len(branching)))
         return cls(tuple(itertools.chain.from_iterable(levels)))
 

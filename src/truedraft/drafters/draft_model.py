@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.core.budget import Budget
+from truedraft.core.budget import MOST_NODES, Budget, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.trees import chain_shape
@@ -48,17 +48,15 @@ class DraftModel(Drafter):
         branching: Sequence[int] | None = None,
         min_probability: float = 0.0,
     ) -> None:
-        if num_speculative_tokens < 1:
-            raise OptionError(f"num_speculative_tokens must be 1 or more, got {num_speculative_tokens}")
+        if not 1 <= num_speculative_tokens <= MOST_NODES:
+            raise OptionError(
+                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
+            )
         self.branching = tuple(branching) if branching is not None else (1,) * num_speculative_tokens
-        if not self.branching or min(self.branching) < 1:
-            raise OptionError(f"branching holds the draws at each depth, 1 or more each, got {self.branching}")
+        self.limits = Budget(
+            len(self.branching), max(self.branching, default=0), nodes_of(self.branching), min_probability
+        )
         self.model = model
-        nodes = level = 0
-        for width in self.branching:
-            level = max(level, 1) * width
-            nodes += level
-        self.limits = Budget(len(self.branching), max(self.branching), nodes, min_probability)
         self._states: dict[int, RequestCache] = {}
 
     @property
