@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 
 from truedraft import Engine, SamplingParams
 from truedraft.engine import Answer
+from truedraft.errors import ModelError
 from truedraft.models.base import ForwardOutput
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
@@ -95,3 +97,35 @@ def test_nothing_is_counted_where_nothing_fails() -> None:
     answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), ScriptedDrafter(lambda tokens: [[5]])))
     assert sum(answer.stats.recoveries for answer in answers) == 0
     assert told == []
+
+
+@pytest.mark.plants_failures
+def test_failures_are_logged_once_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedDrafter):
+        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+            if self.outcomes[-1][1].tokens[-1] % 2:
+                raise RuntimeError("odd")
+            raise LookupError("even")
+
+    drafter = Broken(lambda tokens: [])
+    engine = Engine(MarkovModel.random(VOCAB, seed=1), drafter)
+    for _ in range(2):
+        answers = engine.generate([*PROMPTS, *PROMPTS], PARAMS)
+        assert all("went on undrafted" in answer.warnings[0] for answer in answers)
+    engine.generate(PROMPTS, PARAMS)
+    assert {record.name for record in caplog.records} == {"truedraft.engine.failures"}
+    kinds = [record.exc_info[0] for record in caplog.records if record.exc_info is not None]
+    assert len(kinds) == len(set(kinds)) == len(caplog.records) > 0
+    assert "in propose" in caplog.text and "drafter 'scripted' failed (" in caplog.text
+
+
+def test_an_error_of_the_target_is_logged_and_is_the_cause_of_what_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match="out of memory") as caught:
+        Engine(Fails(lambda call: call == 2)).generate(PROMPTS[0], PARAMS)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "in forward" in caplog.text
+
+
+def test_without_logging_set_up_nothing_is_printed() -> None:
+    """Python prints to standard error what no handler takes; a traceback is not for the users of a command."""
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("truedraft").handlers)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from truedraft.errors import OptionError
 
-
 MOST_NODES = 1024
 """Most nodes of a tree that options may ask for: the target reads each of them, and there is a law for each."""
 

@@ -85,7 +85,7 @@ class Drafting:
         if len(asked) == 1:
             self._give_up(asked[0].request, error)
             return {}
-        self._failures.asked_again([each.request for each in asked], f"drafter {self._drafter.name!r}", error)
+        self._failures.asked_again([each.request for each in asked], self._who, error)
         made: dict[int, Proposal] = {}
         for each in asked:
             try:
@@ -201,7 +201,7 @@ class Drafting:
             if len(seen) == 1:
                 self._give_up(seen[0][0], error)
                 return
-            self._failures.asked_again([request for request, _ in seen], f"drafter {self._drafter.name!r}", error)
+            self._failures.asked_again([request for request, _ in seen], self._who, error)
             for request, outcome in seen:
                 # What was noted of whom is unknown, so the drafter forgets them all.
                 self.end(request)
@@ -214,10 +214,15 @@ class Drafting:
         try:
             self._drafter.end(request.draft)
         except Exception as error:
-            request.warnings.append(f"drafter {self._drafter.name!r} failed at the end of the request ({told(error)})")
+            self._failures.log(self._who, error)
+            request.warnings.append(f"{self._who} failed at the end of the request ({told(error)})")
 
     def _give_up(self, request: Request, error: Exception, who: str | None = None) -> None:
+        who = who or self._who
+        self._failures.log(who, error)
         request.undrafted = True
-        request.warnings.append(
-            f"{who or f'drafter {self._drafter.name!r}'} failed ({told(error)}); the answer went on undrafted"
-        )
+        request.warnings.append(f"{who} failed ({told(error)}); the answer went on undrafted")
+
+    @property
+    def _who(self) -> str:
+        return f"drafter {self._drafter.name!r}"

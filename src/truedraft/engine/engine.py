@@ -15,7 +15,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.drafters.none import NoDrafter
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.drafting import Drafting
-from truedraft.engine.failures import Failures
+from truedraft.engine.failures import Failures, told
 from truedraft.engine.prompts import encode_prompt
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
@@ -205,6 +205,7 @@ class Engine:
         except Exception as error:
             if len(batch) == 1:
                 if batch[0].finish_reason is None:
+                    self._failures.log("the step", error)
                     batch[0].fail(_as_ours(error))
                 return
             left = [request for request in batch if request.finish_reason is None]
@@ -256,4 +257,6 @@ def _as_ours(error: Exception) -> TruedraftError:
     """The error as one of this package's own, which is what callers are promised."""
     if isinstance(error, TruedraftError):
         return error
-    return ModelError(f"the target failed ({type(error).__name__}: {error})")
+    ours = ModelError(f"the target failed ({told(error)})")
+    ours.__cause__ = error
+    return ours

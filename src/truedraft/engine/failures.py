@@ -1,18 +1,38 @@
-"""What failed in an engine and was got over: counted, and told once."""
+"""What failed in an engine and was got over: counted, logged once with its traceback, and warned of once."""
 
 from __future__ import annotations
 
+import logging
+import traceback
 import warnings
 from collections.abc import Sequence
 
 from truedraft.engine.request import Request
+
+_log = logging.getLogger(__name__)
+# Where nobody set up logging Python prints to standard error what has no handler, tracebacks too.
+logging.getLogger("truedraft").addHandler(logging.NullHandler())
 
 
 class Failures:
     """The failures of one engine's parts. They cost no answer, so nobody would see them if they were not told."""
 
     def __init__(self) -> None:
+        self._logged: set[tuple[object, ...]] = set()
         self._warned = False
+
+    def log(self, who: str, error: Exception) -> None:
+        """Log a failure with its traceback, unless the same was logged before: one kind of error at one line.
+
+        Args:
+            who: what failed.
+            error: how.
+        """
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        kind = (who, type(error), *((frame.filename, frame.lineno) for frame in last))
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning("%s failed (%s)", who, told(error), exc_info=error)
 
     def asked_again(self, requests: Sequence[Request], who: str, error: Exception) -> None:
         """Something failed for several requests together, and each is now asked for alone.
@@ -22,6 +42,7 @@ class Failures:
             who: what failed.
             error: how.
         """
+        self.log(who, error)
         for request in requests:
             request.counters.recoveries += 1
         if not self._warned:
