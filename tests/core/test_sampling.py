@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
 
 from truedraft.core.sampling import SamplingParams
@@ -124,3 +125,28 @@ def test_params_are_frozen_and_equal_by_value() -> None:
         params.top_k = 3
     assert params == SamplingParams(stop=("a",))
     assert hash(params) == hash(SamplingParams(stop=("a",)))
+
+
+@pytest.mark.parametrize("option", ["coupled", "ignore_eos"])
+@pytest.mark.parametrize("value", ["no", "false", 0, 1, None, []])
+def test_what_is_true_or_false_is_a_boolean(option: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"{option} must be True or False, got {value!r}".replace("[", r"\[")):
+        SamplingParams(**{option: value})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        top_k=np.uint8(4),
+        seed=np.int32(7),
+        coupled=np.True_,
+        stop_token_ids=[np.int64(1)],
+    )
+    plain = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=7, coupled=True, stop_token_ids=(1,))
+    assert given == plain
+    assert repr(given) == repr(plain)  # they are kept as Python's own
+    with pytest.raises(OptionError, match="max_tokens"):
+        SamplingParams(max_tokens=np.float64(3.0))
+    with pytest.raises(OptionError, match="top_k"):
+        SamplingParams(top_k=np.True_)

@@ -178,7 +178,7 @@ def test_minimum_probability_keeps_the_unlikely_token_and_drafts_no_further(targ
 def test_bad_prompts_are_refused_with_one_sentence(target: MarkovModel) -> None:
     engine = Engine(target)
     for prompt, words in (
-        ([], "no tokens"),
+        (torch.tensor([], dtype=torch.int64), "no tokens"),
         ("text", "has no tokenizer"),
         ([1, VOCAB], f"token id {VOCAB} is outside"),
         ([-1], "token id -1 is outside"),

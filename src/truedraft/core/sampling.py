@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from truedraft.errors import OptionError
 
@@ -26,8 +27,10 @@ class SamplingParams:
         stop_token_ids: ids that end the answer; the answer ends before them.
         ignore_eos: go on past the end-of-text token.
 
+    Numbers of numpy are taken like Python's own, and kept as these.
+
     Raises:
-        OptionError: a value is out of its range.
+        OptionError: a value is out of its range, or of another type.
     """
 
     max_tokens: int = 128
@@ -43,17 +46,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse values out of range; accept one stop text, and lists for tuples."""
-        object.__setattr__(self, "stop", _texts(self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
-        _check_whole("max_tokens", self.max_tokens, lowest=1)
-        _check_whole("top_k", self.top_k, lowest=0)
-        _check_number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more")
-        _check_number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "in (0, 1]")
-        _check_number("min_p", self.min_p, lambda value: 0.0 <= value <= 1.0, "in [0, 1]")
-        if self.seed is not None:
-            _check_whole("seed", self.seed, lowest=0)
-            if self.seed >= 1 << 64:
-                raise OptionError(f"seed must lie below 2^64, got {self.seed}")
+        checked = {
+            "stop": _texts(self.stop),
+            "stop_token_ids": _ids(self.stop_token_ids),
+            "max_tokens": _whole("max_tokens", self.max_tokens, lowest=1),
+            "top_k": _whole("top_k", self.top_k, lowest=0),
+            "temperature": _number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more"),
+            "top_p": _number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
+            "min_p": _number("min_p", self.min_p, lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
+            "coupled": _truth("coupled", self.coupled),
+            "ignore_eos": _truth("ignore_eos", self.ignore_eos),
+            "seed": None if self.seed is None else _whole("seed", self.seed, lowest=0),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.seed is not None and self.seed >= 1 << 64:
+            raise OptionError(f"seed must lie below 2^64, got {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -66,14 +74,22 @@ class SamplingParams:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
-def _check_number(name: str, value: object, valid: Callable[[float], bool], expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not valid(value):
+def _number(name: str, value: object, valid: Callable[[float], bool], expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not valid(float(value)):
         raise OptionError(f"{name} must be a number, {expected}, got {value!r}")
+    return float(value)
 
 
-def _check_whole(name: str, value: object, lowest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+def _whole(name: str, value: object, lowest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
         raise OptionError(f"{name} must be a whole number of {lowest} or more, got {value!r}")
+    return int(value)
+
+
+def _truth(name: str, value: object) -> bool:
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":  # as numpy's own is
+        raise OptionError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _texts(given: object) -> tuple[str, ...]:
@@ -90,6 +106,4 @@ def _ids(given: object) -> tuple[int, ...]:
     """Stop ids as a tuple."""
     if not isinstance(given, tuple | list | set | frozenset):
         raise OptionError(f"stop_token_ids must be a list of token ids, got {given!r}")
-    for token in given:
-        _check_whole("each of stop_token_ids", token, lowest=0)
-    return tuple(given)
+    return tuple(_whole("each of stop_token_ids", token, lowest=0) for token in given)

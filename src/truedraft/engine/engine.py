@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, cast, overload
+from pathlib import Path
+from typing import cast, overload
 
 import torch
 
@@ -13,27 +14,28 @@ from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.none import NoDrafter
+from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
-from truedraft.engine.prompts import encode_prompt
+from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.step import Step, StepTimes
 from truedraft.errors import ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
+from truedraft.models.loading import load_model
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
-
-Prompt: TypeAlias = str | Sequence[int]
+from truedraft.verification.specs import rule_from_spec
 
 
 class Engine:
     """Continuous batching with speculation; without a drafter it is plain decoding by the same code.
 
     Args:
-        target: the model that decides what is answered.
-        drafter: guesses ahead; None never does.
-        rule: how guesses are judged; None is lossless speculative sampling.
+        target: the model that decides what is answered; a name or a folder is loaded by `load_model`.
+        drafter: guesses ahead; None never does. A text is read as `--drafter` reads it, such as "prompt-lookup".
+        rule: how guesses are judged; None is lossless speculative sampling. A text is read as `--rule` reads it.
         controller: how much is drafted; None is always the drafter's own limits.
         max_batch: most requests in one step.
         coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
@@ -44,30 +46,40 @@ class Engine:
 
     Raises:
         CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
-        OptionError: max_batch is below 1.
+        OptionError: a part is of a wrong type, its words are wrong, or max_batch is below 1.
+        ModelError: a target or draft given by name cannot be loaded.
     """
 
     def __init__(
         self,
-        target: LanguageModel,
-        drafter: Drafter | None = None,
-        rule: Rule | None = None,
+        target: LanguageModel | str | Path,
+        drafter: Drafter | str | None = None,
+        rule: Rule | str | None = None,
         controller: Controller | None = None,
         *,
         max_batch: int = 32,
         coupled_rule: Rule | None = None,
     ) -> None:
+        target = load_model(target) if isinstance(target, str | Path) else target
+        _check_kind("target", target, LanguageModel, ", or a name or folder")
+        drafter = from_spec(drafter, target) if isinstance(drafter, str) else drafter
+        rule = rule_from_spec(rule) if isinstance(rule, str) else rule
         self.target = target
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.rule = rule if rule is not None else SpeculativeSampling()
-        self.drafter.check(target)
+        controller = controller if controller is not None else FixedBudget()
+        coupled = coupled_rule if coupled_rule is not None else CoupledSampling()
+        _check_kind("drafter", self.drafter, Drafter, ", such as DraftModel(model), or its words")
+        _check_kind("rule", self.rule, Rule, ", or its words")
+        _check_kind("controller", controller, Controller)
+        _check_kind("coupled_rule", coupled, Rule)
+        if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
+            raise OptionError(f"max_batch must be a whole number of 1 or more, got {max_batch!r}")
+        self.drafter.check(self.target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self._failures = Failures()
-        self._drafting = Drafting(self.drafter, controller or FixedBudget(), target.vocab_size, self._failures)
-        coupled = coupled_rule if coupled_rule is not None else CoupledSampling()
-        self._step = Step(target, self.rule, self._drafting, self.drafter.needs_hidden, coupled)
-        if max_batch < 1:
-            raise OptionError(f"max_batch must be 1 or more, got {max_batch}")
+        self._drafting = Drafting(self.drafter, controller, self.target.vocab_size, self._failures)
+        self._step = Step(self.target, self.rule, self._drafting, self.drafter.needs_hidden, coupled)
         self._scheduler = Scheduler(max_batch)
         self._lock = threading.RLock()
         self.on_step: Callable[[StepTimes], None] | None = None
@@ -89,7 +101,7 @@ class Engine:
         """Answer one prompt, or several at once.
 
         Args:
-            prompt: a text, token ids, or a list of either.
+            prompt: a text, token ids, or a list of either; an empty list is no prompt at all.
             params: sampling options, for a list of prompts one for all or one for each.
 
         Returns:
@@ -99,15 +111,15 @@ class Engine:
         Raises:
             TruedraftError: a single prompt failed.
         """
-        if _is_one(prompt):
+        if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):
-                raise PromptError("one prompt takes one SamplingParams, got a list of them")
+                raise PromptError(f"one prompt takes one SamplingParams, got a {type(params).__name__}")
             request = self.submit(prompt, params)  # type: ignore[arg-type]
             answer = self._finish([request])[0]
             if request.error is not None:
                 raise request.error
             return answer
-        each = _params_of_each(len(prompt), params)
+        each = params_of_each(len(prompt), params)
         prompts = cast("Sequence[Prompt]", prompt)
         requests = [self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)]
         accepted = [request for request in requests if isinstance(request, Request)]
@@ -238,19 +250,11 @@ class Engine:
         return [answer for request in requests if (answer := request.pieces[-1].answer) is not None]
 
 
-def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt: a text, or ids (none of them is one bad prompt); a list of either is many."""
-    return isinstance(prompt, str) or len(prompt) == 0 or not isinstance(prompt[0], str | list | tuple)
-
-
-def _params_of_each(
-    count: int, params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise PromptError(f"{count} prompts need one SamplingParams or {count} of them, got {len(params)}")
-    return params
+def _check_kind(what: str, given: object, kind: type, words: str = "") -> None:
+    """Refuse a part of another type."""
+    if not isinstance(given, kind):
+        name = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise OptionError(f"{what} must be a {kind.__name__}{words}, got {name}")
 
 
 def _as_ours(error: Exception) -> TruedraftError:

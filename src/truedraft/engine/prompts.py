@@ -1,12 +1,50 @@
-"""From a prompt to token ids that the target can run."""
+"""From what callers give to prompts, and from a prompt to token ids that the target can run."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import TypeAlias
 
-from truedraft.errors import PromptError
+from truedraft.core.sampling import SamplingParams
+from truedraft.errors import OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt: a text, or ids. A list of either is many; an empty list is none at all.
+
+    Raises:
+        PromptError: it is neither.
+    """
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__getitem__"):
+        raise _wrong_type(prompt)
+    if len(prompt) == 0:
+        return not isinstance(prompt, list | tuple)
+    first = prompt[0]
+    return not isinstance(first, Collection) or getattr(first, "ndim", 1) == 0
+
+
+def params_of_each(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams | None]:
+    """The options of each of several prompts.
+
+    Raises:
+        OptionError: neither one SamplingParams nor a list of them.
+        PromptError: another number than there are prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, list | tuple):
+        raise OptionError(f"sampling options are a SamplingParams, or a list of them, got {type(params).__name__}")
+    if len(params) != count:
+        raise PromptError(f"{count} prompts need one SamplingParams or {count} of them, got {len(params)}")
+    return params
 
 
 def encode_prompt(target: LanguageModel, prompt: str | Sequence[int]) -> list[int]:
@@ -35,12 +73,39 @@ def _encode_text(target: LanguageModel, prompt: str) -> list[int]:
         raise PromptError(f"{target.name!r} has no tokenizer; give a prompt as a list of token ids, not text")
     if not prompt:
         raise PromptError("the prompt is empty; give at least one character")
-    return target.tokenizer.encode(prompt)
+    alone = next((place for place, one in enumerate(prompt) if "\ud800" <= one <= "\udfff"), None)
+    if alone is not None:
+        raise PromptError(
+            f"the prompt has half a character (a lone surrogate, U+{ord(prompt[alone]):04X}) at place {alone}; read "
+            'its bytes with errors="replace"'
+        )
+    try:
+        return target.tokenizer.encode(prompt)
+    except TruedraftError:
+        raise
+    except Exception as error:
+        raise PromptError(f"the tokenizer of {target.name!r} failed ({type(error).__name__}: {error})") from error
+
+
+_NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
+"""Their members may be numbers, but not ids in an order."""
 
 
 def _whole_numbers(prompt: Sequence[int]) -> list[int]:
-    try:
-        # index, unlike int, refuses 2.7 and "2", and takes the whole numbers of numpy and torch.
-        return [operator.index(token) for token in prompt]
-    except TypeError as error:
-        raise PromptError(f"a prompt is a text or a list of token ids, got {prompt!r}") from error
+    if isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__iter__"):
+        raise _wrong_type(prompt)
+    return [_whole_number(token) for token in prompt]
+
+
+def _whole_number(token: object) -> int:
+    if not isinstance(token, bool) and "bool" not in str(getattr(token, "dtype", "")):
+        try:
+            # index, unlike int, refuses 2.7 and "2", and takes the whole numbers of numpy and torch.
+            return operator.index(token)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise PromptError(f"a prompt is a text or a list of token ids, which are whole numbers, got {token!r} among them")
+
+
+def _wrong_type(prompt: object) -> PromptError:
+    return PromptError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
