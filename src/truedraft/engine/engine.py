@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast, overload
@@ -22,6 +22,7 @@ from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_ea
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.step import Step, StepTimes
+from truedraft.engine.turns import Turns
 from truedraft.errors import ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
@@ -81,7 +82,8 @@ class Engine:
         self._drafting = Drafting(self.drafter, controller, self.target.vocab_size, self._failures)
         self._step = Step(self.target, self.rule, self._drafting, self.drafter.needs_hidden, coupled)
         self._scheduler = Scheduler(max_batch)
-        self._lock = threading.RLock()
+        self._turns = Turns()  # of the threads that step
+        self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
         self.on_step: Callable[[StepTimes], None] | None = None
 
     @overload
@@ -149,15 +151,26 @@ class Engine:
                     yield piece
                     if piece.answer is not None:
                         return
-                self.step()
+                if request.finish_reason is None:
+                    self.step()
+                else:
+                    self._end([request])
         finally:
             self.cancel(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue a request; it advances with every `step`.
+        """Queue a request, which takes part from the next step on; first come, first served where there is no room.
+
+        It does not wait, whoever is stepping; any thread may call it. Somebody has to call `step` until
+        `request.finish_reason` is set and its last piece, `request.pieces[-1].answer`, is there; `request.closed` says
+        so.
+
+        Returns:
+            The request, to be read and to be given to `cancel`.
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids that do not exist.
+            OptionError: the options cannot be used.
         """
         request = self._prepare(prompt, params)
         self._enqueue(request)
@@ -182,33 +195,75 @@ class Engine:
             return Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error))
 
     def _enqueue(self, request: Request) -> None:
-        with self._lock:
-            self._scheduler.add(request)
+        request.engine = self
+        self._scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request where it stands; its cache goes back. A finished one stays as it is."""
-        with self._lock:
+        """End a request of this engine where it stands; its cache goes back. A finished one stays as it is.
+
+        It does not wait, whoever is stepping; any thread may call it, also in the middle of a step. While a step runs,
+        the request ends after that step, with what the step gave it; else at once. Its answer then has the finish
+        reason "cancelled".
+
+        Raises:
+            PromptError: the request was not submitted to this engine.
+        """
+        if getattr(request, "engine", None) is not self:
+            raise PromptError("this is no request of this engine; cancel what its own submit returned")
+        self._leaving.append(request)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Close what was cancelled, unless somebody is stepping, who then does it.
+
+        Streams that nobody reads any longer are cancelled by Python's memory management, at any moment and in any
+        thread, so this must neither wait nor touch what a step is working on.
+        """
+        while self._leaving and self._turns.try_now():
+            try:
+                self._close_cancelled()
+            finally:
+                self._turns.give_back()
+
+    def _close_cancelled(self) -> None:
+        while self._leaving:
+            request = self._leaving.popleft()
             if not request.closed:
                 request.finish_reason = request.finish_reason or "cancelled"
                 self._close(request)
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One step for all running requests; returns whether any request is left."""
-        with self._lock:
-            for request in self._scheduler.admit():
-                request.cache = self.target.new_cache()
-                self._drafting.begin(request)
-            batch = self._scheduler.next()
-            try:
-                if batch:
-                    self._run(batch)
-            finally:
-                # Also after Ctrl-C in the middle of a step: what is over must not run again.
-                for request in batch:
-                    if request.finish_reason is not None:
-                        self._close(request)
-            return not self._scheduler.idle
+        """One step for all running requests; returns whether any request is left.
+
+        Several threads may step; they take turns in the order in which they come.
+
+        Raises:
+            TruedraftError: called from inside a step, as by `on_step`.
+        """
+        if self._turns.mine:
+            raise TruedraftError("a step was asked for from inside a step; ask for it when `step` is over")
+        try:
+            with self._turns:
+                self._close_cancelled()
+                self._step_all()
+        finally:
+            self._settle()
+        return not self._scheduler.idle
+
+    def _step_all(self) -> None:
+        for request in self._scheduler.admit():
+            request.cache = self.target.new_cache()
+            self._drafting.begin(request)
+        batch = self._scheduler.next()
+        try:
+            if batch:
+                self._run(batch)
+        finally:
+            # Also after Ctrl-C in the middle of a step: what is over must not run again.
+            for request in batch:
+                if request.finish_reason is not None:
+                    self._close(request)
 
     def _run(self, batch: list[Request]) -> None:
         """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
@@ -229,15 +284,13 @@ class Engine:
             self.on_step(times)
 
     def _close(self, request: Request) -> None:
-        if request.closed:
-            return
-        request.closed = True
         self._scheduler.remove(request)
         if request.cache is not None:
             self._drafting.end(request)
             self.target.release_cache(request.cache)
             request.cache = None
         request.finish()
+        request.closed = True  # last: other threads take it that the answer is there
 
     def _finish(self, requests: Sequence[Request]) -> list[Answer]:
         """Step until all of these are over."""
@@ -245,9 +298,17 @@ class Engine:
             while any(request.finish_reason is None for request in requests):
                 self.step()
         finally:
-            for request in requests:
-                self.cancel(request)
+            self._end(requests)
         return [answer for request in requests if (answer := request.pieces[-1].answer) is not None]
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        """See to it that these are closed, whoever steps: one that is over is closed when that step is, too."""
+        left = [request for request in requests if not request.closed]
+        for request in left:
+            self.cancel(request)
+        if left and not self._turns.mine:
+            with self._turns:
+                self._close_cancelled()
 
 
 def _check_kind(what: str, given: object, kind: type, words: str = "") -> None:

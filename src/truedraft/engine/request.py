@@ -54,7 +54,8 @@ class Request:
         self.origins: list[Origin] = []
         self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
         self.pieces: list[Piece] = []  # not yet taken by a stream
-        self.closed = False
+        self.closed = False  # whether it is over and its last piece is there
+        self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, params.stop)
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))

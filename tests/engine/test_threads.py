@@ -1,0 +1,230 @@
+"""Several threads at one engine, and requests that leave at any moment: nobody waits by luck, nobody is harmed.
+
+Where a thread has to wait for another one it does so for an event or by looking at it, so nothing depends on speed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import DraftModel
+from truedraft.engine import StepTimes
+from truedraft.engine.turns import Turns
+from truedraft.errors import PromptError, TruedraftError
+from truedraft.models.base import ForwardOutput
+from truedraft.testing import MarkovModel, ScriptedDrafter
+
+VOCAB = 8
+PATIENCE_S = 60.0
+LONG = SamplingParams(max_tokens=30)
+
+
+class Interrupted(MarkovModel):
+    """Does something in the middle of one of its forwards."""
+
+    def __init__(self, call: int, act: Callable[[], object]) -> None:
+        super().__init__(MarkovModel.random(VOCAB, seed=1).laws)
+        self._left = call
+        self._act = act
+
+    def forward(self, segments) -> ForwardOutput:  # type: ignore[no-untyped-def]
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+        return super().forward(segments)
+
+
+def plain(prompt: list[int], params: SamplingParams = LONG) -> list[int]:
+    return Engine(MarkovModel.random(VOCAB, seed=1)).generate(prompt, params).token_ids
+
+
+def in_thread(act: Callable[[], object]) -> bool:
+    """Whether another thread comes to the end of this while the calling one stands still."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    yield Turns()
+
+
+def test_turns_come_in_the_order_in_which_threads_asked(turns: Turns) -> None:
+    order: list[int] = []
+
+    def take(number: int) -> None:
+        with turns:
+            assert turns.mine
+            order.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,), daemon=True) for number in range(5)]
+    with turns:
+        for number, thread in enumerate(threads):
+            thread.start()
+            while turns.waiting <= number:
+                time.sleep(0.001)
+        assert not turns.try_now()
+    take(5)  # asks again at once, and still comes after those who waited
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert order == [0, 1, 2, 3, 4, 5]
+    assert not turns.mine and turns.try_now() and turns.mine
+    turns.give_back()
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_who_gives_up_waiting_does_not_stop_the_others(turns: Turns, handed: bool) -> None:
+    """Ctrl-C while waiting, and at the very moment when the turn came."""
+
+    class Place:
+        def acquire(self) -> None:
+            if handed:
+                turns.give_back()
+            raise KeyboardInterrupt
+
+        def release(self) -> None:
+            pass
+
+    place = Place()
+    with pytest.raises(KeyboardInterrupt):
+        assert turns.try_now()
+        turns._waiting.append(place)  # type: ignore[arg-type]
+        turns._wait(place)  # type: ignore[arg-type]
+    assert turns.waiting == 0
+    if not handed:
+        turns.give_back()
+    assert turns.try_now()
+
+
+def test_submitting_does_not_wait_and_the_request_takes_part_in_the_next_step() -> None:
+    others: list[object] = []
+
+    def submit() -> None:
+        others.append(engine.submit([2, 5], SamplingParams(max_tokens=4)))
+
+    sizes: list[int] = []
+    came: list[bool] = []
+    engine = Engine(Interrupted(5, lambda: came.append(in_thread(submit))))
+    engine.on_step = lambda times: sizes.append(times.requests)
+    answer = engine.generate([3, 1], LONG)
+    assert came == [True]
+    assert sizes[:9] == [1] * 5 + [2] * 4  # there and gone in four steps, one for each of its tokens
+    assert answer.token_ids == plain([3, 1])
+    (other,) = others
+    assert other.closed and other.pieces[-1].answer.token_ids == plain([2, 5])[:4]  # type: ignore[attr-defined]
+
+
+def test_cancelling_does_not_wait_and_takes_effect_after_the_step() -> None:
+    sizes: list[int] = []
+    came: list[bool] = []
+    model = Interrupted(5, lambda: came.append(in_thread(lambda: engine.cancel(other))))
+    engine = Engine(model)
+    engine.on_step = lambda times: sizes.append(times.requests)
+    other = engine.submit([2, 5], LONG)
+    answer = engine.generate([3, 1], LONG)
+    assert came == [True]
+    assert sizes[:7] == [2] * 5 + [1] * 2
+    assert answer.token_ids == plain([3, 1])
+    left = other.pieces[-1].answer
+    assert left is not None and (left.finish_reason, left.token_ids) == ("cancelled", plain([2, 5])[:5])
+    assert model.pool.in_use == 0
+
+
+@pytest.mark.parametrize("started", [1, 3])
+def test_a_stream_that_is_collected_in_mid_step_harms_nobody(started: int) -> None:
+    """Python closes forgotten generators where it likes: here by the stepping thread, inside the target's forward."""
+    streams: list[Iterator[object]] = []
+    model = Interrupted(6, streams.clear)
+    draft = MarkovModel.random(VOCAB, seed=2)
+    engine = Engine(model, DraftModel(draft, 3))
+    streams.append(engine.stream([2, 5], LONG))
+    for _ in range(started):
+        next(streams[0])
+    answers = engine.generate([[3, 1], [1, 1]], LONG)
+    assert streams == []
+    assert [answer.token_ids for answer in answers] == [plain([3, 1]), plain([1, 1])]
+    assert all(answer.warnings == () and answer.stats.recoveries == 0 for answer in answers)
+    assert model.pool.in_use == draft.pool.in_use == 0
+    assert engine.step() is False
+
+
+def test_threads_that_answer_at_once_answer_as_alone() -> None:
+    model = MarkovModel.random(VOCAB, seed=1)
+    draft = MarkovModel.random(VOCAB, seed=2)
+    engine = Engine(model, DraftModel(draft, 3), max_batch=3)
+    got: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        if number % 2:
+            pieces = engine.stream([number, 1], LONG)
+            got[number] = [token for piece in pieces for token in piece.token_ids]
+        else:
+            got[number] = engine.generate([number, 1], LONG).token_ids
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert got == {number: plain([number, 1]) for number in range(6)}
+    assert model.pool.in_use == draft.pool.in_use == 0
+
+
+def test_a_request_of_another_engine_is_not_cancelled() -> None:
+    one, other = (Engine(MarkovModel.random(VOCAB, seed=1)) for _ in range(2))
+    request = one.submit([3, 1], LONG)
+    for wrong in (request, "request", None):
+        with pytest.raises(PromptError, match="no request of this engine"):
+            other.cancel(wrong)  # type: ignore[arg-type]
+    while one.step():
+        pass
+    assert request.finish_reason == "length"
+    one.cancel(request)  # over: stays as it is
+    assert request.finish_reason == "length" and sum(piece.answer is not None for piece in request.pieces) == 1
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    engine = Engine(MarkovModel.random(VOCAB, seed=1))
+    found: list[TruedraftError] = []
+
+    def again(times: StepTimes) -> None:
+        for ask in (engine.step, lambda: engine.generate([1], LONG)):
+            with pytest.raises(TruedraftError, match="inside a step") as caught:
+                ask()
+            found.append(caught.value)
+
+    engine.on_step = again
+    assert engine.generate([3, 1], SamplingParams(max_tokens=2)).token_ids == plain([3, 1])[:2]
+    assert len(found) == 4
+    engine.on_step = None
+    while engine.step():
+        pass
+    assert engine.target.pool.in_use == 0  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_while_a_neighbour_is_closed_does_not_keep_it_waiting() -> None:
+    """The neighbour's thread closes what the interrupted step left open."""
+
+    class Stubborn(ScriptedDrafter):
+        def end(self, request):  # type: ignore[no-untyped-def]
+            if not self.ended:
+                super().end(request)
+                raise KeyboardInterrupt
+            super().end(request)
+
+    model = MarkovModel.random(VOCAB, seed=1)
+    engine = Engine(model, Stubborn(lambda tokens: []))
+    stream = engine.stream([3, 1], SamplingParams(max_tokens=2))
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([2, 5], LONG)
+    pieces = list(stream)
+    assert pieces[-1].answer is not None and pieces[-1].answer.token_ids == plain([3, 1])[:2]
+    assert model.pool.in_use == 0
