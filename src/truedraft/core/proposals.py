@@ -134,7 +134,8 @@ class LawCheck:
     Draws of other kinds are judged without a law, so theirs is not looked at; nor is one that no draw names.
 
     Args:
-        proposals: at least one with laws, all over one vocabulary; ids outside it count as their nearest in it.
+        proposals: those with laws are looked at, all over one vocabulary. Ids that the host knows exist; others, where
+            they do not, count as their nearest.
         device: where the laws are brought together.
 
     Attributes:
@@ -143,8 +144,10 @@ class LawCheck:
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
         self._drawn: list[tuple[int, int, int]] = []  # proposal, slot, and row of all laws, of each draw from a law
+        self.wanted: Sequence[Tensor] = ()
         nodes: list[int] = []
-        tables, tokens = [], []
+        tables: list[Tensor] = []
+        trees: list[TokenTree] = []
         first_row = first_node = 0
         for number, proposal in enumerate(proposals):
             if proposal.laws is None:
@@ -155,18 +158,26 @@ class LawCheck:
                         self._drawn.append((number, slot, first_row + draw.law))
                         nodes.append(first_node + draw.child)
             tables.append(proposal.laws.to(device))
-            tokens.append(proposal.tree.tokens.to(device))
+            trees.append(proposal.tree)
             first_row += len(proposal.laws)
             first_node += len(proposal.tree)
-        self.wanted: Sequence[Tensor] = ()
-        if not self._drawn:
-            return
-        laws, ids = (each[0] if len(each) == 1 else torch.cat(each) for each in (tables, tokens))
-        places = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
-        given = laws[places[0], ids[places[1]].clamp_(0, laws.shape[-1] - 1)]
-        self._slack = _ROUNDING + (torch.finfo(laws.dtype).eps if laws.is_floating_point() else 0.0)
-        # Of a law with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
-        self.wanted = laws.sum(dim=-1, dtype=torch.promote_types(laws.dtype, torch.float32)), laws.amin(dim=-1), given
+        if self._drawn:
+            laws = tables[0] if len(tables) == 1 else torch.cat(tables)
+            sum_in, self._slack = _precision(laws.dtype)
+            given = laws.take(self._places(nodes, trees, laws))
+            # Of a law with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
+            self.wanted = laws.sum(dim=-1, dtype=sum_in), laws.amin(dim=-1), given
+
+    def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], laws: Tensor) -> Tensor:
+        """Where the entries of the drawn tokens are in all laws `[rows, vocab]`, one behind another."""
+        vocab, device = laws.shape[-1], laws.device
+        if all(tree.is_known for tree in trees):
+            ids = [token for tree in trees for token in tree.token_list]
+            places = [row * vocab + ids[node] for (_, _, row), node in zip(self._drawn, nodes, strict=True)]
+            return transfers.upload(places, device)
+        tokens = torch.cat([tree.tokens.to(device) for tree in trees])
+        rows, at = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
+        return rows * vocab + tokens[at].clamp(0, vocab - 1)
 
     def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
         """From the numbers in `wanted`: for each proposal with such draws the slots whose draws were not so made."""
@@ -178,6 +189,12 @@ class LawCheck:
             if not (abs(sums[row] - 1.0) <= self._slack and least[row] >= 0.0 and mass > 0.0):
                 found.setdefault(proposal, set()).add(slot)
         return found
+
+
+@lru_cache
+def _precision(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """In what laws are summed, and how far from 1 the sum may be."""
+    return torch.promote_types(dtype, torch.float32), _ROUNDING + torch.finfo(dtype).eps
 
 
 _EMPTY = Proposal(TokenTree.empty(), ((),))
