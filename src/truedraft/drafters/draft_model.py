@@ -106,7 +106,7 @@ class DraftModel(Drafter):
 
     def _within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget cut to the options, and to what fits the draft model's own context."""
-        room = self.model.context_length - len(request.tokens)
+        room = self.model.context_length - len(request.tokens) + 1  # the last token drafted is never fed
         return Budget(
             max(0, min(budget.depth, self.limits.depth, room)),
             min(budget.width, self.limits.width),
