@@ -1,0 +1,169 @@
+"""Over whole answers, for every drafter and every rule, no noise serves two decisions; held by what it decides.
+
+Which bits a key has is for other tests. Where a key came twice, whatever drafted and judged would still look right
+token by token, and the distribution of whole answers would be bent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from support.head_models import MarkovWithEmbedding, random_heads, random_redrafter
+from support.noise_record import NoiseRecord, recorded
+from truedraft import Engine, SamplingParams
+from truedraft.core.noise import KeyedNoise, Purpose, mix
+from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
+from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.engine import Answer
+from truedraft.engine.request import Request
+from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.verification import BlockVerification, LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance
+
+VOCAB = 6
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
+OPTIONS = {
+    "sampled": SAMPLED,
+    "nucleus": replace(SAMPLED, temperature=1.3, top_p=0.9, top_k=5),
+    "coupled": replace(SAMPLED, coupled=True),
+    "greedy": SamplingParams(max_tokens=40, seed=5),
+}
+RULES: list[Rule] = [SpeculativeSampling(), BlockVerification(), LenientSampling(0.5), TypicalAcceptance(0.05, 0.2)]
+DRAFTERS: dict[str, Callable[[MarkovWithEmbedding], Drafter | None]] = {
+    "none": lambda target: None,
+    "prompt lookup": lambda target: PromptLookup(min_ngram=1),
+    "chain": lambda target: DraftModel(draft(), 4),
+    "tree": lambda target: DraftModel(draft(), branching=(3, 2, 1)),
+    "scripted": lambda target: ScriptedDrafter(lambda tokens: [[tokens[-1], 1], [2, 3, 4], [2, 0]]),
+    "medusa": lambda target: Medusa(random_heads(target, heads=3), LikeliestTrees(3), nodes=6),
+    "redrafter": lambda target: Redrafter(random_redrafter(target), beams=3),
+    "drawn beams": lambda target: Redrafter(random_redrafter(target), beams=3, sampled=True),
+}
+
+
+def draft() -> MarkovModel:
+    return MarkovModel.random(VOCAB, seed=2, sharpness=0.8)
+
+
+@pytest.fixture
+def target() -> MarkovWithEmbedding:
+    made = MarkovWithEmbedding.random(VOCAB, seed=1, sharpness=0.8)
+    assert isinstance(made, MarkovWithEmbedding)
+    return made
+
+
+def answered(
+    patch: pytest.MonkeyPatch, target: MarkovModel, drafter: Drafter | None, rule: Rule, params: SamplingParams
+) -> tuple[Answer, NoiseRecord]:
+    engine = Engine(target, drafter, rule)
+    with recorded(patch) as record:
+        return engine.generate([3, 1, 2], params), record
+
+
+PAIRS = [
+    pytest.param(name, rule, id=f"{name}-{rule.spec}".replace(" ", "-"))
+    for name in DRAFTERS
+    for rule in RULES
+    if not (isinstance(rule, BlockVerification) and name in ("tree", "drawn beams"))  # which it refuses
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
+def test_no_noise_serves_two_decisions(
+    target: MarkovWithEmbedding, monkeypatch: pytest.MonkeyPatch, name: str, rule: Rule
+) -> None:
+    for kind, params in OPTIONS.items():
+        answer, record = answered(monkeypatch, target, DRAFTERS[name](target), rule, params)
+        record.check(answer, VOCAB)
+        assert name == "none" or answer.stats.draft_tokens > 20
+        if kind == "coupled":
+            assert not record.reads
+            assert {place for places in record.places.values() for place in places} >= {*range(3, 43)}
+        else:
+            assert not record.places
+            assert record.reads or kind == "greedy" or isinstance(rule, TypicalAcceptance)
+
+
+def test_each_draw_and_each_judgement_has_a_number(
+    target: MarkovWithEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a recorder that sees too little is noticed, too."""
+    answer, record = answered(monkeypatch, target, DraftModel(draft(), 4), SpeculativeSampling(), SAMPLED)
+    purposes = [read.purpose for reads in record.reads.values() for read in reads]
+    stats = answer.stats
+    assert purposes.count(Purpose.DRAFT) == stats.draft_tokens
+    assert purposes.count(Purpose.ACCEPT) == sum(stats.tried_per_position)
+    assert purposes.count(Purpose.RECOVERED) + purposes.count(Purpose.BONUS) == 40 - stats.accepted_tokens
+
+
+# ------------------------------------------------------------------------------- faults it must find
+
+
+def _shared(one: Purpose, other: Purpose) -> Callable[[pytest.MonkeyPatch], None]:
+    """The numbers of one purpose are those of another."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        uniform = KeyedNoise.uniform
+        patch.setattr(
+            KeyedNoise,
+            "uniform",
+            lambda noise, purpose, depth, index=0: uniform(noise, other if purpose is one else purpose, depth, index),
+        )
+
+    return plant
+
+
+def _without_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Request,
+        "noise",
+        lambda request: KeyedNoise(request.seed, len(request.tokens), 0, greedy=request.params.greedy),
+    )
+
+
+def _without_depth(patch: pytest.MonkeyPatch) -> None:
+    uniform = KeyedNoise.uniform
+    patch.setattr(
+        KeyedNoise, "uniform", lambda noise, purpose, depth, index=0: uniform(noise, purpose, 0 * depth, index)
+    )
+
+
+def _without_index(patch: pytest.MonkeyPatch) -> None:
+    uniform = KeyedNoise.uniform
+    patch.setattr(KeyedNoise, "uniform", lambda noise, purpose, depth, index=0: uniform(noise, purpose, depth))
+
+
+def _without_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyedNoise, "_gumbel_key", lambda noise, depth: mix(noise._root, depth))
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "kind"),
+    [
+        (_shared(Purpose.ACCEPT, Purpose.DRAFT), "chain", "sampled"),
+        (_shared(Purpose.ACCEPT, Purpose.DRAFT), "tree", "sampled"),
+        (_shared(Purpose.RECOVERED, Purpose.ACCEPT), "chain", "sampled"),
+        (_without_step, "block", "sampled"),
+        (_without_step, "drawn beams", "sampled"),
+        (_without_depth, "chain", "sampled"),
+        (_without_index, "tree", "sampled"),
+        (_without_index, "drawn beams", "sampled"),
+        (_without_place, "chain", "coupled"),
+        (_without_place, "none", "coupled"),
+    ],
+)
+def test_noise_used_twice_is_found(
+    target: MarkovWithEmbedding,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    kind: str,
+) -> None:
+    plant(monkeypatch)
+    rule: Rule = BlockVerification() if name == "block" else SpeculativeSampling()
+    drafter = DRAFTERS["chain" if name == "block" else name](target)
+    answer, record = answered(monkeypatch, target, drafter, rule, OPTIONS[kind])
+    with pytest.raises(AssertionError, match="served"):
+        record.check(answer, VOCAB)
