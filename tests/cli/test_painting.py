@@ -38,6 +38,16 @@ def test_text_that_was_held_back_keeps_its_marks() -> None:
     assert painter.paint(Piece("bc", ids[2:], [A])) == "⟦b⟧c"
 
 
+def test_text_that_comes_before_its_tokens_waits_for_them() -> None:
+    """Where a stop text may begin inside a character's tokens, its last ones come later than their text."""
+    ids = TOKENIZER.encode("aéb")
+    painter = TokenPainter(TOKENIZER, colour=False)
+    assert painter.paint(Piece("aé", ids[:2], [A, R])) == "a"
+    assert painter.paint(Piece("b", ids[2:], [B, A])) == "⟨é⟩b"
+    whole = answer("aébc", ids, [A, R, B, A])
+    assert painter.paint(Piece("c", [], [], whole)) == "c"  # nothing is lost, even what no token brought
+
+
 def test_the_end_of_an_unfinished_character_is_shown() -> None:
     ids = TOKENIZER.encode("aé")[:2]
     painter = TokenPainter(TOKENIZER, colour=False)

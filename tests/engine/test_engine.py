@@ -277,6 +277,7 @@ def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target
         assert answers[0].stats.accepted_tokens > answers[1].stats.accepted_tokens
 
 
+@pytest.mark.plants_failures
 @pytest.mark.parametrize(
     ("script", "words"),
     [
@@ -401,6 +402,7 @@ def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> No
     assert engine.step() is False
 
 
+@pytest.mark.plants_failures
 def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel) -> None:
     class Liar(ScriptedDrafter):
         def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
@@ -412,6 +414,7 @@ def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel
     assert answer.stats.draft_tokens == 0
 
 
+@pytest.mark.plants_failures
 def test_a_controller_that_raises_costs_only_the_drafting(target: MarkovModel) -> None:
     class Broken(ScriptedController):
         def decide(self, observation):  # type: ignore[no-untyped-def]

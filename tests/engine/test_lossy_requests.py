@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from support.letters import Letters
 from truedraft import Engine, SamplingParams
 from truedraft.core.divergence import Divergence
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
@@ -107,15 +108,17 @@ def test_tokens_behind_a_stop_count_nowhere(target: MarkovModel, rule: Rule) -> 
 
 
 def test_what_a_stop_text_takes_back_counts_nowhere(target: MarkovModel) -> None:
-    """Only a tokenizer brings stop texts; this asks the request itself."""
+    target.tokenizer = Letters(VOCAB)
     engine = Engine(target, None, TypicalAcceptance())
-    request = engine.submit(PROMPT, SamplingParams(max_tokens=9))
-    while request.emitted < 6:
-        engine.step()
-    first_four = Divergence.of(request.divergences[:4])
-    request._take_back(4)
-    assert request.counters.divergence == first_four and first_four.tokens == 4
-    engine.cancel(request)
+    full = engine.submit(PROMPT, SamplingParams(max_tokens=9))
+    while engine.step():
+        pass
+    text = target.tokenizer.decode(full.tokens[len(PROMPT) :])
+    stop = next(text[i : i + 2] for i in range(3, 8) if text.find(text[i : i + 2]) == i)
+    kept = text.find(stop)
+    cut = engine.generate(PROMPT, SamplingParams(max_tokens=9, stop=(stop,)))
+    assert (cut.finish_reason, len(cut.token_ids)) == ("stop", kept)
+    assert cut.stats.divergence == Divergence.of(full.divergences[:kept])
 
 
 def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | None) -> None:

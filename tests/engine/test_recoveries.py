@@ -79,6 +79,7 @@ def test_a_step_done_again_is_counted_and_told_once() -> None:
     assert "the step failed for 3 requests together (RuntimeError: out of memory)" in told[0]
 
 
+@pytest.mark.plants_failures
 def test_one_request_alone_is_not_asked_again() -> None:
     class Broken(ScriptedDrafter):
         asked = 0

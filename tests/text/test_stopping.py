@@ -98,15 +98,20 @@ def test_unusable_stops(stops: tuple[str, ...]) -> None:
 
 def run(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[TextStream, int]:
     """The stream, and how many tokens were pushed."""
-    stream, emitted, pushed = TextStream(tokenizer, tuple(stops)), "", 0
-    for pushed, token in enumerate(ids, 1):  # noqa: B007
+    stream, emitted, pushed, settled = TextStream(tokenizer, tuple(stops)), "", 0, [0]
+    for pushed, token in enumerate(ids, 1):
         text, stopped = stream.push(token)
         emitted += text
+        settled.append(stream.settled_tokens)
         assert stream.stopped == stopped
+        assert stops or settled[-1] == pushed
         if stopped:
             break
     emitted += stream.finish()
     assert emitted == stream.text
+    # What was settled stays so: no later token, and no end, takes it back.
+    assert settled == sorted(settled) and settled[-1] <= stream.kept_tokens
+    assert not stream.stopped or stream.settled_tokens == stream.kept_tokens
     return stream, pushed
 
 
@@ -192,6 +197,17 @@ def test_kept_tokens_counts_the_token_the_stop_begins_in(bytes_bpe: Tokenizer) -
     assert run(bytes_bpe, ids, ["he the"])[0].kept_tokens == 1
     assert run(bytes_bpe, ids, [" the the"])[0].kept_tokens == 0
     assert run(bytes_bpe, ids, ["nothing"])[0].kept_tokens == 2
+
+
+def test_tokens_are_settled_as_soon_as_their_text_is_out(bytes_bpe: Tokenizer) -> None:
+    ids = bytes_bpe.encode("a👍b the the")
+    stream, settled = TextStream(bytes_bpe, ("he tea",)), []
+    for token in ids:
+        stream.push(token)
+        settled.append((stream.settled_tokens, stream.text))
+    # Of the four tokens of a character the first counts with it, the others with what is behind it; of " the" only " t"
+    # is out while a stop text may begin, which suffices.
+    assert settled == [*[(1, "a")] * 4, (2, "a👍"), (6, "a👍b"), (7, "a👍b t"), (8, "a👍b the t")]
 
 
 def test_a_stop_of_replacement_characters_waits_until_they_are_real(bytes_bpe: Tokenizer) -> None:

@@ -47,6 +47,7 @@ class TokenPainter:
         self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
         self._colour = colour
         self._parts: deque[tuple[str, Origin]] = deque()  # text of tokens, not yet in a piece's text
+        self._text = ""  # of pieces, whose tokens have not come yet
         self._last = Origin.BONUS
 
     def paint(self, piece: Piece) -> str:
@@ -61,7 +62,11 @@ class TokenPainter:
             self._last = origin
         if piece.answer is not None:
             self._parts.append((self._detokenizer.finish(), self._last))
-        return self._take(piece.text)
+        self._text += piece.text
+        rest = self._take()
+        if piece.answer is not None:
+            rest, self._text = rest + self._text, ""
+        return rest
 
     def paint_answer(self, answer: Answer) -> str:
         """A whole answer, each token marked by its origin."""
@@ -69,18 +74,18 @@ class TokenPainter:
 
         return self.paint(Piece(answer.text or "", answer.token_ids, answer.origins, answer))
 
-    def _take(self, text: str) -> str:
-        """Mark the next text: the engine holds back what may begin a stop text, so pieces and tokens differ."""
+    def _take(self) -> str:
+        """Mark text whose tokens are known; where a stop text may begin, tokens and text come at different times."""
         marked: list[str] = []
-        while text and self._parts:
+        while self._text and self._parts:
             part, origin = self._parts.popleft()
-            taken = part[: len(text)]
+            taken = part[: len(self._text)]
             if len(part) > len(taken):
                 self._parts.appendleft((part[len(taken) :], origin))
             if taken:
                 marked.append(self._mark(taken, origin))
-            text = text[len(taken) :]
-        return "".join(marked) + text
+            self._text = self._text[len(taken) :]
+        return "".join(marked)
 
     def _mark(self, text: str, origin: Origin) -> str:
         if self._colour:

@@ -69,7 +69,8 @@ class Piece:
     Attributes:
         text: text that can no longer change; "" while a character or a possible stop text is incomplete, and
             without a tokenizer.
-        token_ids: the step's tokens; a stop text may take the last of them back from the answer.
+        token_ids: tokens that no stop text can take back any more: joined over all pieces they are the answer's. While
+            a stop text may begin, and inside a character of several tokens, they may come later than their text.
         origins: where each of them came from.
         answer: the whole answer, on the last piece only.
     """

@@ -54,6 +54,7 @@ class Request:
         self.origins: list[Origin] = []
         self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
         self.pieces: list[Piece] = []  # not yet taken by a stream
+        self._given = 0  # tokens that went into pieces
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
@@ -120,7 +121,7 @@ class Request:
                 self.finish_reason = "length"
                 break
         accepted = min(len(tokens), len(verdict.path))
-        rejected = verdict.final is Origin.RECOVERED and len(tokens) == len(verdict.tokens)
+        rejected = Origin.RECOVERED in origins[: len(tokens)]
         self._steps += 1
         if prefill:
             self.counters.prefill_calls += 1
@@ -136,8 +137,14 @@ class Request:
             emitted = verdict.divergence[: len(tokens)]
             self.divergences.extend(emitted)
             self.counters.divergence = (self.counters.divergence or Divergence()) + Divergence.of(emitted)
-        self.pieces.append(Piece("".join(text), tokens, list(origins[: len(tokens)])))
+        self._give("".join(text), self._text.settled_tokens)
         return accepted
+
+    def _give(self, text: str, settled: int, answer: Answer | None = None) -> None:
+        """Append a piece with tokens that were not given yet, up to the answer's first `settled`."""
+        first, self._given = self._given, settled
+        tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
+        self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer))
 
     def fail(self, error: Exception) -> None:
         """End with an error; what was emitted stays."""
@@ -154,20 +161,30 @@ class Request:
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)
         answer = self.answer(kept)
-        self.pieces.append(Piece(rest, [], [], answer))
+        self._give(rest, kept, answer)
         return answer
 
     def _take_back(self, kept: int) -> None:
-        """Tokens of a stop text are neither accepted nor emitted; all of them came with the last steps."""
+        """Tokens of a stop text are neither accepted nor emitted, and their positions not tried."""
         behind = self.origins[kept:]
+        counters = self.counters
         prefill = 1 if behind and kept == 0 else 0
-        self.counters.prefill_tokens -= prefill
-        self.counters.emitted_tokens -= len(behind) - prefill
-        self.counters.stop_tokens += len(behind) - prefill
-        self.counters.accepted_tokens -= behind.count(Origin.ACCEPTED)
+        counters.prefill_tokens -= prefill
+        counters.emitted_tokens -= len(behind) - prefill
+        counters.stop_tokens += len(behind) - prefill
+        position = 0  # of the first one in its step, which ends with the first token that was not accepted
+        while position < kept and self.origins[kept - 1 - position] is Origin.ACCEPTED:
+            position += 1
+        for origin in behind:
+            if origin is Origin.ACCEPTED:
+                counters.accepted_tokens -= 1
+                counters.accepted_per_position[position] -= 1
+            if origin is not Origin.BONUS:
+                counters.tried_per_position[position] -= 1
+            position = position + 1 if origin is Origin.ACCEPTED else 0
         if behind and self.divergences:
             del self.divergences[kept:]
-            self.counters.divergence = Divergence.of(self.divergences)
+            counters.divergence = Divergence.of(self.divergences)
 
     def answer(self, kept: int) -> Answer:
         """The answer with the first `kept` new tokens."""

@@ -123,6 +123,17 @@ class TextStream:
         """
         return len(self._ids) if self._kept is None else self._kept
 
+    @property
+    def settled_tokens(self) -> int:
+        """How many tokens the answer keeps whatever follows: never more than `kept_tokens` will be.
+
+        Without stop texts all. Else those that the text emitted so far needs; of the tokens of a character, or of a
+        run of bytes, only the first counts until text behind them is emitted.
+        """
+        if self.stopped or not self._scans:
+            return self.kept_tokens
+        return self._too_few() + 1 if self._length else 0
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """Take the next token; return the text that may be emitted now, and whether the answer ends after it."""
         if self.stopped:
@@ -177,9 +188,11 @@ class TextStream:
         """The fewest tokens whose text begins with the text emitted; looked for once, at the end of an answer."""
         if self._length == 0 or self._tokenizer is None:
             return 0
-        # Where nothing was held and the text was shorter, the tokens did not suffice.
-        last = self._clean_tokens[bisect_left(self._clean_lengths, self._length) - 1]
-        for count in range(last + 1, len(self._ids)):
+        for count in range(self._too_few() + 1, len(self._ids)):
             if self._tokenizer.decode(self._ids[:count]).startswith(self.text):
                 return count
         return len(self._ids)
+
+    def _too_few(self) -> int:
+        """The most tokens known not to suffice for the text emitted: nothing was held, and their text was shorter."""
+        return self._clean_tokens[bisect_left(self._clean_lengths, self._length) - 1]

@@ -1,0 +1,94 @@
+"""What holds of every answer, whatever drafted and judged it; tests/engine/conftest.py checks it of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import pytest
+
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.engine.answer import Answer, Piece
+from truedraft.engine.request import Request
+
+
+def assert_consistent(answer: Answer, pieces: Sequence[Piece]) -> None:
+    """An answer, its counts and the pieces it was streamed as say the same.
+
+    Args:
+        answer: of any finish reason.
+        pieces: all pieces of it, in order.
+    """
+    stats, origins = answer.stats, answer.origins
+    assert list(chain.from_iterable(piece.token_ids for piece in pieces)) == answer.token_ids
+    assert list(chain.from_iterable(piece.origins for piece in pieces)) == origins
+    assert "".join(piece.text for piece in pieces) == (answer.text or "")
+    assert [piece.answer for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].answer is answer
+    assert len(origins) == len(answer.token_ids) == stats.prefill_tokens + stats.emitted_tokens
+    assert stats.prefill_tokens == (1 if origins else 0)  # the first token of all comes from the prefill
+    accepted, rejected = accepted_in_steps(origins[1:])
+    assert len(accepted) <= stats.target_calls
+    if answer.error is None:  # each call gave a token at least, if only one that ended the answer
+        assert stats.target_calls <= stats.emitted_tokens + stats.stop_tokens
+    assert stats.accepted_tokens == sum(accepted) == origins.count(Origin.ACCEPTED) <= stats.draft_tokens
+    depth = len(stats.tried_per_position)
+    assert len(stats.accepted_per_position) == depth >= max(accepted, default=0)
+    passed = [sum(length > place for length in accepted) for place in range(depth)]
+    assert stats.accepted_per_position == passed
+    assert stats.tried_per_position == [passed[place] + rejected.count(place) for place in range(depth)]
+
+
+def accepted_in_steps(origins: Sequence[Origin]) -> tuple[list[int], list[int]]:
+    """How many drafted tokens each step accepted, and after how many a draw was rejected in the steps that had one.
+
+    Args:
+        origins: of all tokens behind the prefill's; a step ends with its first token that was not accepted.
+    """
+    accepted, rejected, length = [], [], 0
+    for origin in origins:
+        if origin is Origin.ACCEPTED:
+            length += 1
+            continue
+        accepted.append(length)
+        if origin is Origin.RECOVERED:
+            rejected.append(length)
+        length = 0
+    return [*accepted, *([length] if length else [])], rejected
+
+
+@contextmanager
+def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator[None]:
+    """Within, each request that ends is held to `assert_consistent`, and to its tokenizer.
+
+    Args:
+        patch: undone by its owner.
+        warned: whether answers may carry warnings, because something was planted that brings them.
+    """
+    pieces: dict[int, list[Piece]] = {}
+    emit, finish = Request.emit, Request.finish
+
+    def recording_emit(request: Request, verdict: Verdict, proposed: int, depth: int) -> int:
+        before = len(request.pieces)
+        accepted = emit(request, verdict, proposed, depth)
+        pieces.setdefault(request.id, []).extend(request.pieces[before:])
+        return accepted
+
+    def checking_finish(request: Request) -> Answer:
+        before = len(request.pieces)
+        answer = finish(request)
+        assert_consistent(answer, [*pieces.pop(request.id, []), *request.pieces[before:]])
+        assert warned or answer.warnings == ()
+        assert not request._stop_ids & set(answer.token_ids)
+        if request._tokenizer is not None:
+            assert answer.text is not None
+            whole = request._tokenizer.decode(answer.token_ids)
+            # A stop text may begin inside the last token.
+            assert whole.startswith(answer.text) if request._text.stopped else whole == answer.text
+            assert not any(stop in answer.text for stop in request.params.stop)
+        return answer
+
+    patch.setattr(Request, "emit", recording_emit)
+    patch.setattr(Request, "finish", checking_finish)
+    yield
