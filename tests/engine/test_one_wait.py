@@ -375,6 +375,7 @@ class FalseLaws(DraftModel):
         ]
 
 
+@pytest.mark.plants_failures
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
 def test_laws_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
     target = model()
