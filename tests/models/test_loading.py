@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import (
@@ -226,6 +227,69 @@ def test_weights_that_lack_a_layer(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(folder, dtype="float32")
     says(caught.value, "short")
+
+
+def test_weights_of_more_layers_than_the_configuration_has(llama: Path, tmp_path: Path) -> None:
+    """transformers would leave them out, and the answers would be another model's."""
+    folder = copy_of(llama, tmp_path / "long")
+    edit_config(folder, num_hidden_layers=1)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "long", "that its config.json does not ask for", "'model.layers.1.", "too few layers?")
+
+
+def test_tensors_of_no_use_are_no_fault(llama: Path, tmp_path: Path) -> None:
+    """Older checkpoints hold rotary frequencies, and causal masks, which families declare to be ignored."""
+    folder = copy_of(llama, tmp_path / "old")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}, folder / "model.safetensors")
+    assert load_model(folder, dtype="float32").vocab_size == VOCAB
+    gpt2 = save(stock("gpt2"), tmp_path / "gpt2")
+    weights = load_file(gpt2 / "model.safetensors")
+    save_file(weights | {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}, gpt2 / "model.safetensors")
+    assert load_model(gpt2, dtype="float32").vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("written", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+    ],
+)
+def test_quantised_weights(written: dict[str, Any], method: str, llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "small")
+    edit_config(folder, quantization_config=written)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "small", f"quantised (by {method})", "cannot run", "name the model that it was made from")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ('{"eos_token_id"', "cannot be read"),
+        ("", "cannot be read"),
+        ("[]", "holds a list"),
+        ('{"eos_token_id": "end"}', "has the eos_token_id 'end'"),
+        ('{"eos_token_id": [3, true]}', "has the eos_token_id [3, True]"),
+    ],
+)
+def test_a_broken_generation_config(content: str, what: str, llama: Path, tmp_path: Path) -> None:
+    """transformers would go on without, and answers would not end where they should."""
+    folder = copy_of(llama, tmp_path / "ends")
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "generation_config.json of", "ends", what, "remove it")
+
+
+def test_a_generation_config_says_what_ends_an_answer(llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "ends")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_model(folder, dtype="float32").eos_token_ids == (3, 4)
 
 
 BERT = BertConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)

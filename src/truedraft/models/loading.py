@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import cached_file
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
@@ -21,6 +23,10 @@ from truedraft.models.quiet import quiet_transformers
 from truedraft.models.selftest import check_against_stock
 from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
+
+_GENERATION_CONFIG = "generation_config.json"
+# Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
+_TURNED_BACK = {"mxfp4"}
 
 
 def load_model(
@@ -115,7 +121,14 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
 
 
 def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
-    """The model with all of its weights; what a file lacks would be filled with random numbers."""
+    """The model with all of its weights, and with no others.
+
+    What a file lacks would be filled with random numbers, and what it holds beyond the configuration would be left out.
+
+    Raises:
+        ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
+    """
+    refuse_broken_generation_config(source, name, revision)
     try:
         with quiet_transformers():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -128,7 +141,13 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {_first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
+    missing, superfluous = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if superfluous and not missing:  # without those that the family declares to be of no use
+        raise ModelError(
+            f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not ask for, the "
+            f"first {superfluous[0]!r}, so it is not the model that they are of; fetch the files again, or mend "
+            "config.json (has it too few layers?)"
+        )
     if missing:
         raise ModelError(
             f"the weights of {name!r} lack {len(missing)} of the tensors that its config.json asks for, the first "
@@ -142,8 +161,49 @@ def _read_again(source: str, name: str, revision: str | None) -> PreTrainedModel
     return load_weights(source, load_config(source, name, revision), name, torch.bfloat16, revision)
 
 
+def refuse_broken_generation_config(source: str, name: str, revision: str | None) -> None:
+    """Refuse a generation_config.json that transformers would pass over in silence, and with it what ends an answer.
+
+    Raises:
+        ModelError: it is no JSON object, or the ids that end an answer are none.
+    """
+    found = cached_file(
+        source,
+        _GENERATION_CONFIG,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        return
+    try:
+        read = json.loads(Path(found).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _bad_generation_config(name, f"cannot be read ({_first_line(error)})") from error
+    if not isinstance(read, dict):
+        raise _bad_generation_config(name, f"holds a {type(read).__name__} in place of an object")
+    ends = read.get("eos_token_id")
+    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [0 if ends is None else ends])):
+        raise _bad_generation_config(name, f"has the eos_token_id {ends!r}, which is neither an id nor a list of ids")
+
+
+def _bad_generation_config(name: str, what: str) -> ModelError:
+    return ModelError(
+        f"{_GENERATION_CONFIG} of {name!r} {what}; it says what ends an answer: fetch it again, or remove it to go by "
+        "config.json and the tokenizer"
+    )
+
+
 def refuse_other_kinds(config: Any, name: str) -> None:
-    """Refuse encoders and encoder-decoders before any weight is read."""
+    """Refuse encoders, encoder-decoders and quantised weights before any weight is read."""
+    quantised = getattr(config, "quantization_config", None) or {}
+    method = quantised.get("quant_method") or ("bitsandbytes" if quantised else None)
+    if method is not None and method not in _TURNED_BACK:
+        raise UnsupportedModelError(
+            f"the weights of {name!r} are quantised (by {method}), and truedraft cannot run these, whatever "
+            "is installed; name the model that it was made from, in bfloat16 or float32"
+        )
     architectures = config.architectures or []
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
