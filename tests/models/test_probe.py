@@ -21,11 +21,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from support.rare_families import lfm2
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models import plan
+from truedraft.models import plan, probe
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.layouts import SegmentLayout, TreeLayout, layout_of
 from truedraft.models.patterns import AttentionPattern, Chunk, Full, Window
@@ -201,6 +202,52 @@ def test_the_self_test_catches_a_planted_fault(plant: Any, dtype: torch.dtype, m
     plant(monkeypatch)
     with pytest.raises(UnsupportedModelError, match="planted gives other logits packed than by itself"):
         check(HuggingFaceModel(model, None, "planted"))
+
+
+def _window_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row of eight no longer sees the first."""
+    monkeypatch.setattr("truedraft.models.huggingface.probe_patterns", lambda model: [Window(7)] * 2)
+
+
+@pytest.mark.parametrize("plant", [_shift_positions, _leak, _window_one_short, _lose_a_key])
+def test_a_fault_among_weak_weights_is_caught_in_bfloat16(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights this small attention does little, yet more than rounding; smaller still, two of these do less."""
+    model = build(FAMILIES["llama"].config(), seed=0, spread=0.1, dtype=torch.bfloat16)
+    check = check_against_stock(model, "planted")
+    check(HuggingFaceModel(model, None, "planted"))
+    plant(monkeypatch)
+    model = build(FAMILIES["llama"].config(), seed=0, spread=0.1, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match="rounding explains"):
+        check(HuggingFaceModel(model, None, "planted"))
+
+
+def test_a_lost_convolution_is_caught_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the comparison of logits alone, where the two checks before it are passed over."""
+    monkeypatch.setattr(probe, "_refuse_other_layers", lambda *_: None)
+    mixes = probe._mixes_without_attention
+    monkeypatch.setattr(probe, "_mixes_without_attention", lambda model: mixes(model) and False)
+    model = build(lfm2("conv", "full_attention"), seed=0, spread=0.1, dtype=torch.bfloat16)
+    check = check_against_stock(model, "planted")
+    with pytest.raises(UnsupportedModelError, match="rounding explains"):
+        check(HuggingFaceModel(model, None, "planted"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.002, 0.3])
+def test_a_convolution_is_found_whatever_it_is_called_and_however_small(
+    spread: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_refuse_other_layers", lambda *_: None)
+    model = build(lfm2("conv", "full_attention"), seed=0, spread=spread, dtype=dtype)
+    with pytest.raises(UnsupportedModelError, match=r"outside its attention \(in Lfm2ShortConv\)"):
+        probe_patterns(model)
+
+
+def test_a_model_made_in_inference_mode_can_be_probed() -> None:
+    with torch.inference_mode():
+        model = stock("llama")
+        assert next(model.parameters()).is_inference()
+        assert probe_patterns(model) == [Full(), Full()]
 
 
 def test_the_self_test_needs_no_fault_to_pass_in_half_precision() -> None:

@@ -25,20 +25,21 @@ def info(json: opt.Json = False) -> int:
     facts = machine_facts()
     models = [_embedded(name, embedded_folder) for name in embedded_names()]
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
-    paths = _fast_paths() if models[0]["installed"] else None
+    paths, equality = _fast_paths() if models[0]["installed"] else (None, None)
     native = _native_forward(facts["dtype_auto"])
-    _print(terminal, facts, models, paths, native)
+    _print(terminal, facts, models, paths, equality, native)
     if json:
-        found = {"fast_paths": paths, "native_forward": native, "embedded_models": models}
+        found = {"fast_paths": paths, "equality": equality, "native_forward": native, "embedded_models": models}
         terminal.json({"command": "info"} | facts | found)
     return DONE
 
 
-def _fast_paths() -> list[str]:
-    """What is switched on for the embedded target here, beyond the plain forward."""
+def _fast_paths() -> tuple[list[str], str]:
+    """What is switched on for the embedded target here beyond the plain forward, and how equal answers by it are."""
     from truedraft.models.loading import load_model
 
-    return list(load_model("embedded:target").fast_paths)
+    target = load_model("embedded:target")
+    return list(target.fast_paths), target.equality
 
 
 def _native_forward(dtype: str) -> str:
@@ -89,7 +90,12 @@ def _summary(card: Path) -> str | None:
 
 
 def _print(
-    terminal: Terminal, facts: dict[str, Any], models: list[dict[str, Any]], paths: list[str] | None, native: str
+    terminal: Terminal,
+    facts: dict[str, Any],
+    models: list[dict[str, Any]],
+    paths: list[str] | None,
+    equality: str | None,
+    native: str,
 ) -> None:
     from rich.table import Table
 
@@ -107,6 +113,8 @@ def _print(
     }
     if paths is not None:
         rows["fast paths"] = "; ".join(paths) or "none; models run through the packed forward as they are"
+    if equality is not None:
+        rows["greedy answers"] = f"{equality} the same with a drafter, by the embedded target in this dtype"
     rows["native forward"] = native
     for model in models:
         rows[model["name"]] = _describe(model)

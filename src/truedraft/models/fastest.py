@@ -10,7 +10,7 @@ from truedraft.models.bodies import Body
 from truedraft.models.fused import FusedBody
 from truedraft.models.graphs import GraphBody
 from truedraft.models.native import NativeBody
-from truedraft.models.packed_linear import can_pack, pack_linears
+from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_linears
 from truedraft.models.patterns import AttentionPattern
 from truedraft.models.stock import StockBody
 
@@ -31,4 +31,6 @@ def fastest_body(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -
     body = StockBody(model, patterns)  # after packing: it watches the LM head
     if packed:
         body.fast_paths = ("packed weights",)
+    if packed and multiplies_packed_alone(model):
+        body.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits, in float32 too
     return body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_lo
 from truedraft.models.padding import is_padded, padding_note_of, unpadded_width
 from truedraft.models.probe import probe_patterns
 from truedraft.models.ranking import Likeliest
+from truedraft.models.selftest import rows_depend_on_their_number
 from truedraft.models.stock import StockBody
 from truedraft.text.tokenizer import Tokenizer
 
 _ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
 _CHECKED_TOKENS = 4
+UP_TO_NEAR_TIES = "up to near ties"
 
 
 class HuggingFaceModel(LanguageModel):
@@ -59,7 +62,7 @@ class HuggingFaceModel(LanguageModel):
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self.name = name
-        self.note = padding_note_of(model)
+        self._padding_note = padding_note_of(model)
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -91,6 +94,22 @@ class HuggingFaceModel(LanguageModel):
     def module(self) -> PreTrainedModel:
         """The model itself. Run it through `forward` only: its attention needs a plan."""
         return self._model
+
+    @cached_property
+    def equality(self) -> str:
+        """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
+        return UP_TO_NEAR_TIES if rows_depend_on_their_number(self) else "bit for bit"
+
+    @property
+    def note(self) -> str | None:  # type: ignore[override]
+        """See `LanguageModel.note`."""
+        weaker = (
+            f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
+            "equal those of plain decoding but where two tokens nearly tie)"
+            if self.equality == UP_TO_NEAR_TIES
+            else None
+        )
+        return "; ".join(each for each in (self._padding_note, weaker) if each) or None
 
     @property
     def fingerprint(self) -> str:
@@ -194,7 +213,10 @@ def _bytes_read(model: PreTrainedModel) -> int:
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end an answer: what generation would use, else the configuration's, else the tokenizer's."""
     generation = getattr(model, "generation_config", None)
-    for given in (getattr(generation, "eos_token_id", None), model.config.get_text_config().eos_token_id):
+    for given in (
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+    ):
         if given is not None:
             return (given,) if isinstance(given, int) else tuple(given)
     return () if tokenizer is None else tokenizer.eos_token_ids

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from truedraft.cache import WIDEST_GAP, key_span
 from truedraft.core.trees import TreeShape
@@ -81,7 +82,7 @@ class ChainLayout(SegmentLayout):
         heads, new, _ = query.shape
         weights = _weights(_scores(query, keys), self.blocked, how, values.dtype)
         mixed = _product(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
-        return mixed.view(heads, new, -1).transpose(0, 1)
+        return mixed.reshape(heads, new, -1).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class TreeLayout(SegmentLayout):
         dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
         dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
         mixed = _product(dealt, self._values_of_paths(values))
-        mixed = mixed.view(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
+        mixed = mixed.reshape(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
         return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
 
     @property
@@ -212,8 +213,14 @@ def _later_nodes(chain: TreeShape, written: int, device: torch.device) -> Tensor
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched product `[batch, rows, .]`. A single row goes through another kernel, so it is doubled."""
-    if left.shape[1] == 1:
+    """Batched product `[batch, rows, .]`, padded where a few rows would go through kernels of their own.
+
+    A single row does, so it is doubled; in float32 so do two or three, and what is left over from fours.
+    """
+    rows = left.shape[1]
+    if left.dtype == torch.float32 and rows % 4:
+        return torch.bmm(pad(left, (0, 0, 0, -rows % 4)), right)[:, :rows]
+    if rows == 1:
         return torch.bmm(left.expand(-1, 2, -1), right)[:, :1]
     return torch.bmm(left, right)
 
@@ -223,7 +230,7 @@ def _scores(query: Tensor, keys: Tensor) -> Tensor:
     heads, new, width = query.shape
     kv_heads = keys.shape[0]
     scores = _product(query.reshape(kv_heads, -1, width), keys)
-    return scores.view(kv_heads, heads // kv_heads, new, -1)
+    return scores.reshape(kv_heads, heads // kv_heads, new, -1)
 
 
 def _weights(scores: Tensor, blocked: Blocked, how: Attending, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ attribute, and the original can be freed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,11 @@ class PackedLinear(nn.Module):
         self._bias = None if bias is None else bias.detach().clone()
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """`[out, in]`, as it was: some routers read it. Unpacked when it is first asked for, and kept from then on."""
+        return self._weight.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
@@ -100,6 +106,14 @@ def pack_linears(model: PreTrainedModel) -> int:
                 continue
             count += 1
     return count
+
+
+def multiplies_packed_alone(model: nn.Module) -> bool:
+    """Whether all weights that vectors are multiplied by are packed: none is left but embeddings, norms and biases."""
+    return all(
+        isinstance(module, nn.Embedding) or all(weight.dim() < 2 for weight in module.parameters(recurse=False))
+        for module in model.modules()
+    )
 
 
 def _uses(model: nn.Module) -> dict[int, int]:

@@ -1,17 +1,24 @@
 """Find out which positions each attention call of a model may see, by asking the model once at load.
 
 Some families build a window or chunk mask but never tell the attention function about it, so the mask itself is
-looked at: a forward over two tokens, with a mask function that remembers what it was asked for and an attention
-function that records which mask reached it.
+looked at: a short forward, with a mask function that remembers what it was asked for and an attention function that
+records which mask reached it.
+
+That attention gives zeros, so in this forward no token should see another. Whether one does is read from a gradient:
+the logits of the last row must not depend on any embedding but their own. A convolution or a recurrent state shows
+there however small it is, in any dtype, for a gradient that has no path is exactly zero.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -21,7 +28,22 @@ from truedraft.models.patterns import AttentionPattern, Chunk, Full, Window
 _NAME = "truedraft-probe"
 # Patterns wider than this are read as full; contexts beyond it are not supported anyway.
 _FAR = 2**18
-_HARMLESS = {"position_ids", "use_cache", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "scaling"}
+_TOKENS = 8
+_ATTENTION_ALONE = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_WITHIN_A_TOKEN = {"mlp", "moe", "dense", "sparse"}
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "is_causal",
+    "dropout",
+    "scaling",
+}
 
 MaskFunction = Callable[..., Any]
 
@@ -65,12 +87,11 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
         model: a Hugging Face causal language model whose attention goes through the attention registry.
 
     Raises:
-        UnsupportedModelError: the model keeps a recurrent state, hides its mask, or uses a pattern that is neither
-            full, a window nor chunks.
+        UnsupportedModelError: the model mixes tokens by other means than attention, hides its mask, or uses a pattern
+            that is neither full, a window nor chunks.
     """
     name = type(model).__name__
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(f"{name} keeps a recurrent state, which speculation cannot roll back")
+    _refuse_other_layers(model, name)
     recorder = _Recorder()
     before = model.config._attn_implementation  # type: ignore[union-attr]
     AttentionInterface.register(_NAME, recorder.attend)
@@ -81,16 +102,71 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
             raise UnsupportedModelError(
                 f"{name} does not use transformers' attention registry; truedraft cannot run it"
             )
-        device = next(model.parameters()).device
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        positions = torch.arange(2, device=device)[None]
-        with torch.inference_mode():
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+        mixes = _mixes_without_attention(model)
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
+    if mixes:
+        raise UnsupportedModelError(
+            f"{name} lets tokens see each other outside its attention{_convolutions(model)}: that is a convolution or "
+            "a recurrent state, which speculation cannot take back; use a model whose layers are attention alone"
+        )
     if not recorder.seen:
         raise UnsupportedModelError(f"{name} never called its attention function; truedraft cannot run it")
     return [_classify(function, name) for function in recorder.seen]
+
+
+def _refuse_other_layers(model: nn.Module, name: str) -> None:
+    """Refuse what the configuration itself calls something else than attention, before anything is run."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    kinds = next((found for place in _LAYER_KINDS if (found := getattr(config, place, None))), ())
+    others = sorted({str(kind) for kind in kinds} - _ATTENTION_ALONE - _WITHIN_A_TOKEN)
+    if others:
+        raise UnsupportedModelError(
+            f"{name} has layers of the kind {', '.join(map(repr, others))}, which keep a state of their own (a "
+            "convolution, a recurrence or an index), and speculation cannot take that back; use a model whose layers "
+            "are attention alone"
+        )
+
+
+@torch.inference_mode(False)
+def _mixes_without_attention(model: nn.Module) -> bool:
+    """Run the forward; whether the last row depends on other tokens although attention gives zeros."""
+    embedded: list[Tensor] = []
+
+    def watch(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        # In place of embeddings, of which that of a padding id is zero and would hide products with it.
+        numbers = torch.arange(output.numel(), dtype=torch.float32, device=output.device).cos()
+        embedded.append(numbers.view_as(output).to(output.dtype).requires_grad_())
+        return embedded[-1].clone()  # some families scale it in place
+
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+    places = torch.arange(_TOKENS, device=device)
+    hook = model.get_input_embeddings().register_forward_hook(watch)  # type: ignore[operator]
+    # Rows are named by a tensor, as in packed forwards: some families cut their masks to an integer.
+    given = {"input_ids": ids, "position_ids": places[None], "use_cache": False, "logits_to_keep": places}
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    # Gradients do not pass by tensors that were made in inference mode.
+    copies = {name: tensor.clone() for name, tensor in tensors if tensor.is_inference()}
+    try:
+        with torch.enable_grad():
+            logits = functional_call(model, copies, kwargs=given).logits
+            if not embedded:
+                raise UnsupportedModelError(f"{type(model).__name__} does not look its tokens up in its own embedding")
+            weights = torch.linspace(1.0, 2.0, logits.shape[-1], device=device)
+            last = (logits[0, -1].float() * weights).sum()
+            gradients = torch.autograd.grad(last, embedded, allow_unused=True, materialize_grads=True)
+    finally:
+        hook.remove()
+    return any(bool((gradient[:, :-1] != 0).any()) for gradient in gradients)
+
+
+def _convolutions(model: nn.Module) -> str:
+    """The modules that hold convolutions, in words; empty if there are none."""
+    holders = {
+        type(each).__name__ for each in model.modules() for part in each.children() if isinstance(part, _CONVOLUTIONS)
+    }
+    return f" (in {', '.join(sorted(holders))})" if holders else ""
 
 
 def _classify(function: MaskFunction | None, name: str) -> AttentionPattern:
@@ -123,4 +199,15 @@ def _lowest(function: MaskFunction, query: int) -> int:
 
 def _allows(function: MaskFunction, query: int, key: int) -> bool:
     index = [torch.tensor(value) for value in (0, 0, query, key)]
-    return bool(function(*index))
+    with _EndlessText():
+        return bool(function(*index))
+
+
+class _EndlessText(TorchFunctionMode):
+    """Masks that look tokens up (which image is this a part of?) find the last one of the probe behind its end."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            table, places = args
+            args = (table, tuple(place.clamp(max=size - 1) for place, size in zip(places, table.shape, strict=False)))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,117 @@
+"""Families that ask something unusual of a packed forward: exact by every path, or refused with the reason."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from transformers import BartConfig, BartForCausalLM, RobertaConfig, RobertaForCausalLM
+
+from families.test_packed_forward import TOLERANCE, worst_difference
+from support.rare_families import RARE, granitemoehybrid, lfm2
+from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy, stock_logits
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import DraftModel
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.bodies import BodyMaker
+from truedraft.models.fastest import fastest_body
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.selftest import check_against_stock
+from truedraft.models.stock import StockBody
+
+COUNT = 32
+PARAMS = SamplingParams(max_tokens=COUNT)
+BODIES = {"stock": StockBody, "fastest": fastest_body}
+# Weights whose answers wander and have no near tie (checked below).
+SEEDS = {"gemma4_text with shared keys": 5, "gemma4_unified": 5, "granitemoehybrid of attention": 3}
+
+
+@cache
+def loaded(family: str, body: str, noise: float = 0.0) -> HuggingFaceModel:
+    """As `load_model` makes it, checked; with noise on its weights, a draft that often agrees."""
+    model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for weight in model.parameters():
+            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    check = check_against_stock(model, family)
+    made = HuggingFaceModel(model, None, family, BODIES[body])
+    check(made)
+    return made
+
+
+@cache
+def by_transformers(family: str) -> tuple[list[list[int]], float]:
+    """Its own answers, and the smallest lead of a chosen token over the next."""
+    model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
+    answers = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    leads = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        top = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1].topk(2, dim=-1).values
+        leads.append(float((top[:, 0] - top[:, 1]).min()))
+    return answers, min(leads)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("family", RARE)
+def test_chains_and_trees_in_mixed_packs_equal_transformers(family: str, body: str) -> None:
+    alone = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
+    assert worst_difference(loaded(family, body), alone) <= 2 * TOLERANCE  # logits are twice as large as there
+
+
+@pytest.mark.parametrize("drafted", [{"num_speculative_tokens": 4}, {"branching": (3, 2, 1)}], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", RARE)
+def test_greedy_equals_transformers(family: str, drafted: dict[str, object]) -> None:
+    """Alone and in a ragged batch, with a draft that is right now and then."""
+    expected, margin = by_transformers(family)
+    assert margin > 1e-3
+    assert min(len(set(answer)) for answer in expected) >= 8
+    engine = Engine(loaded(family, "fastest"), DraftModel(loaded(family, "fastest", 0.05), **drafted))  # type: ignore[arg-type]
+    alone = engine.generate(list(PROMPTS[0]), PARAMS)
+    batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
+    assert alone.token_ids == expected[0]
+    assert [answer.token_ids for answer in batch] == expected
+    assert not any(answer.warnings for answer in (alone, *batch))
+    accepted = sum(answer.stats.accepted_tokens for answer in batch)
+    assert 0 < accepted < sum(answer.stats.draft_tokens for answer in batch)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("family", RARE)
+def test_the_check_at_load_passes_in_bfloat16(family: str, body: str) -> None:
+    model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3, dtype=torch.bfloat16)
+    check = check_against_stock(model, family)
+    check(HuggingFaceModel(model, None, family, BODIES[body]))
+
+
+@pytest.mark.parametrize("body", [StockBody, fastest_body])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_are_not_attention_are_refused(dtype: torch.dtype, body: BodyMaker) -> None:
+    """Whatever the weights: at this scale a convolution moves logits by less than bfloat16 rounds them."""
+    for config, kind in ((lfm2("conv", "full_attention"), "conv"), (granitemoehybrid("mamba", "attention"), "mamba")):
+        model = build(config, seed=0, spread=0.02, dtype=dtype)
+        shown = "linear_attention" if kind in ("mamba", "linear_attention") else kind
+        with pytest.raises(UnsupportedModelError, match=f"layers of the kind '({kind}|{shown})'.*attention alone"):
+            HuggingFaceModel(model, None, "mixed", body)
+
+
+def test_a_decoder_of_an_encoder_decoder_is_refused_as_such() -> None:
+    config = BartConfig(
+        vocab_size=VOCAB, d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+        encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64, max_position_embeddings=64,
+    )  # fmt: skip
+    model = BartForCausalLM(config).eval()
+    check = check_against_stock(model, "half")
+    with pytest.raises(UnsupportedModelError, match=r"half gives other logits.*decoder of an encoder-decoder \(bart\)"):
+        check(HuggingFaceModel(model, None, "half"))
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+def test_positions_behind_a_padding_id_are_refused_as_such(padding: int | None) -> None:
+    config = RobertaConfig(
+        vocab_size=VOCAB, hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, pad_token_id=padding, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=rf"positions.*from an offset.*pad_token_id is {padding}"):
+        check_against_stock(RobertaForCausalLM(config).eval(), "offset")

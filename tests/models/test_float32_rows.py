@@ -1,0 +1,90 @@
+"""In float32 a row's bits hold where all weights are packed; where they do not, the model says so in every report."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from support.tiny_models import PROMPTS, VOCAB, stock
+from truedraft import Engine, SamplingParams
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.models.base import Segment
+from truedraft.models.fastest import fastest_body
+from truedraft.models.huggingface import UP_TO_NEAR_TIES, HuggingFaceModel
+from truedraft.models.packed_linear import can_pack
+from truedraft.models.stock import StockBody
+
+pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN")
+
+FAMILIES = ("gpt_neox", "gemma3", "llama")
+TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
+
+
+@cache
+def tied(family: str, noise: float = 0.0) -> HuggingFaceModel:
+    """Each id's row of the LM head stands there twice, so all logits tie with another; in float32."""
+    module = stock(family)
+    head = module.get_output_embeddings().weight
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        head[VOCAB // 2 : VOCAB // 2 * 2] = head[: VOCAB // 2].clone()
+        for weight in module.parameters():
+            weight += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return HuggingFaceModel(module, None, family, fastest_body)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_tree(family: str) -> None:
+    model = tied(family)
+    ids = torch.arange(20) * 7 % VOCAB
+    cache = model.new_cache()
+    model.forward([Segment(cache, ids, chain_shape(20), ())])
+    cache.commit(range(20))
+    path = torch.tensor([3, 9, 4, 1])  # nodes 0, 2, 4, 6 of the tree
+    at_once = model.forward([Segment(cache, path, chain_shape(4), range(4))]).logits.clone()
+    tokens = torch.tensor([3, 8, 9, 5, 4, 6, 1])
+    in_tree = model.forward([Segment(cache, tokens, TREE, (0, 2, 4, 6))]).logits.clone()
+    assert in_tree.equal(at_once)
+    for i, token in enumerate(path):
+        assert model.forward([Segment(cache, token[None], chain_shape(1), (0,))]).logits.equal(at_once[i : i + 1])
+        cache.commit([0])
+    model.release_cache(cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafting_changes_no_token_though_all_logits_are_tied(family: str) -> None:
+    drafters: list[Drafter] = [
+        PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
+        DraftModel(tied(family, 0.03), num_speculative_tokens=4),
+        DraftModel(tied(family, 0.03), branching=(3, 2, 1)),
+    ]
+    prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=64)
+    plain = [answer.token_ids for answer in Engine(tied(family)).generate(prompts, params)]
+    assert plain == [Engine(tied(family)).generate(prompt, params).token_ids for prompt in prompts]
+    for drafter in drafters:
+        answers = Engine(tied(family), drafter).generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == plain
+        assert sum(answer.stats.accepted_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fast_paths_promise_equality_bit_for_bit(family: str) -> None:
+    assert (tied(family).equality, tied(family).note) == ("bit for bit", None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stock_modules_promise_what_their_rows_keep(family: str) -> None:
+    """Their products in float32 take a single row another way on most processors; then every report says so."""
+    model = HuggingFaceModel(stock(family), None, family, StockBody)
+    ids = torch.arange(8)
+    logits = []
+    for count in (8, 1):
+        cache = model.new_cache()
+        logits.append(model.forward([Segment(cache, ids[:count], chain_shape(count), (0,))]).logits.clone())
+        model.release_cache(cache)
+    if not logits[0].equal(logits[1]):
+        assert model.equality == UP_TO_NEAR_TIES
+    assert (model.note is not None and "nearly tie" in model.note) == (model.equality == UP_TO_NEAR_TIES)
