@@ -61,9 +61,8 @@ def test_drafting_changes_no_token_though_all_logits_are_tied(family: str) -> No
         DraftModel(tied(family, 0.03), num_speculative_tokens=4),
         DraftModel(tied(family, 0.03), branching=(3, 2, 1)),
     ]
-    prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=64)
+    prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=32)
     plain = [answer.token_ids for answer in Engine(tied(family)).generate(prompts, params)]
-    assert plain == [Engine(tied(family)).generate(prompt, params).token_ids for prompt in prompts]
     for drafter in drafters:
         answers = Engine(tied(family), drafter).generate(prompts, params)
         assert [answer.token_ids for answer in answers] == plain
