@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
-from truedraft.training.cards import Card, training_facts
+from truedraft.training.cards import Card, served_facts, training_facts
 from truedraft.training.machine import describe_machine
 
 _WEIGHTS = "heads.safetensors"
@@ -80,18 +80,10 @@ def _card(heads: Published, total_s: float, device: str) -> Card:
     )
     rows["from the first prompt to the last measurement"] = f"{total_s / 60:.0f} minutes"
     rows["finished"] = time.strftime("%Y-%m-%d")
-    rows |= dict(map(_row, facts["served"]))
+    rows |= served_facts(facts["served"])
     return Card(
         title=heads.title,
         summary=heads.summary,
         facts=rows,
         notes="Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
     )
-
-
-def _row(served: Mapping[str, Any]) -> tuple[str, str]:
-    """What the engine measured of trees of one kind and size."""
-    trees = f", {served['trees']} trees" if "trees" in served else ""
-    promised = f" (promised {served['promised']:.2f})" if "promised" in served else ""
-    name = f"tokens per target call, temperature {served['temperature']:g}, {served['nodes']} nodes{trees}"
-    return name, f"{served['mean_acceptance_length']:.2f}{promised}"

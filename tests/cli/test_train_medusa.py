@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,13 +28,18 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     out = str(tmp_path / "heads")
     words = ("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL)
     result = run(*words, "--json")
-    assert (result.status, result.err) == (0, "")
+    assert (result.status, result.complaint) == (0, "")
     record = result.record
     assert record["steps"] == 3 and record["command"] == "train medusa" and record["machine"]
     assert [each["temperature"] for each in record["served"]] == sorted(e["temperature"] for e in record["served"])
     for phrase in ("tokens per target call", "promised by the tree", "heads right at temperature 0"):
         assert phrase in result.out
     assert f"{record['served'][0]['mean_acceptance_length']:.2f}" in result.out
+    plan, saved = (line for line in result.err.splitlines() if "steps of training" in line or ": step " in line)
+    assert "204 tokens to train on" in plan and "then come 3 steps of training" in plan
+    assert re.fullmatch(
+        rf"truedraft: step 3 of 3, loss [0-9.]+, 6,144 tokens; saved in {out}/work/checkpoint.pt", saved
+    )
     answer = run("generate", "hello", "--model", target, "--drafter", f"medusa:{out},nodes=4", "--max-tokens", "8")
     assert answer.status == 0
 
@@ -41,7 +47,7 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     assert again.status == 2 and "holds a training; add --resume" in again.err
     assert run(*words, "--resume").status == 0
     other = run(*words, "--resume", "--heads", "3", "--free", "--learning-rate", "0.5")
-    assert other.status == 2 and other.err.count("\n") == 1
+    assert other.status == 2 and other.complaint.count("\n") == 1
     for phrase in ("--heads was 2 and is now 3", "--tied was True and is now False", "--learning-rate was"):
         assert phrase in other.err
     other = run(*words, "--resume", "--answer-tokens", "13", "--temperature", "1")
@@ -49,14 +55,16 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     other = run(*words, "--resume", "--stage", "2")
     assert other.status == 2 and "finished heads of stage 1" in other.err and f"--start-from {out}" in other.err
     other = run(*words, "--resume", "--prompt-tokens", "15")
-    assert other.status == 2 and "the prompts (--data, --held-out, --tokens, --prompt-tokens) was" in other.err
+    assert (
+        other.status == 2 and "the prompts (--data, --held-out, --tokens, --prompt-tokens, --minutes) was" in other.err
+    )
 
 
 def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = str(tmp_path / "heads")
     few = ("--stage", "2", "--joint-steps", "1", "--lora-rank", "0")
     result = run("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL, *few, "--json")
-    assert (result.status, result.err) == (0, "")
+    assert (result.status, result.complaint) == (0, "")
     joint = result.record["joint"]
     assert f"{joint['loss_before']:.4f} nats per token, and is {joint['loss_after']:.4f}" in result.out
     assert f"--model {out}/target --drafter medusa:{out}" in result.out
@@ -79,6 +87,13 @@ def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, 
         (("--joint-steps", "0"), "--joint-steps must be"),
         (("--lora-rank", "-1"), "--lora-rank must be"),
         (("--seed", "-1"), "--seed must be"),
+        (("--minutes", "0"), "--minutes must be a number above 0, got 0.0"),
+        (("--minutes", "1", "--stage", "2"), "minutes are a limit for stage 1"),
+        (
+            ("--tokens", "20000"),
+            "prompts that share nothing, for about 204 tokens by the target, and 20,000 are asked for: ",
+        ),
+        (("--clean",), "holds no working files of a training; there is nothing to remove"),
         (("--answer-tokens", "2"), "heads that reach 2 tokens ahead learn from answers of at least 3"),
         (("--resume",), "holds no training to go on with; leave --resume out"),
         (("--data", "nowhere.txt"), "cannot read the data file nowhere.txt"),
@@ -87,7 +102,7 @@ def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, 
 def test_unusable_words(run: Run, target: str, text: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     given = ("train", "medusa", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
     result = run(*given, *words)
-    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert result.status == 2 and result.complaint.count("\n") == 1, result.err
     assert message in result.err
 
 
@@ -117,4 +132,6 @@ def test_ctrl_c_says_how_to_go_on(
     result = run(*words, "--resume")
     assert result.status == 130 and "interrupted; the same command goes on" in result.err
     job = Job("m", [], [], tmp_path / "out", resume=False)
-    assert how_to_go_on(job).startswith("interrupted; the same command with --resume goes on")
+    assert how_to_go_on(job) == "interrupted; the same command with --resume goes on, with the answers that are written"
+    (tmp_path / "out" / "work" / "checkpoint.pt").write_bytes(b"torn")
+    assert "cannot read the checkpoint" in how_to_go_on(job)

@@ -29,7 +29,7 @@ def test_a_trained_head_drafts(
     out = str(tmp_path / "head")
     words = ("train", "redrafter", "--model", target, "--data", text, "--out", out, *SMALL)
     result = run(*words, "--json")
-    assert (result.status, result.err) == (0, "")
+    assert (result.status, result.complaint) == (0, "")
     record = result.record
     assert record["steps"] == 2 and record["command"] == "train redrafter" and record["machine"]
     assert {(each["temperature"], each["nodes"]) for each in record["served"]} == {(0, 8), (0, 32), (1, 8), (1, 32)}
@@ -45,7 +45,7 @@ def test_a_trained_head_drafts(
     assert again.status == 2 and "holds a training; add --resume" in again.err
     assert run(*words, "--resume").status == 0
     other = run(*words, "--resume", "--length", "3", "--free", "--loss", "tv", "--self-fed", "0.5", "--summed")
-    assert other.status == 2 and other.err.count("\n") == 1
+    assert other.status == 2 and other.complaint.count("\n") == 1
     for phrase in (
         "--length was 2 and is now 3", "--tied was True and is now False", "--loss was kl and is now tv",
         "--self-fed was 0.0 and is now 0.5", "--recurrent was True and is now False",
@@ -76,7 +76,7 @@ def test_a_trained_head_drafts(
 def test_unusable_words(run: Run, target: str, text: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     given = ("train", "redrafter", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
     result = run(*given, *words)
-    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert result.status == 2 and result.complaint.count("\n") == 1, result.err
     assert message in result.err
 
 

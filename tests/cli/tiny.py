@@ -58,6 +58,12 @@ class Result:
     err: str
 
     @property
+    def complaint(self) -> str:
+        """Standard error without the lines that say what a training will take and how far it is."""
+        lines = self.err.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith(("truedraft: note: ", "truedraft: step ")))
+
+    @property
     def record(self) -> dict[str, Any]:
         """The JSON object in the last line of standard output."""
         return json.loads(self.out.splitlines()[-1])

@@ -19,6 +19,9 @@ def test_text_and_json_lines(tmp_path):
     [
         ("empty.txt", b"", "holds no text"),
         ("blank.txt", b"  \n ", "holds no text"),
+        ("zeros.txt", bytes(4000), r"zeros.txt holds a NUL character \(the first at place 1\), so it is no plain text"),
+        ("wide.txt", "wide".encode("utf-16-le"), r"wide.txt holds a NUL character \(the first at place 2\)"),
+        ("zeros.jsonl", b'{"text": "\\u0000\\u0000"}', "holds no text"),
         ("latin.txt", b"caf\xe9", r"latin.txt is not UTF-8 text \(byte 3\)"),
         ("bad.jsonl", b'{"text": "a"}\n{oops', "bad.jsonl, line 2: not a JSON object"),
         ("other.jsonl", b'{"content": "a"}', 'line 1: the object has no "text" field'),

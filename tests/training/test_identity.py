@@ -8,10 +8,10 @@ import pytest
 
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
+from truedraft.training.checkpoints import CHECKPOINT
 from truedraft.training.curriculum import Curriculum
 from truedraft.training.distill import DraftConfig
 from truedraft.training.identity import identity_of, weights_fingerprint
-from truedraft.training.loop import CHECKPOINT
 from truedraft.training.losses import ForwardKL
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.pretrain import PretrainConfig, pretraining_loop
@@ -54,7 +54,7 @@ def test_other_data_are_refused(begun, stream):
 
 
 def test_what_does_not_decide_the_weights_may_differ(begun, stream):
-    assert pretraining_loop(config(checkpoint_every=1), stream, begun).run(until=5).step == 5
+    assert pretraining_loop(config(checkpoint_every_s=0.0), stream, begun).run(until=5).step == 5
 
 
 def test_before_the_decay_its_beginning_may_move(begun, stream):

@@ -40,7 +40,7 @@ CONFIG = MedusaTrainingConfig(
     optimizer=OptimizerConfig(2e-2, 2e-2),
     positions_per_step=64,
     window=8,
-    checkpoint_every=2,
+    checkpoint_every_s=0.0,
     joint=WHOLE,
 )
 

@@ -9,7 +9,7 @@ import pytest
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
 from truedraft.training import standard_library
-from truedraft.training.prompts import PromptCounts, cut_prompts, prompts_hash, split_prompts
+from truedraft.training.prompts import PromptCounts, cut_prompts, prompts_hash, shuffled, split_prompts
 from truedraft.training.standard_library import standard_library_prompts
 from truedraft.training.tokenizer import load_tokenizer
 
@@ -56,6 +56,25 @@ def test_held_out_texts_are_shared_by_tree_and_test(tokenizer):
 def test_too_little_text_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"no prompts to .*: give more text"):
         split_prompts(["x"], (), tokenizer, PromptCounts(4, 2, 2), 10)
+
+
+def test_prompts_that_overlap_count_as_what_their_text_is_worth(tokenizer):
+    """Of a short text every line begins a prompt, but they say the same."""
+    short = TEXT[:400]
+    sets = split_prompts([short], [TEXT[4000:]], tokenizer, PromptCounts(40, 5, 5), 30)
+    tokens = len(tokenizer.encode(short, add_special_tokens=False))
+    assert sum(map(len, sets.train)) > 2 * tokens
+    assert sets.apart == len(sets.train) * tokens // sum(map(len, sets.train)) < len(sets.train) / 2
+    enough = split_prompts([TEXT], [TEXT[4000:]], tokenizer, PromptCounts(10, 5, 5), 10)
+    assert enough.apart == 10
+    records = [f"a{number}\n" for number in range(40)]  # short texts of their own share nothing
+    assert split_prompts(records, [TEXT], tokenizer, PromptCounts(40, 5, 5), 30).apart == 40
+
+
+def test_shuffled_prompts_are_the_same_prompts():
+    prompts = [[number] for number in range(50)]
+    assert shuffled(prompts, 0) == shuffled(prompts, 0) != shuffled(prompts, 1)
+    assert shuffled(prompts, 0)[:5] != prompts[:5] and sorted(shuffled(prompts, 0)) == prompts
 
 
 def test_the_hash_knows_where_prompts_end():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.medusa import Medusa
@@ -21,6 +24,7 @@ from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
 from truedraft.training import loop as loop_module
 from truedraft.training import medusa as medusa_module
+from truedraft.training.budget import TimeBudget
 from truedraft.training.head_config import schedule_of
 from truedraft.training.head_job import HeadJob
 from truedraft.training.medusa import train_medusa
@@ -41,7 +45,7 @@ CONFIG = MedusaTrainingConfig(
     positions_per_step=64,
     window=8,
     evaluate_every=3,
-    checkpoint_every=3,
+    checkpoint_every_s=0.0,
 )
 
 
@@ -281,8 +285,9 @@ def test_without_text_only_the_embedded_target_knows_what_to_read(target_folder,
     assert not (tmp_path / "out").exists()
 
 
-def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text(tokenizer.decode(stream[1:1000].tolist()))
+@pytest.fixture
+def writes_nothing(monkeypatch):
+    """The jobs that get as far as the writing, which is not done."""
     found = []
 
     def keep(job: HeadJob, *_):
@@ -290,9 +295,73 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, m
         raise InterruptedError
 
     monkeypatch.setattr(medusa_module, "write_texts", keep)
+    return found
+
+
+def test_far_too_little_text_is_refused_and_little_is_said(target_folder, tokenizer, stream, tmp_path, writes_nothing):
+    (tmp_path / "a.txt").write_text(tokenizer.decode(stream[1:1500].tolist()))
+    much, notes = replace(CONFIG, tokens=8000, prompt_tokens=40, tree_prompts=2, test_prompts=2), []
+    got = r"gives \d+ prompts that share nothing, for about \d+ tokens by the target, and 8,000 are asked for"
+    with pytest.raises(DataError, match=got + ": give more text, or ask for fewer tokens"):
+        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", much)
     with pytest.raises(InterruptedError):
-        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", CONFIG)
-    assert len(found[0].prompts.train) > 10 and found[0].prompts.text.dtype == np.uint32
+        some = replace(much, tokens=2000, test_prompts=50)
+        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", some, on_note=notes.append)
+    assert "and 2,000 are asked for; heads learn more from more text" in notes[0]
+    assert "of 50 to measure on: with more text the figures are surer" in notes[1]
+
+
+def test_disk_and_time_are_said_before_the_target_writes(target_folder, prompts, tmp_path, writes_nothing):
+    plans = []
+    with pytest.raises(InterruptedError):
+        train_medusa(target_folder, prompts, tmp_path / "out", CONFIG, on_plan=plans.append)
+    disk = (24 * 16 + 2 * 10 * 16) * 32 * 2  # answers x tokens x width x bytes: the vectors alone
+    assert plans[0].startswith("the target writes up to 384 tokens to train on; with their vectors and a checkpoint")
+    number, unit = re.search(r"up to ([0-9.]+) (kB|MB) of the disk", plans[0]).groups()
+    assert disk < float(number) * {"kB": 1e3, "MB": 1e6}[unit] < disk + 150_000
+    assert "are free; then come 7 steps of training, about" in plans[0]
+    assert writes_nothing[0].step_s > 0.0
+
+
+def test_within_minutes_it_writes_trains_and_measures_less_and_goes_on_with_what_it_began(
+    target_folder, prompts, tmp_path
+):
+    """A budget that is spent at once leaves the least of everything; its heads are measured all the same."""
+    clock = iter(range(0, 10**9, 5))
+    notes = []
+    spent = TimeBudget(0.5, lambda: float(next(clock)))
+    result = train_medusa(target_folder, prompts, tmp_path, CONFIG, budget=spent, on_note=notes.append)
+    assert result.effort.steps == 1 and 2 <= result.effort.written_tokens / 16 < 24
+    assert any("in the time given the target wrote" in note for note in notes)
+    assert result.heads.served and (tmp_path / "README.md").is_file()
+    text = (tmp_path / "work" / "train.jsonl").read_bytes()
+    again = train_medusa(target_folder, prompts, tmp_path, CONFIG, budget=TimeBudget(60), on_note=notes.append)
+    assert (tmp_path / "work" / "train.jsonl").read_bytes() == text and again.effort.steps == 1
+    with pytest.raises(OptionError, match="minutes are a limit for stage 1"):
+        train_medusa(target_folder, prompts, tmp_path / "two", replace(CONFIG, stage=2), budget=TimeBudget(1))
+
+
+def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):
+    out, result, _ = trained
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == target_folder.name
+    assert card.data.tags == ["speculative-decoding", "medusa", "truedraft"]
+    assert (card.data.library_name, card.data.pipeline_tag) == ("truedraft", "text-generation")
+    count = sum(weight.numel() for weight in weights(out).values())
+    assert f"| parameters | {count:,} |" in card.text and f"| steps | {result.effort.steps} |" in card.text
+    for each in result.heads.served:
+        name = f"temperature {each.temperature:g}, {each.nodes} nodes, {each.trees} trees"
+        assert f"{name} | {each.mean_acceptance_length:.2f} (promised {each.promised:.2f}) |" in card.text
+    command = json.loads((out / "work" / "run.json").read_text())["command"]
+    assert f"    {shlex.join(command)}" in card.text
+
+
+def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, writes_nothing):
+    (tmp_path / "a.txt").write_text(tokenizer.decode(stream[1:1000].tolist()))
+    with pytest.raises(InterruptedError):
+        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", CONFIG, on_note=lambda sentence: None)
+    (job,) = writes_nothing
+    assert len(job.prompts.train) > 10 and job.prompts.text.dtype == np.uint32 and job.data == "a.txt"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ CONFIG = RedrafterTrainingConfig(
     optimizer=OptimizerConfig(2e-2, 2e-2),
     positions_per_step=64,
     evaluate_every=3,
-    checkpoint_every=2,
+    checkpoint_every_s=0.0,
 )
 
 

@@ -6,18 +6,26 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.drafters import DraftModel
 from truedraft.errors import (
     DataError,
     ModelError,
     ModelNotFoundError,
     OptionError,
     UnknownOptionError,
+    UnsupportedModelError,
     VocabularyMismatchError,
 )
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
+from truedraft.training import acceptance, draft_served
+from truedraft.training.budget import TimeBudget
+from truedraft.training.checkpoints import checkpoint_of
 from truedraft.training.curriculum import Curriculum
 from truedraft.training.distill import DraftConfig, train_draft
 from truedraft.training.schedule import WarmupStableDecay
@@ -29,6 +37,12 @@ CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, 
 def config(steps=30, **changes):
     sizes = {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64}
     return DraftConfig(**(sizes | changes), schedule=WarmupStableDecay(2, steps, 10), curriculum=CURRICULUM)
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch):
+    """What is measured at the end takes most of the time of these tests."""
+    monkeypatch.setattr(acceptance, "_TOKENS", 12)
 
 
 @pytest.fixture
@@ -62,6 +76,75 @@ def test_the_result_is_an_ordinary_folder_with_a_card(target_folder, data, tmp_p
     card = (out / "README.md").read_text()
     assert f"{result.report.alpha:.4f}" in card
     assert f"{result.report.greedy_agreement:.4f}" in card
+    about = ModelCard(card).data
+    assert about.base_model == target_folder.name and "draft-model" in about.tags
+    for served in result.served:
+        row = f"temperature {served.temperature:g}, 4 drafted tokens | {served.mean_acceptance_length:.2f} |"
+        assert f"| tokens per target call, {row}" in card
+
+
+def test_acceptance_is_that_of_the_engine(target_folder, data, tmp_path):
+    result = train_draft(target_folder, [data], tmp_path / "out", config(steps=2))
+    stream = np.fromfile(tmp_path / "out" / "work" / "train.bin", dtype=np.uint32)
+    held_out = stream[-int(len(stream) * 0.05) :]
+    prompts = [held_out[len(held_out) * number // 4 :][:64].tolist() for number in range(4)]
+    engine = Engine(load_model(target_folder), DraftModel(load_model(tmp_path / "out"), num_speculative_tokens=4))
+    for served, temperature in zip(result.served, (0.0, 1.0), strict=True):
+        answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature, seed=0))
+        emitted, calls = (sum(getattr(a.stats, name) for a in answers) for name in ("emitted_tokens", "target_calls"))
+        assert (served.emitted_tokens, served.target_calls) == (emitted, calls)
+        assert served.mean_acceptance_length == emitted / calls and served.temperature == temperature
+
+
+def test_what_the_engine_cannot_run_is_trained_for_all_the_same(target_folder, data, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise UnsupportedModelError("it has a mixer")
+
+    monkeypatch.setattr(draft_served, "load_model", refuse)
+    notes = []
+    result = train_draft(target_folder, [data], tmp_path / "out", config(steps=2), on_note=notes.append)
+    assert result.served == () and notes == ["the draft was not measured in the engine: it has a mixer"]
+
+
+def test_text_that_is_read_too_often_is_said_and_then_refused(target_folder, tokenizer, tmp_path):
+    (tmp_path / "short.txt").write_text("x = 1\n" * 60)
+    few, notes = Curriculum(16, 16, 64, 64), []
+    often = replace(config(steps=1), curriculum=few)
+    count = len(tokenizer.encode("x = 1\n" * 60, add_special_tokens=False))
+    steps = -(-5 * count // 64)
+    some = replace(often, schedule=WarmupStableDecay(1, steps, 1))
+    train_draft(target_folder, [tmp_path / "short.txt"], tmp_path / "a", some, on_note=notes.append)
+    assert len(notes) == 1 and f"reads {64 * (steps + 1):,}, each of them" in notes[0]
+    many = replace(often, schedule=WarmupStableDecay(1, 50 * steps, 1))
+    with pytest.raises(DataError, match="beyond 40 times it learns nothing more: give more text, or fewer steps"):
+        train_draft(target_folder, [tmp_path / "short.txt"], tmp_path / "b", many)
+
+
+def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(target_folder, data, tmp_path):
+    clock, plans = iter(range(0, 10**9, 5)), []
+    budget = TimeBudget(1.0, lambda: float(next(clock)))
+    result = train_draft(
+        target_folder, [data], tmp_path / "out", config(), budget=budget, on_plan=plans.append, on_note=plans.append
+    )
+    assert 1 <= result.steps <= 12 and result.served and result.report.tokens > 0
+    assert "are free, all within 1 minutes" in plans[0]
+    notes = []
+    more = train_draft(target_folder, [data], tmp_path / "out", config(), budget=TimeBudget(60), on_note=notes.append)
+    begun = checkpoint_of(tmp_path / "out" / "work")[1]
+    assert more.steps == begun["schedule.stable_steps"] + begun["schedule.decay_steps"] <= 40 and notes == []
+
+
+def test_an_end_of_text_that_only_the_configuration_names_is_used(target_folder, data, tmp_path):
+    shutil.copytree(target_folder, tmp_path / "target", ignore=shutil.ignore_patterns("work"))
+    settings = tmp_path / "target" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    model = tmp_path / "target" / "config.json"
+    for named in (7, [7, 0]):
+        model.write_text(json.dumps({**json.loads(model.read_text()), "eos_token_id": named}))
+        assert load_tokenizer(tmp_path / "target").eos_token_id == 7
+    train_draft(tmp_path / "target", [data], tmp_path / "out", config(steps=2))
+    assert np.fromfile(tmp_path / "out" / "work" / "train.bin", dtype=np.uint32)[0] == 7
+    assert DraftModel(load_model(tmp_path / "out")).check(load_model(tmp_path / "target")) is None
 
 
 def test_interrupted_and_called_again_it_goes_on(target_folder, data, tmp_path):
@@ -78,13 +161,13 @@ def test_interrupted_and_called_again_it_goes_on(target_folder, data, tmp_path):
         intermediate=64,
         schedule=WarmupStableDecay(2, 8, 2),
         curriculum=CURRICULUM,
-        checkpoint_every=5,
+        checkpoint_every_s=0.0,
     )
     with pytest.raises(KilledError):
         train_draft(target_folder, [data], tmp_path / "out", small, on_step=kill)
     steps = []
     train_draft(target_folder, [data], tmp_path / "out", small, on_step=lambda r: steps.append(r.step))
-    assert steps == [5, 6, 7, 8, 9]
+    assert steps == [7, 8, 9]  # the checkpoint of step 7 was still to be written
 
 
 def test_start_from_an_earlier_draft(target_folder, data, tmp_path):
@@ -133,7 +216,7 @@ def test_another_vocabulary_is_refused(target_folder, data, tmp_path):
         ("./nowhere", ModelNotFoundError, "there is no folder"),
         ("embedded:targt", UnknownOptionError, "did you mean 'target'"),
         ("bare", ModelError, "has no tokenizer"),
-        ("endless", ModelError, "names no end-of-text token"),
+        ("endless", ModelError, "neither the tokenizer nor the configuration of .* names an end-of-text token"),
     ],
 )
 def test_a_target_that_cannot_be_used_is_an_error_of_ours(
@@ -146,6 +229,8 @@ def test_a_target_that_cannot_be_used_is_an_error_of_ours(
         file.unlink()
     settings = tmp_path / "endless" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    model = tmp_path / "endless" / "config.json"
+    model.write_text(json.dumps({**json.loads(model.read_text()), "eos_token_id": None}))
     with pytest.raises(kind, match=message):
         train_draft(name, [data], tmp_path / "out", config())
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import signal
 
 import pytest
 import torch
 
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape
+from truedraft.training.checkpoints import CHECKPOINT, LOG, checkpoint_of
 from truedraft.training.curriculum import Curriculum
-from truedraft.training.loop import CHECKPOINT, LOG
 from truedraft.training.pretrain import PretrainConfig, pretraining_loop
 from truedraft.training.schedule import WarmupStableDecay
 
@@ -24,7 +26,7 @@ class KilledError(Exception):
 
 
 def new_loop(stream, folder, *, stable=6, decay=3):
-    config = PretrainConfig(SHAPE, WarmupStableDecay(2, stable, decay), curriculum=CURRICULUM, checkpoint_every=2)
+    config = PretrainConfig(SHAPE, WarmupStableDecay(2, stable, decay), curriculum=CURRICULUM, checkpoint_every_s=0.0)
     return pretraining_loop(config, stream, folder)
 
 
@@ -55,6 +57,112 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(stream, tmp_path, 
     assert (progress.step, progress.tokens) == (9, 9 * 128)
     steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / LOG).read_text().splitlines()]
     assert steps == list(range(9))  # no step is logged twice
+
+
+@pytest.fixture
+def whole(stream, tmp_path):
+    """The weights of an uninterrupted run."""
+    loop = new_loop(stream, tmp_path / "whole")
+    loop.run()
+    return weights(loop)
+
+
+class Clock:
+    """Seconds that pass only where a test lets them."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_checkpoints_come_by_time(stream, tmp_path, whole):
+    """Of steps of 50 seconds every third is saved: more than two minutes passed; a kill costs those since."""
+    loop, saved = new_loop(stream, tmp_path / "slow"), []
+    loop.clock, loop.checkpoint_every_s = Clock(), 120.0
+
+    def step(record):
+        loop.clock.now += 50.0
+        if record.step == 7:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        loop.run(on_step=step, on_checkpoint=saved.append)
+    assert [(each.step, each.total_steps, each.tokens) for each in saved] == [(3, 9, 384), (6, 9, 768)]
+    assert [each.left_s for each in saved] == [300.0, 150.0]  # six and three steps of fifty seconds
+    assert saved[1].path == tmp_path / "slow" / CHECKPOINT and saved[1].loss > 0.0
+    assert checkpoint_of(tmp_path / "slow")[0] == 6
+    resumed, steps = new_loop(stream, tmp_path / "slow"), []
+    resumed.run(on_step=lambda record: steps.append(record.step))
+    assert steps == [6, 7, 8]
+    assert_same(whole, weights(resumed))
+
+
+def interrupting(objective, at):
+    """An objective that is interrupted by Ctrl-C in the middle of some of its passes."""
+    calls = itertools.count()
+    accumulate = objective.accumulate
+
+    def interrupted(batch, scale):
+        if next(calls) in at:
+            signal.raise_signal(signal.SIGINT)
+        return accumulate(batch, scale)
+
+    objective.accumulate = interrupted
+
+
+def test_ctrl_c_inside_a_step_ends_it_and_saves(stream, tmp_path, whole):
+    loop = new_loop(stream, tmp_path / "interrupted")
+    loop.checkpoint_every_s = 1e9
+    interrupting(loop.objective, [8])  # the first of two passes of step 4
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert checkpoint_of(tmp_path / "interrupted")[0] == 5
+    resumed = new_loop(stream, tmp_path / "interrupted")
+    assert resumed.run().step == 9
+    assert_same(whole, weights(resumed))
+
+
+def test_who_interrupts_twice_does_not_wait(stream, tmp_path, whole):
+    loop = new_loop(stream, tmp_path / "twice")
+    loop.checkpoint_every_s = 1e9
+    interrupting(loop.objective, [8, 9])
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert checkpoint_of(tmp_path / "twice") is None
+    resumed = new_loop(stream, tmp_path / "twice")
+    resumed.run()
+    assert_same(whole, weights(resumed))
+
+
+def test_where_ctrl_c_is_ignored_it_stays_ignored(stream, tmp_path):
+    """As for a command that a shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        loop = new_loop(stream, tmp_path)
+        interrupting(loop.objective, [3])
+        assert loop.run().step == 9
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_where_the_time_is_up_it_saves_and_stops(stream, tmp_path, whole):
+    loop = new_loop(stream, tmp_path / "short")
+    assert loop.run(time_is_up=lambda: loop.progress.step == 4).step == 4
+    resumed = new_loop(stream, tmp_path / "short")
+    resumed.run()
+    assert_same(whole, weights(resumed))
+
+
+def test_a_trial_writes_nothing(stream, tmp_path):
+    loop = new_loop(stream, tmp_path)
+    step_s, size = loop.trial()
+    assert step_s > 0.0 and {path.name for path in tmp_path.iterdir()} == {"run.json"}
+    loop = new_loop(stream, tmp_path)
+    loop.run(until=1)
+    assert 0.9 < size / (tmp_path / CHECKPOINT).stat().st_size < 1.1
 
 
 def test_a_torn_last_line_of_the_log_is_dropped(stream, tmp_path):

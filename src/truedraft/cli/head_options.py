@@ -60,7 +60,7 @@ Seed: TypeAlias = Annotated[int, opt.option("--seed", "Decides the text, the ord
 TYPED = {
     "answer_tokens": "--answer-tokens",
     "temperatures": "--temperature",
-    "prompts_sha256": "the prompts (--data, --held-out, --tokens, --prompt-tokens)",
+    "prompts_sha256": "the prompts (--data, --held-out, --tokens, --prompt-tokens, --minutes)",
     "text_sha256": "the text that the target wrote",
     "start_from": "the heads in --start-from",
     "target": "the fingerprint of --model",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from truedraft.cli.train_job import duration
+from truedraft.training.budget import duration
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from truedraft.cli import options as opt
+from truedraft.cli import train_job as job_opt
 from truedraft.cli.failures import DONE, INTERRUPTED, say
-from truedraft.cli.train_job import Job, check_folder, duration
+from truedraft.cli.train_job import (
+    WORK,
+    Job,
+    check_folder,
+    checkpoint_lines,
+    clean_folder,
+    notes,
+    saved_words,
+    time_budget,
+)
 from truedraft.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -16,8 +26,8 @@ if TYPE_CHECKING:
     from truedraft.training.distill import DraftConfig, DraftResult
     from truedraft.training.loop import StepRecord
 
-_CHECKPOINT = Path("work") / "checkpoint.pt"
-_LOG = Path("work") / "log.jsonl"
+_CHECKPOINT = Path(WORK) / "checkpoint.pt"
+_LOG = Path(WORK) / "log.jsonl"
 _LENGTH, _DECAY_LENGTH = 512, 2048
 _DECAY_SHARE = 0.2
 _WARMUP_STEPS = 20
@@ -64,12 +74,14 @@ def draft(
     held_out: _HeldOut = None,
     out: Annotated[Path, opt.option("--out", "The folder to write.", _WHAT, "DIR")],
     resume: Annotated[bool, opt.flag("--resume", "Go on where the training in --out stopped.", _WHAT)] = False,
+    clean: job_opt.Clean = False,
     steps: Annotated[int, opt.option("--steps", "Updates; the rate decays in the last fifth.", _RUN, "N")] = 1000,
     tokens_per_step: Annotated[int, opt.option("--tokens-per-step", "Tokens of one update.", _RUN, "N")] = 4096,
     length: _Length = None,
     decay_length: _DecayLength = None,
     learning_rate: Annotated[float, opt.option("--learning-rate", "The highest rate.", _RUN, "RATE")] = 2e-3,
     seed: Annotated[int, opt.option("--seed", "Decides the first weights and the order of the data.", _RUN, "S")] = 0,
+    minutes: job_opt.Minutes = None,
     start_from: Annotated[
         Path | None, opt.option("--start-from", "A draft to train further; it keeps its size.", _SIZE, "DIR")
     ] = None,
@@ -85,6 +97,9 @@ def draft(
     """Train a small model to guess what a target would say; measures how often it is right."""
     from truedraft.cli.session import set_threads
 
+    if clean:
+        return clean_folder(out, json)
+    budget = time_budget(minutes)
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "intermediate": intermediate}
     run = {
         "steps": steps,
@@ -98,7 +113,7 @@ def draft(
     check_folder(out, resume, out / _CHECKPOINT)
     set_threads(threads)
     config = _config({**sizes, "start_from": start_from}, run, learning_rate, seed, device)
-    return _train(Job(model, list(data), list(held_out or ()), out, resume), config, json)
+    return _train(Job(model, list(data), list(held_out or ()), out, resume, budget), config, json)
 
 
 def _longest(length: int, tokens_per_step: int) -> int:
@@ -148,32 +163,31 @@ def _train(job: Job, config: DraftConfig, json: bool) -> int:
     from truedraft.training.distill import train_draft
 
     terminal = Terminal()
-    done = 0
     try:
         with quiet_hub(), terminal.progress("training", config.schedule.total_steps) as progress:
-
-            def follow(record: StepRecord) -> None:
-                nonlocal done
-                done = record.step + 1
-                progress(done, _remark(record))
-
             result = train_draft(
-                job.model, job.data, job.out, config, held_out=job.held_out, on_step=follow, on_note=_note
+                job.model,
+                job.data,
+                job.out,
+                config,
+                held_out=job.held_out,
+                on_step=lambda record: progress(record.step + 1, _remark(record)),
+                on_note=notes(terminal),
+                on_plan=notes(terminal),
+                on_checkpoint=checkpoint_lines(terminal),
+                budget=job.budget,
             )
     except OptionError as error:
         raise OptionError(_as_typed(str(error))) from error
     except KeyboardInterrupt:
         terminal.end_line()
-        say(_how_to_go_on(job, config, done))
+        words = saved_words(job, [job.out / WORK])
+        say(words or "interrupted before the first checkpoint; the same command begins again")
         return INTERRUPTED
     _report(terminal, job, result)
     if json:
         terminal.json(_record(job.model, result))
     return DONE
-
-
-def _note(sentence: str) -> None:
-    say(f"note: {sentence}")
 
 
 def _as_typed(message: str) -> str:
@@ -183,25 +197,13 @@ def _as_typed(message: str) -> str:
     return message
 
 
-def _how_to_go_on(job: Job, config: DraftConfig, done: int) -> str:
-    """What is kept of an interrupted training, and how to use it."""
-    if not (job.out / _CHECKPOINT).is_file():
-        return (
-            f"interrupted before the first checkpoint (after {config.checkpoint_every} steps); "
-            "the same command begins again"
-        )
-    how = "the same command" if job.resume else "the same command with --resume"
-    total = config.schedule.total_steps
-    kept = done if done == total else done // config.checkpoint_every * config.checkpoint_every
-    where = f" from step {kept:,} of {total:,}" if kept else " from the last checkpoint"
-    return f"interrupted; {how} goes on{where}"
-
-
 def _remark(record: StepRecord) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
 
 
 def _report(terminal: Terminal, job: Job, result: DraftResult) -> None:
+    from truedraft.training.budget import duration
+
     report = result.report
     lines = (
         f"trained {result.steps:,} steps, {result.tokens:,} tokens, in {duration(result.elapsed_s)}; "
@@ -209,6 +211,11 @@ def _report(terminal: Terminal, job: Job, result: DraftResult) -> None:
         f"on {report.tokens:,} held-out tokens: alpha {report.alpha:.3f} (the share of single drafted tokens that the "
         f"target accepts at temperature 1), greedy agreement {report.greedy_agreement:.3f}, "
         f"loss {report.draft_loss:.3f} nats per token",
+        *(
+            f"tokens per target call, measured in the engine at temperature {each.temperature:g} with "
+            f"{each.num_speculative_tokens} drafted tokens: {each.mean_acceptance_length:.2f}"
+            for each in result.served
+        ),
         f'try it: truedraft generate "PROMPT" --model {job.model} --drafter draft:{result.folder} --compare',
     )
     for line in lines:
@@ -227,5 +234,6 @@ def _record(model: str, result: DraftResult) -> dict[str, Any]:
         "elapsed_s": result.elapsed_s,
         "tokens_per_s": result.tokens / result.elapsed_s if result.elapsed_s else 0.0,
         "held_out": result.report.as_dict(),
+        "served": [each.as_dict() for each in result.served],
         "machine": machine_facts(),
     }

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from truedraft.cli.failures import DONE, INTERRUPTED, say
-from truedraft.cli.train_job import Job
+from truedraft.cli.train_job import WORK, Job, checkpoint_lines, notes, same_command, saved_words
 from truedraft.errors import OptionError
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
-
-WORK = "work"
-"""What is in the folder of the heads once a training has started."""
+    from truedraft.training.head_config import HeadTrainingConfig
 
 _Result = TypeVar("_Result")
-_Show: TypeAlias = Callable[[str, int, int, str], None]
-Train: TypeAlias = Callable[[Job, _Show], _Result]
-"""Trains; calls its second argument with what is being done, how much of it is done, how much there is, a remark."""
+Train: TypeAlias = Callable[..., _Result]
+"""`train_medusa` or `train_redrafter`."""
+_PLACES = (Path(WORK) / "joint", Path("stage-1") / WORK, Path(WORK))  # of checkpoints, the latest stage first
+_QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
 
 
 def run(
     job: Job,
+    config: HeadTrainingConfig,
     train: Train[_Result],
     report: Callable[[Terminal, str, _Result], None],
     record: Callable[[str, _Result], dict[str, Any]],
@@ -35,6 +36,7 @@ def run(
 
     Args:
         job: what was typed.
+        config: what decides the heads.
         train: the training.
         report: prints a result, for a model of this name.
         record: the same for JSON.
@@ -50,7 +52,18 @@ def run(
     terminal = Terminal()
     try:
         with quiet_hub(), _Bars(terminal) as bars:
-            result = train(job, bars.show)
+            result = train(
+                job.model,
+                job.data,
+                job.out,
+                config,
+                held_out=job.held_out,
+                on_progress=bars.show,
+                on_note=notes(terminal),
+                on_plan=notes(terminal),
+                on_checkpoint=checkpoint_lines(terminal),
+                budget=job.budget,
+            )
     except OptionError as error:
         raise OptionError(_as_typed(str(error), typed)) from error
     except KeyboardInterrupt:
@@ -81,6 +94,7 @@ class _Bars:
         self._stack = contextlib.ExitStack()
         self._what: str | None = None
         self._update: Callable[[int, str], None] = lambda done, remark: None
+        self._said = time.monotonic()
 
     def __enter__(self) -> _Bars:
         return self
@@ -93,8 +107,12 @@ class _Bars:
         if what != self._what:
             self._stack.close()
             self._update = self._stack.enter_context(self._terminal.progress(what, total))
-            self._what = what
+            self._what, self._said = what, time.monotonic()
         self._update(done, remark)
+        quiet = what == "training" or self._terminal.err.is_terminal  # training has a line for each checkpoint
+        if not quiet and time.monotonic() - self._said >= _QUIET_S:
+            self._said = time.monotonic()
+            say(f"{what}: {done:,} of {total:,} {remark}")
 
 
 def _as_typed(message: str, typed: Mapping[str, str]) -> str:
@@ -107,7 +125,9 @@ def _as_typed(message: str, typed: Mapping[str, str]) -> str:
 
 def how_to_go_on(job: Job) -> str:
     """What is kept of an interrupted training, and how to use it."""
-    if not (Path(job.out) / WORK).is_dir():
+    saved = saved_words(job, [job.out / place for place in _PLACES])
+    if saved is not None:
+        return saved
+    if not (job.out / WORK).is_dir():
         return "interrupted before anything was written; the same command begins again"
-    how = "the same command" if job.resume else "the same command with --resume"
-    return f"interrupted; {how} goes on, with the answers that are written and from the last checkpoint"
+    return f"interrupted; {same_command(job)} goes on, with the answers that are written"

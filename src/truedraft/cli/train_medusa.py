@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from truedraft.cli import head_options as heads_opt
 from truedraft.cli import options as opt
-from truedraft.cli.train_heads import WORK, naming_options, run
-from truedraft.cli.train_job import Job, check_folder
+from truedraft.cli import train_job as job_opt
+from truedraft.cli.train_heads import naming_options, run
+from truedraft.cli.train_job import WORK, Job, check_folder, clean_folder, time_budget
 from truedraft.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from truedraft.training.medusa_config import MedusaTrainingConfig
-    from truedraft.training.medusa_results import MedusaResult
 
 _HEADS_FILE = "heads.safetensors"
 _STAGE_1 = "stage-1"  # the folder of the heads before stage 2, inside that of stage 2
@@ -85,6 +83,7 @@ def medusa(
     held_out: heads_opt.HeldOut = None,
     out: heads_opt.Out,
     resume: heads_opt.Resume = False,
+    clean: job_opt.Clean = False,
     stage: _Stage = 1,
     tokens: heads_opt.Tokens = 400_000,
     prompt_tokens: heads_opt.PromptTokens = 64,
@@ -101,6 +100,7 @@ def medusa(
     law_share: _LawShare = 1.0,
     place_decay: heads_opt.PlaceDecay = 0.8,
     seed: heads_opt.Seed = 0,
+    minutes: job_opt.Minutes = None,
     joint_steps: _JointSteps = 300,
     backbone_rate: _BackboneRate = 5e-4,
     lora_rank: _LoraRank = None,
@@ -111,6 +111,9 @@ def medusa(
     """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
     from truedraft.cli.session import set_threads
 
+    if clean:
+        return clean_folder(out, json)
+    budget = time_budget(minutes)
     check_folder(out, resume, out / WORK)
     _check_stage(out, resume, stage)
     plain = {
@@ -122,7 +125,7 @@ def medusa(
     common = heads_opt.Common(plain, answer_tokens, temperature, learning_rate, device)
     with naming_options(_NAMED):
         config = _config(common, backbone_rate, {"steps": joint_steps, "lora_rank": lora_rank})
-    return _train(Job(model, list(data or ()), list(held_out or ()), out, resume), config, json)
+    return _train(Job(model, list(data or ()), list(held_out or ()), out, resume, budget), config, json)
 
 
 def _check_stage(out: Path, resume: bool, stage: int) -> None:
@@ -150,7 +153,4 @@ def _train(job: Job, config: MedusaTrainingConfig, json: bool) -> int:
     from truedraft.cli.medusa_report import print_result, record_of
     from truedraft.training.medusa import train_medusa
 
-    def train(job: Job, show: Callable[[str, int, int, str], None]) -> MedusaResult:
-        return train_medusa(job.model, job.data, job.out, config, held_out=job.held_out, on_progress=show)
-
-    return run(job, train, print_result, record_of, _TYPED, json)
+    return run(job, config, train_medusa, print_result, record_of, _TYPED, json)

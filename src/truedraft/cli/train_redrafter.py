@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from truedraft.cli import head_options as heads_opt
 from truedraft.cli import options as opt
-from truedraft.cli.train_heads import WORK, naming_options, run
-from truedraft.cli.train_job import Job, check_folder
+from truedraft.cli import train_job as job_opt
+from truedraft.cli.train_heads import naming_options, run
+from truedraft.cli.train_job import WORK, Job, check_folder, clean_folder, time_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from truedraft.training.redrafter_config import RedrafterTrainingConfig
-    from truedraft.training.redrafter_results import RedrafterResult
 
 _OWN = {
     "length": "--length",
@@ -93,6 +91,7 @@ def redrafter(
     held_out: heads_opt.HeldOut = None,
     out: heads_opt.Out,
     resume: heads_opt.Resume = False,
+    clean: job_opt.Clean = False,
     tokens: heads_opt.Tokens = 400_000,
     prompt_tokens: heads_opt.PromptTokens = 64,
     answer_tokens: heads_opt.AnswerTokens = 192,
@@ -112,6 +111,7 @@ def redrafter(
     self_fed: _SelfFed = 0.0,
     place_decay: heads_opt.PlaceDecay = 0.8,
     seed: heads_opt.Seed = 0,
+    minutes: job_opt.Minutes = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     json: opt.Json = False,
@@ -122,6 +122,9 @@ def redrafter(
     """
     from truedraft.cli.session import set_threads
 
+    if clean:
+        return clean_folder(out, json)
+    budget = time_budget(minutes)
     check_folder(out, resume, out / WORK)
     plain = {
         "length": length, "state": state, "layers": layers, "tied": tied, "exit_width": exit_width, "rnn": recurrent,
@@ -132,7 +135,7 @@ def redrafter(
     common = heads_opt.Common(plain, answer_tokens, temperature, learning_rate, device)
     with naming_options(_NAMED):
         config = _config(common)
-    return _train(Job(model, list(data or ()), list(held_out or ()), out, resume), config, json)
+    return _train(Job(model, list(data or ()), list(held_out or ()), out, resume, budget), config, json)
 
 
 def _config(common: heads_opt.Common) -> RedrafterTrainingConfig:
@@ -145,7 +148,4 @@ def _train(job: Job, config: RedrafterTrainingConfig, json: bool) -> int:
     from truedraft.cli.redrafter_report import print_result, record_of
     from truedraft.training.redrafter import train_redrafter
 
-    def train(job: Job, show: Callable[[str, int, int, str], None]) -> RedrafterResult:
-        return train_redrafter(job.model, job.data, job.out, config, held_out=job.held_out, on_progress=show)
-
-    return run(job, train, print_result, record_of, _TYPED, json)
+    return run(job, config, train_redrafter, print_result, record_of, _TYPED, json)

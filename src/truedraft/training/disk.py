@@ -1,15 +1,23 @@
-"""Writing to a disk that may be full: one clear sentence, and what was finished stays."""
+"""The folder of a training: a disk that may be full, one process at a time, and what may be removed afterwards."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from typing import TYPE_CHECKING
 
-from truedraft.errors import TrainingError
+from filelock import FileLock, Timeout
+
+from truedraft.errors import OptionError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_LOCK, _OWNER = "lock", "pid"  # of who trains in a folder
+_PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the folder that a training writes
+_WORKING = ("checkpoint.pt*", "log.jsonl*", "run.json", "train.*", "tree.*", "tree-*.*", "held_out.*", _OWNER)
 
 
 @contextlib.contextmanager
@@ -45,3 +53,94 @@ def write_whole(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone_in(work: Path) -> Iterator[None]:
+    """Keep every other process out of a training's working folder, by a lock that the system drops with the process.
+
+    Args:
+        work: is made if it does not exist.
+
+    Raises:
+        OptionError: another process is training there; names it.
+        TrainingError: the folder cannot be written.
+    """
+    made = [folder for folder in (work, work.parent) if not folder.exists()]
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(work / _LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise OptionError(_busy(work)) from error
+    try:
+        write_whole(work / _OWNER, f"{os.getpid()}\n")
+        yield
+    finally:
+        if {path.name for path in work.glob("*")} <= {_LOCK, _OWNER}:
+            for path in list(work.glob("*")):
+                path.unlink()
+        lock.release()
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only an empty one goes: then nothing was begun
+
+
+def refuse_busy(work: Path) -> None:
+    """Refuse a working folder in which another process is training.
+
+    Raises:
+        OptionError: names the folder and the process.
+    """
+    if (work / _LOCK).is_file():
+        with alone_in(work):
+            pass
+
+
+def clear_work(out: Path) -> int:
+    """Remove the working files of a finished or given-up training, and nothing else; returns the freed bytes.
+
+    Args:
+        out: the folder that the training writes.
+
+    Raises:
+        OptionError: there are none, or another process is training there.
+        TrainingError: they cannot be removed.
+    """
+    places = [out / place for place in _PLACES if (out / place).is_dir()]
+    files = [path for place in places for pattern in _WORKING for path in place.glob(pattern) if path.is_file()]
+    if not files:
+        raise OptionError(f"{str(out)!r} holds no working files of a training; there is nothing to remove")
+    work = out / _PLACES[-1]
+    with alone_in(work):
+        freed = sum(path.stat().st_size for path in files)
+        with writing(out):
+            for path in (*files, work / _OWNER, work / _LOCK):
+                path.unlink(missing_ok=True)
+    for place in (*places, out / "stage-1", out):
+        with contextlib.suppress(OSError):
+            place.rmdir()  # only an empty one goes
+    return freed
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes in words."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _busy(work: Path) -> str:
+    try:
+        owner = f"process {int((work / _OWNER).read_text())}"
+    except (OSError, ValueError):
+        owner = "another process"
+    return f"{owner} is training in {str(work.parent)!r}: wait until it ends, end it, or name a new folder"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from truedraft.errors import DataError, OptionError, VocabularyMismatchError
+from truedraft.errors import DataError, OptionError, UnsupportedModelError, VocabularyMismatchError
 from truedraft.models.architecture import (
     LlamaShape,
     load_causal_lm,
@@ -20,11 +22,15 @@ from truedraft.models.architecture import (
 )
 from truedraft.models.loading import resolve_source
 from truedraft.training.blocks import read_stream, stream_hash, write_stream
-from truedraft.training.cards import Card, pair_facts, training_facts
+from truedraft.training.budget import TimeBudget, duration
+from truedraft.training.cards import Card, base_name, made_by, pair_facts, served_facts, training_facts
+from truedraft.training.checkpoints import CHECKPOINT_EVERY_S, Saved, checkpoint_of
 from truedraft.training.curriculum import Curriculum
+from truedraft.training.disk import alone_in, free_bytes, in_bytes
+from truedraft.training.draft_served import ServedDraft, measure_draft
 from truedraft.training.evaluate import PairReport, evaluate_pair
-from truedraft.training.identity import identity_of, weights_fingerprint
-from truedraft.training.loop import StepRecord, TrainingLoop
+from truedraft.training.identity import LENGTHS, WARMUP, identity_of, weights_fingerprint
+from truedraft.training.loop import Progress, StepRecord, TrainingLoop
 from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation
 from truedraft.training.machine import describe_machine
 from truedraft.training.objectives import LawObjective
@@ -32,7 +38,7 @@ from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 from truedraft.training.records import write_run_record
 from truedraft.training.schedule import WarmupStableDecay
 from truedraft.training.texts import read_texts
-from truedraft.training.tokenizer import load_tokenizer, save_tokenizer
+from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
 _WORK = "work"  # the streams and the checkpoint, inside the output folder
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
+_TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
+_GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
 _LONGEST_CONTEXT = 2048  # of a draft whose target names no limit
 
 
@@ -67,7 +75,7 @@ class DraftConfig:
     curriculum: Curriculum = field(default_factory=Curriculum)
     seed: int = 0
     device: str = "cpu"
-    checkpoint_every: int = 20
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -88,6 +96,7 @@ class DraftResult:
     steps: int
     tokens: int
     elapsed_s: float
+    served: Sequence[ServedDraft] = ()  # by the engine; empty where it cannot run the target
 
 
 def train_draft(
@@ -99,6 +108,9 @@ def train_draft(
     held_out: Sequence[Path] = (),
     on_step: Callable[[StepRecord], None] | None = None,
     on_note: Callable[[str], None] = warnings.warn,
+    on_plan: Callable[[str], None] = lambda sentence: None,
+    on_checkpoint: Callable[[Saved], None] = lambda saved: None,
+    budget: TimeBudget | None = None,
 ) -> DraftResult:
     """Distil a draft for the target into the folder `out`, an ordinary model folder.
 
@@ -112,28 +124,98 @@ def train_draft(
         held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
         on_step: called after every step.
         on_note: called with a sentence where something is done otherwise than asked for.
+        on_plan: called with a sentence on the disk and the time that it will take.
+        on_checkpoint: called after each checkpoint.
+        budget: the time for all of it, measuring included; None is as long as it takes.
 
     Raises:
         ModelError: the target cannot be loaded or has no tokenizer.
         DataError: the data cannot be read, or is too short.
-        OptionError: `out` holds a training with another configuration.
+        OptionError: `out` holds a training with another configuration, or another process is training there.
         TrainingError: the loss is not finite.
     """
-    config = config or DraftConfig()
+    config, budget = config or DraftConfig(), budget or TimeBudget()
     tokenizer = load_tokenizer(resolve_source(str(target)))
-    train, test = _streams(data, held_out, tokenizer, out / _WORK)
-    teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
-    draft = starting_draft(config, teacher, tokenizer)
-    config = _fitting(config, teacher, draft, on_note)
-    loop = distillation_loop(config, teacher, draft, train, out / _WORK)
-    progress = loop.run(on_step=on_step)
-    save_llama(draft, out)
-    save_tokenizer(tokenizer, out)
-    saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
-    report = evaluate_pair(teacher, saved, test, length=config.curriculum.decay_length, max_tokens=_EVALUATED_TOKENS)
-    result = DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s)
-    _card(target, data, draft, result, config.device).write(out)
+    with alone_in(out / _WORK):
+        train, test = _streams(data, held_out, tokenizer, out / _WORK)
+        teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
+        draft = starting_draft(config, teacher, tokenizer)
+        config = _fitting(config, teacher, draft, on_note)
+        config = _planned(config, teacher, draft, train, out / _WORK, budget, on_plan)
+        _check_amount(config, train, on_note)
+        loop = distillation_loop(config, teacher, draft, train, out / _WORK)
+        progress = loop.run(on_step=on_step, on_checkpoint=on_checkpoint, time_is_up=lambda: budget.over(_TRAINED))
+        if progress.step < loop.total_steps:
+            on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+        save_llama(draft, out)
+        copy_tokenizer(target, out)
+        result = _measured(target, teacher, test, out, config, progress, budget, on_note)
+        _card(target, data, draft, result, config.device).write(out)
     return result
+
+
+def _planned(
+    config: DraftConfig,
+    teacher: PreTrainedModel,
+    draft: PreTrainedModel,
+    stream: NDArray[np.uint32],
+    work: Path,
+    budget: TimeBudget,
+    on_plan: Callable[[str], None],
+) -> DraftConfig:
+    """The configuration with as many steps as there is time for, which is said; one that goes on keeps its number."""
+    before = checkpoint_of(work)
+    if before is not None:
+        numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
+        return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
+    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
+        step_s, size = distillation_loop(config, teacher, copy.deepcopy(draft), stream, Path(place)).trial()
+    steps = budget.steps(config.schedule.total_steps, step_s)
+    within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
+    on_plan(
+        f"{steps:,} steps of training take about {duration(steps * step_s)} ({step_s:.2g} s each), and checkpoints up "
+        f"to {in_bytes(2 * size)} of the disk of {str(work)!r}, of which {in_bytes(free_bytes(work))} are free{within}"
+    )
+    return replace(config, schedule=config.schedule.shortened(steps))
+
+
+def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Callable[[str], None]) -> None:
+    """Say where a text is read often, and refuse one that is read so often that it teaches nothing more.
+
+    Repeated up to four times text is nearly as good as new, from forty times on worth nothing (Muennighoff et al.
+    2305.16264).
+    """
+    asked = config.schedule.total_steps * config.curriculum.tokens_per_step
+    times = asked / len(stream)
+    got = f"the text has {len(stream):,} tokens, and the training reads {asked:,}, each of them {times:.0f} times"
+    if times > _MOST_PASSES:
+        raise DataError(f"{got}; beyond {_MOST_PASSES} times it learns nothing more: give more text, or fewer steps")
+    if times > _GOOD_PASSES:
+        on_note(f"{got}; beyond {_GOOD_PASSES} times new text teaches more than old")
+
+
+def _measured(
+    target: str | Path,
+    teacher: PreTrainedModel,
+    held_out: NDArray[np.uint32],
+    out: Path,
+    config: DraftConfig,
+    progress: Progress,
+    budget: TimeBudget,
+    on_note: Callable[[str], None],
+) -> DraftResult:
+    """What the saved draft is worth."""
+    most = _EVALUATED_TOKENS
+    if budget.limited and progress.elapsed_s:  # a step runs both models too, and goes back through one of them
+        most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
+    saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
+    report = evaluate_pair(teacher, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
+    served: Sequence[ServedDraft] = ()
+    try:
+        served = measure_draft(target, out, held_out, config.device, budget.left_s() if budget.limited else None)
+    except UnsupportedModelError as error:
+        on_note(f"the draft was not measured in the engine: {error}")
+    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, served)
 
 
 def distillation_loop(
@@ -157,7 +239,7 @@ def distillation_loop(
         phases=config.curriculum.phases(stream, config.schedule, seed=config.seed),
         schedule=config.schedule,
         folder=folder,
-        checkpoint_every=config.checkpoint_every,
+        checkpoint_every_s=config.checkpoint_every_s,
         identity=identity,
     )
     write_run_record(folder, identity=identity, device=config.device)
@@ -192,12 +274,15 @@ def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, resu
         machine=describe_machine(device),
     )
     facts["finished"] = time.strftime("%Y-%m-%d")
-    name = Path(target).name
+    name = base_name(str(target))
     return Card(
         title=f"A draft for {name}",
         summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
-        facts=facts | pair_facts(result.report),
+        facts=facts | pair_facts(result.report) | served_facts(each.as_dict() for each in result.served),
         license="other",
+        notes=made_by(),
+        base_model=name,
+        tags=("speculative-decoding", "draft-model", "truedraft"),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from truedraft.errors import OptionError
+from truedraft.training.checkpoints import CHECKPOINT_EVERY_S
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptCounts
 from truedraft.training.schedule import WarmupStableDecay
@@ -39,7 +40,7 @@ class HeadTrainingConfig:
         start_from: a folder with heads for this target, to begin with.
         seed: of the order of the data, of new weights, and of what the target writes.
         device: where training runs.
-        checkpoint_every: steps between two checkpoints.
+        checkpoint_every_s: seconds between two checkpoints.
 
     Raises:
         OptionError: a value out of its range.
@@ -68,7 +69,7 @@ class HeadTrainingConfig:
     start_from: Path | None = None
     seed: int = 0
     device: str = "cpu"
-    checkpoint_every: int = 50
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is loaded or written."""
@@ -82,6 +83,11 @@ class HeadTrainingConfig:
         check_share("decay_share", self.decay_share)
         if not 0.0 < self.place_decay <= 1.0:
             raise OptionError(f"place_decay must lie in (0, 1], got {self.place_decay}")
+
+    @property
+    def law_bytes(self) -> int:
+        """What is kept on disk of each token's distribution, beside its vector."""
+        return 0
 
     @property
     def prompts(self) -> PromptCounts:
@@ -108,7 +114,7 @@ def schedule_of(steps: int, decay_share: float) -> WarmupStableDecay:
 
 _POSITIVE = (
     "tokens", "prompt_tokens", "tree_prompts", "test_prompts", "positions_per_step", "window", "evaluate_every",
-    "evaluated_positions", "checkpoint_every",
+    "evaluated_positions",
 )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def head_loop(
         phases=[Phase(schedule.total_steps, sampler, config.windows_per_step, config.windows_per_step)],
         schedule=schedule,
         folder=folder,
-        checkpoint_every=config.checkpoint_every,
+        checkpoint_every_s=config.checkpoint_every_s,
         identity=identity,
         measurement=Measurement(
             config.evaluate_every, HeldOutAccuracy.on(trainee, held_out, config.evaluated_positions)

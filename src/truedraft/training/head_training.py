@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,15 +11,22 @@ import torch
 from truedraft.errors import CompositionError
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
+from truedraft.training.budget import TRAINED
+from truedraft.training.checkpoints import checkpoint_of
 from truedraft.training.head_kind import HeadKind, Trained
 from truedraft.training.head_loop import head_loop
+from truedraft.training.identity import LENGTHS
 from truedraft.training.medusa_results import Effort
+from truedraft.training.windows import WindowSampler
 
 if TYPE_CHECKING:
     from truedraft.training.head_job import HeadJob, TargetText
-    from truedraft.training.loop import StepRecord
+    from truedraft.training.loop import Progress, StepRecord
+    from truedraft.training.self_text import SelfText
     from truedraft.training.trainee import Trainee
 
+_REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
+_REPLAY_COST = 20.0  # replaying a position takes as long as training on so many, at the most
 _Student = TypeVar("_Student", bound="Trainee")
 _Judged = TypeVar("_Judged")
 
@@ -47,11 +55,39 @@ def train_heads(
     lm_head = lm_head_of(job.target, job.config.device)
     trainee = starting_heads(job, kind, lm_head, text.fingerprint)
     course = kind.course(trainee, text.train, job, text.folder)
-    loop = head_loop(job.config, course, text.fingerprint, text.train, text.tree, work)
-    progress = loop.run(on_step=Follower(job, loop.total_steps, trainee.word))
+    config = _within_budget(job, text, trainee.reach, work)
+    loop = head_loop(config, course, text.fingerprint, text.train, text.tree, work)
+    progress = loop.run(
+        on_step=Follower(job, loop.total_steps, trainee.word),
+        on_checkpoint=job.told.on_checkpoint,
+        time_is_up=lambda: job.budget.over(TRAINED),
+    )
+    if progress.step < loop.total_steps:
+        job.told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
     effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
+    held_out = _measured_on(job, text.tree, progress)
     trainee.module.eval().to(torch.bfloat16)  # as they are saved, and served
-    return kind.judge(trainee, Trained(job, job.target, text.fingerprint, text.tree, out, effort)), effort
+    return kind.judge(trainee, Trained(job, job.target, text.fingerprint, held_out, out, effort)), effort
+
+
+def _within_budget(job: HeadJob[Any], text: TargetText, reach: int, work: Path) -> Any:
+    """The configuration, with as many steps as there is time for; a training that goes on keeps its own number."""
+    config = job.config
+    if not job.budget.limited:
+        return config
+    checkpoint = checkpoint_of(work)
+    if checkpoint is not None:
+        return replace(config, steps=sum(int(checkpoint[1][name] or 0) for name in LENGTHS))
+    windows = WindowSampler(text.train, reach, config.window, config.seed).windows
+    return replace(config, steps=job.budget.steps(config.schedule(len(windows)).total_steps, job.step_s or 0.0))
+
+
+def _measured_on(job: HeadJob[Any], text: SelfText, progress: Progress) -> SelfText:
+    """The held-out text that trees are chosen on: as much as there is time for."""
+    left_s = _REPLAYED * job.budget.left_s()
+    if not job.budget.limited or not progress.elapsed_s:
+        return text
+    return text.first(int(left_s * progress.tokens / progress.elapsed_s / _REPLAY_COST))
 
 
 def lm_head_of(target: str, device: str) -> LmHead:

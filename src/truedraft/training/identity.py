@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 Identity: TypeAlias = "Mapping[str, str | int | float | bool | None]"
 
-_FREE = frozenset({"device", "checkpoint_every", "start_from"})  # the weights to start from count, not where they lie
-_LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
+_FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the weights to start from count, not where they lie
+WARMUP = "schedule.warmup_steps"
+LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
+"""What may differ until a decay begins."""
 _SAMPLED_VALUES = 64
 
 
@@ -44,8 +46,8 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
         OptionError: names the fields that differ, with both values.
     """
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if all(step <= int(each.get(_LENGTHS[0]) or 0) for each in (before, now)):
-        differing = [name for name in differing if name not in _LENGTHS]
+    if all(step <= int(each.get(LENGTHS[0]) or 0) for each in (before, now)):
+        differing = [name for name in differing if name not in LENGTHS]
     if differing:
         changes = "; ".join(f"{name} was {before.get(name)} and is now {now.get(name)}" for name in differing)
         raise OptionError(

@@ -197,7 +197,7 @@ def joint_loop(
         phases=[Phase(schedule.total_steps, BlockSampler(stream, joint.length, config.seed), sequences, sequences)],
         schedule=schedule,
         folder=folder,
-        checkpoint_every=config.checkpoint_every,
+        checkpoint_every_s=config.checkpoint_every_s,
         identity=identity,
     )
     write_run_record(folder, identity=identity, device=config.device)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 KEPT = 64
 """Ids of a row."""
+LAW_BYTES = 6 * KEPT + 2
+"""What a row takes on disk: an id and a log of each, and the log of the rest."""
 _CHUNK = 512  # rows whose laws are held at once
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import pickle
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,17 +11,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from truedraft.errors import TrainingError
-from truedraft.training.disk import write_whole, writing
+from truedraft.training.checkpoints import (
+    CHECKPOINT,
+    CHECKPOINT_EVERY_S,
+    LOG,
+    Saved,
+    cut_log,
+    read_checkpoint,
+    tensor_bytes,
+)
+from truedraft.training.disk import writing
 from truedraft.training.identity import refuse_another_run
+from truedraft.training.interrupts import held_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from truedraft.training.identity import Identity
-
-CHECKPOINT = "checkpoint.pt"
-LOG = "log.jsonl"
 
 
 class Objective(Protocol):
@@ -138,10 +145,11 @@ class TrainingLoop:
         phases: Sequence[Phase],
         schedule: Callable[[int], float],
         folder: Path,
-        checkpoint_every: int = 50,
+        checkpoint_every_s: float = CHECKPOINT_EVERY_S,
         autocast: bool = True,
         identity: Identity | None = None,
         measurement: Measurement | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -149,10 +157,11 @@ class TrainingLoop:
         self.phases = tuple(phases)
         self.schedule = schedule
         self.folder = folder
-        self.checkpoint_every = checkpoint_every
+        self.checkpoint_every_s = checkpoint_every_s
         self.autocast = autocast
         self.identity = identity
         self.measurement = measurement
+        self.clock = clock
         self.progress = Progress()
         self._refuse_another_run()
         with writing(folder):
@@ -163,24 +172,59 @@ class TrainingLoop:
         """Steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
-    def run(self, *, until: int | None = None, on_step: Callable[[StepRecord], None] | None = None) -> Progress:
+    def run(
+        self,
+        *,
+        until: int | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+        on_checkpoint: Callable[[Saved], None] | None = None,
+        time_is_up: Callable[[], bool] = lambda: False,
+    ) -> Progress:
         """Train to step `until` (default: to the end), from the checkpoint if there is one.
 
-        An interruption loses at most the steps since the last checkpoint; the result is the same to the bit.
+        Ctrl-C ends the step, writes a checkpoint and then interrupts; a second one interrupts at once. A kill loses at
+        most the steps since the last checkpoint. The result of going on is the same to the bit.
+
+        Args:
+            until: the step to stop at.
+            on_step: called after each step.
+            on_checkpoint: called after each checkpoint.
+            time_is_up: asked after each step; where it says so, a checkpoint is written and the training stops.
         """
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
         self.model.train()
-        while self.progress.step < last:
-            record = self._step()
-            self._measure(record, last)
-            with writing(self.folder / LOG), (self.folder / LOG).open("a") as log:
-                log.write(record.as_line() + "\n")
-            if on_step is not None:
-                on_step(record)
-            if self.progress.step == last or self.progress.step % self.checkpoint_every == 0:
-                self._save()
+        began, first = self.clock(), self.progress.step
+        saved = began
+        stopped = False
+        with held_interrupts() as interrupts:
+            while self.progress.step < last and not stopped:
+                record = self._step()
+                self._measure(record, last)
+                with writing(self.folder / LOG), (self.folder / LOG).open("a") as log:
+                    log.write(record.as_line() + "\n")
+                if on_step is not None:
+                    on_step(record)
+                step, now, stopped = self.progress.step, self.clock(), time_is_up()
+                if step == last or stopped or interrupts.waiting or now - saved >= self.checkpoint_every_s:
+                    self._save()
+                    saved = self.clock()
+                    if on_checkpoint is not None:
+                        left_s = (now - began) / (step - first) * (last - step)
+                        on_checkpoint(self._saved(record, left_s))
+                interrupts.let_through()
         return self.progress
+
+    def _saved(self, record: StepRecord, left_s: float) -> Saved:
+        where = self.folder / CHECKPOINT
+        return Saved(self.progress.step, self.total_steps, record.tokens, record.values["loss"], left_s, where)
+
+    def trial(self, steps: int = 3) -> tuple[float, int]:
+        """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later."""
+        self.model.train()
+        took = [self._step().elapsed_s for _ in range(min(steps, self.total_steps))]
+        size = tensor_bytes([self.model.state_dict(), self.optimizer.state_dict()])
+        return min(after - before for before, after in itertools.pairwise([0.0, *took])), size
 
     def _step(self) -> StepRecord:
         started = time.perf_counter()
@@ -243,7 +287,7 @@ class TrainingLoop:
         """Refuse a folder whose checkpoint another configuration made, before anything is written into it."""
         path = self.folder / CHECKPOINT
         if self.identity is not None and path.exists():
-            state = _read_checkpoint(path)
+            state = read_checkpoint(path)
             step, before = state["progress"]["step"], state.get("identity")
             refuse_another_run(before or self.identity, self.identity, step=step, folder=self.folder)
 
@@ -252,27 +296,12 @@ class TrainingLoop:
         if not path.exists():
             (self.folder / LOG).unlink(missing_ok=True)
             return
-        state = _read_checkpoint(path)
+        state = read_checkpoint(path)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
         torch.set_rng_state(state["random"])
-        _cut_log(self.folder / LOG, self.progress.step)
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainingError(f"cannot read the checkpoint {str(path)!r}: remove it to begin again") from error
-    return state
-
-
-def _cut_log(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be run again, and a last one that a full disk or a kill cut short."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_whole(path, "".join(line for line in lines if json.loads(line)["step"] < step))
+        cut_log(self.folder / LOG, self.progress.step)
 
 
 def _is_finite(value: float) -> bool:

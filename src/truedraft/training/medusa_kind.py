@@ -62,7 +62,9 @@ class MedusaKind:
         save_medusa(trained.out, heads, trained.target, trained.fingerprint, trees, facts)
         model = load_model(trained.target, device=self.config.device)
         saved = load_medusa(trained.out).heads
-        served = measure_served(model, saved, counted, job.prompts.test, on_progress=job.following("measuring"))
+        served = measure_served(
+            model, saved, counted, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
+        )
         found = TrainedHeads(counted, served)
         save_medusa(trained.out, heads, trained.target, trained.fingerprint, trees, facts | found.as_dict())
         return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.models.architecture import LlamaShape, new_llama, use_training_attention
 from truedraft.training.blocks import stream_hash
+from truedraft.training.checkpoints import CHECKPOINT_EVERY_S
 from truedraft.training.curriculum import Curriculum
 from truedraft.training.identity import identity_of
 from truedraft.training.loop import TrainingLoop
@@ -33,7 +34,7 @@ class PretrainConfig:
     curriculum: Curriculum = field(default_factory=Curriculum)
     seed: int = 0
     device: str = "cpu"
-    checkpoint_every: int = 10
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S
 
 
 def pretraining_loop(config: PretrainConfig, stream: NDArray[np.uint32], folder: Path) -> TrainingLoop:
@@ -53,7 +54,7 @@ def pretraining_loop(config: PretrainConfig, stream: NDArray[np.uint32], folder:
         phases=config.curriculum.phases(stream, config.schedule, seed=config.seed),
         schedule=config.schedule,
         folder=folder,
-        checkpoint_every=config.checkpoint_every,
+        checkpoint_every_s=config.checkpoint_every_s,
         identity=identity,
     )
     write_run_record(folder, identity=identity, device=config.device)

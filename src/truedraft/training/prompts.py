@@ -29,12 +29,14 @@ class PromptSets:
         tree: trees are chosen, and accuracy during training is measured, on its answers to these.
         test: acceptance is measured, at the end, in answering these.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
+        apart: about how many of `train` share no text; None is all of them.
     """
 
     train: Sequence[Sequence[int]]
     tree: Sequence[Sequence[int]]
     test: Sequence[Sequence[int]]
     text: NDArray[np.uint32]
+    apart: int | None = None
 
     def __post_init__(self) -> None:
         """No side is empty.
@@ -83,11 +85,13 @@ def split_prompts(
         texts, held_out = _keep_back(texts, counts)
     middle = _characters(held_out) * counts.tree // counts.held_out
     tree_texts, test_texts = _divide(held_out, middle)
+    train = cut_prompts(texts, tokenizer, counts.train, length)
     return PromptSets(
-        cut_prompts(texts, tokenizer, counts.train, length),
+        train,
         cut_prompts(tree_texts, tokenizer, counts.tree, length),
         cut_prompts(test_texts, tokenizer, counts.test, length),
         as_stream(held_out, tokenizer),
+        _apart(train, texts, tokenizer),
     )
 
 
@@ -121,12 +125,25 @@ def cut_prompts(texts: Sequence[str], tokenizer: Encoder, count: int, length: in
     return [list(ids) for ids in found]
 
 
+def shuffled(prompts: Sequence[Sequence[int]], seed: int) -> list[Sequence[int]]:
+    """The prompts in a random order, so that the first of them come from all over the texts."""
+    return [prompts[place] for place in np.random.default_rng(seed).permutation(len(prompts))]
+
+
 def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
     """The sha256 of prompts, which names the data of a run."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(np.array([len(prompt), *prompt], dtype=np.uint32).tobytes())
     return digest.hexdigest()
+
+
+def _apart(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
+    """About how many prompts share no text: fewer than there are, where the texts are shorter than all of them."""
+    together = sum(map(len, prompts))
+    if _characters(texts) >= _CHARACTERS_PER_TOKEN * together:
+        return len(prompts)
+    return min(len(prompts), len(prompts) * (len(as_stream(texts, tokenizer)) - len(texts)) // max(1, together))
 
 
 def _line_start(text: str, place: int) -> int:

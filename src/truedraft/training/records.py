@@ -21,10 +21,17 @@ RUN_RECORD = "run.json"
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
+def typed_command() -> list[str]:
+    """The words of the command that runs."""
+    program = Path(sys.argv[0])
+    first = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return [*first, *sys.argv[1:]]
+
+
 def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
     """Write the command, the versions, the machine, and what decides the weights (with the hash of the data)."""
     record = {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": typed_command(),
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in _PACKAGES},
         "machine": describe_machine(device),

@@ -8,6 +8,7 @@ from typing import ClassVar
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.heads.redrafter import RedrafterConfig
 from truedraft.training.head_config import HeadTrainingConfig, check_share, check_whole
+from truedraft.training.kept_laws import LAW_BYTES
 from truedraft.training.lessons import reads_laws
 from truedraft.training.losses import DistillationLoss, loss_from_spec
 
@@ -61,6 +62,11 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
         asks = reads_laws(self.divergence)  # refuses an unknown loss
         if self.laws == "stored" and not asks:
             raise OptionError(f"laws need not be stored for the loss {self.loss!r}, which looks at tokens alone")
+
+    @property
+    def law_bytes(self) -> int:
+        """See `HeadTrainingConfig`."""
+        return LAW_BYTES if self.laws == "stored" else 0
 
     @property
     def divergence(self) -> DistillationLoss:

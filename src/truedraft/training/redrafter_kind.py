@@ -72,7 +72,9 @@ class RedrafterKind:
         model = load_model(trained.target, device=self.config.device)
         head = load_redrafter(trained.out).head
         promises = replay_beams(model, head, trained.held_out, on_progress=job.following("replaying beams"))
-        served = measure_redrafter(model, head, promises, job.prompts.test, on_progress=job.following("measuring"))
+        served = measure_redrafter(
+            model, head, promises, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
+        )
         found = TrainedRedrafter(accuracy, promises, served)
         save_redrafter(*where, facts | found.as_dict())
         return found

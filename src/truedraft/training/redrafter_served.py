@@ -89,6 +89,7 @@ def measure_redrafter(
     prompts: Sequence[Sequence[int]],
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    within_s: float | None = None,
 ) -> list[ServedBeams]:
     """Answer the prompts, greedily and at temperature 1, with small and large trees.
 
@@ -98,17 +99,18 @@ def measure_redrafter(
         promises: what the beams are expected to bring.
         prompts: that were not trained on.
         on_progress: called with the number of finished rounds over the prompts, and of all.
+        within_s: seconds for all rounds, of which each takes an equal part; None is as long as they take.
 
     Raises:
         TrainingError: the engine failed.
         CompositionError: the head does not fit the target.
     """
     rounds = list(itertools.product(TREE_TEMPERATURES.items(), BUDGETS))
-    found = []
+    found, each_s = [], None if within_s is None else within_s / len(rounds)
     for number, ((kind, temperature), nodes) in enumerate(rounds):
         on_progress(number, len(rounds))
         drafter = Redrafter(head, beams=nodes, nodes=nodes)
-        stats = count_answers(target, drafter, prompts, temperature)
+        stats = count_answers(target, drafter, prompts, temperature, each_s)
         promised = _promised(promises[kind], drafter.beams, drafter.length, nodes)
         sizes = (nodes, drafter.beams, drafter.length, promised)
         counted = (stats.mean_acceptance_length, stats.target_calls, stats.emitted_tokens)

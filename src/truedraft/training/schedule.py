@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,14 @@ class WarmupStableDecay:
     def total_steps(self) -> int:
         """Warm-up, stable stretch and decay together."""
         return self.stable_steps + self.decay_steps
+
+    def shortened(self, steps: int) -> WarmupStableDecay:
+        """The same in fewer steps, with the same share of them in the decay."""
+        if steps >= self.total_steps:
+            return self
+        decay = min(steps - 1, round(steps * self.decay_steps / self.total_steps))
+        stable = steps - decay
+        return replace(self, warmup_steps=min(self.warmup_steps, stable), stable_steps=stable, decay_steps=decay)
 
     def __call__(self, step: int) -> float:
         """The multiplier for the update number `step`, counted from 0."""

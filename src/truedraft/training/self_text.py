@@ -82,6 +82,12 @@ class SelfText:
         """Some of the vectors: bfloat16 `[rows, width]`, on the CPU."""
         return torch.from_numpy(np.array(self.bits[rows]).view(np.int16)).view(torch.bfloat16)
 
+    def first(self, tokens: int) -> SelfText:
+        """The first answers, of so many tokens where there are as many; in pairs, one for each kind of trees."""
+        count = sum(start < tokens for start in self.starts[:-1])
+        count = min(len(self.records), max(2, count + count % 2))
+        return SelfText(self.records[:count], self.bits[: self.starts[count]])
+
     def traces(self, temperature: float) -> list[Trace]:
         """The answers drawn at one temperature, as traces."""
         return [

@@ -6,6 +6,7 @@ kept as the answers are written, and no second pass over the text is needed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from truedraft.training.prompts import prompts_hash
 from truedraft.training.self_text import SelfText, SelfTextFiles, Written
 from truedraft.training.threads import ThreadTrial
 
+_PACED = 32  # steps after which it is said how long the rest will take
 _CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
 
 
@@ -73,6 +75,8 @@ def write_self_text(
     config: SelfTextConfig,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_forecast: Callable[[float], None] = lambda left_s: None,
+    time_is_up: Callable[[], bool] = lambda: False,
 ) -> SelfText:
     """Let the target answer the prompts, or go on where an interruption stopped; the files come out the same.
 
@@ -83,6 +87,9 @@ def write_self_text(
         name: of the files, see `SelfTextFiles`.
         config: how it writes.
         on_progress: called with the number of answers that are on disk, and of all.
+        on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
+        time_is_up: asked after each step; where it says so, what is written then is all, an answer at each temperature
+            at the least.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
@@ -94,12 +101,15 @@ def write_self_text(
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
     writer = _Writer(target, _fitting(prompts, target, config), config, files)
-    trial = ThreadTrial(target.device)
+    trial, pace = ThreadTrial(target.device), _Pace(on_forecast)
     on_progress(len(files.records), len(prompts))
     try:
         while len(files.records) < len(prompts):
+            if time_is_up() and len(files.records) >= len(config.temperatures):
+                break
             if trial.run(writer.step):
                 on_progress(len(files.records), len(prompts))
+            pace.stepped(writer.steps_left)
     finally:
         trial.stop()
         writer.stop()
@@ -121,6 +131,22 @@ def hidden_of(target: LanguageModel, record: Written) -> Tensor:
         found.append(output.hidden[:, : target.head_width].clone())
     target.release_cache(cache)
     return torch.cat(found)[: len(record.answer)]
+
+
+class _Pace:
+    """Says once how long the steps to come will take, as the first ones did that read no prompts."""
+
+    def __init__(self, on_forecast: Callable[[float], None]) -> None:
+        self._on_forecast = on_forecast
+        self._times: list[float] = []
+
+    def stepped(self, steps_left: int) -> None:
+        """A step is over."""
+        if len(self._times) <= _PACED:
+            self._times.append(time.perf_counter())
+            if len(self._times) == _PACED:
+                half = self._times[_PACED // 2 :]
+                self._on_forecast((half[-1] - half[0]) / (len(half) - 1) * steps_left)
 
 
 class _VectorKeeper(NoDrafter):
@@ -158,6 +184,12 @@ class _Writer:
         self._next = len(files.records)
         self._running: dict[int, Request] = {}
         self._finished: dict[int, tuple[Written, Tensor]] = {}
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until all prompts are answered, if all answers are as long as they may be and each batch is full."""
+        batches = -(-(len(self._prompts) - len(self._files.records)) // self._config.batch)
+        return batches * self._config.answer_tokens
 
     def step(self) -> int:
         """One step of the engine; returns how many answers were written to disk."""

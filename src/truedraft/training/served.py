@@ -62,6 +62,7 @@ def measure_served(
     prompts: Sequence[Sequence[int]],
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    within_s: float | None = None,
 ) -> list[Served]:
     """Answer the prompts, greedily and at temperature 1, with small and large trees of both kinds.
 
@@ -71,6 +72,7 @@ def measure_served(
         trees: of the heads.
         prompts: that neither training nor trees have seen.
         on_progress: called with the number of finished rounds over the prompts, and of all.
+        within_s: seconds for all rounds, of which each takes an equal part; None is as long as they take.
 
     Raises:
         TrainingError: the engine failed.
@@ -81,10 +83,12 @@ def measure_served(
         COUNTED: FixedTrees({kind: counted.tree for kind, counted in trees.items()}),
     }
     rounds = [each for kind, temperature in TREE_TEMPERATURES.items() for each in _rounds(trees[kind], temperature)]
-    found = []
+    found, each_s = [], None if within_s is None else within_s / len(rounds)
     for number, each in enumerate(rounds):
         on_progress(number, len(rounds))
-        stats = count_answers(target, Medusa(heads, ways[each.trees], nodes=each.nodes), prompts, each.temperature)
+        stats = count_answers(
+            target, Medusa(heads, ways[each.trees], nodes=each.nodes), prompts, each.temperature, each_s
+        )
         measured = (stats.mean_acceptance_length, each.promised, stats.target_calls, stats.emitted_tokens)
         found.append(Served(each.temperature, each.trees, each.nodes, *measured))
     on_progress(len(rounds), len(rounds))

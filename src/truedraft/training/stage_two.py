@@ -10,7 +10,8 @@ import torch
 
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.loading import load_model
-from truedraft.training.disk import writing
+from truedraft.training.checkpoints import tensor_bytes
+from truedraft.training.disk import in_bytes, writing
 from truedraft.training.evaluate import mean_loss
 from truedraft.training.head_job import TREE_TEXT, WORK, HeadJob, TargetText, write_tree_text
 from truedraft.training.head_kind import Trained
@@ -20,7 +21,7 @@ from truedraft.training.medusa_config import MedusaTrainingConfig
 from truedraft.training.medusa_kind import MedusaKind
 from truedraft.training.medusa_results import Effort, JointReport, MedusaResult, TrainedHeads
 from truedraft.training.medusa_trainee import MedusaTrainee
-from truedraft.training.tokenizer import load_tokenizer, save_tokenizer
+from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +35,7 @@ _STAGE_1, _TARGET, _JOINT = "stage-1", "target", "joint"
 _EVALUATED_TOKENS = 65_536
 _LONGEST = 2048  # tokens of a sequence on which the loss is measured
 _SHARD = "5GB"
+_CHECKPOINTS = 2 * 3  # an old one beside a new one, each with the weights and at most two numbers for each of them
 
 
 def train_jointly(job: _Job, text: TargetText, out: Path) -> MedusaResult:
@@ -97,7 +99,9 @@ def _train(job: _Job, text: TargetText, out: Path) -> tuple[int, MedusaHeads, Ef
     length = min(config.joint.length, _context(backbone.model), (len(stream) - 1) // 2)
     config = replace(config, joint=replace(config.joint, length=length))
     loop = joint_loop(config, backbone, trainee, text.fingerprint, stream, out / WORK / _JOINT)
-    progress = loop.run(on_step=Follower(job, loop.total_steps, trainee.word))
+    size = in_bytes(_CHECKPOINTS * tensor_bytes(loop.model.state_dict()))
+    job.told.on_plan(f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}")
+    progress = loop.run(on_step=Follower(job, loop.total_steps, trainee.word), on_checkpoint=job.told.on_checkpoint)
     _save_target(backbone.finished(), job.target, out / _TARGET)
     effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
     return backbone.rank, trainee.module, effort
@@ -110,7 +114,7 @@ def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
         save_llama(model, folder, max_shard_size=_SHARD)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
-        save_tokenizer(load_tokenizer(source), folder)
+        copy_tokenizer(source, folder)
 
 
 def _loss(job: _Job, target: str) -> tuple[float, int]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def read_texts(paths: Iterable[Path]) -> list[str]:
     """The documents of all files, in order: a `.jsonl` file has one per line, any other file is one."""
     texts = [text for path in paths for text in _documents(path)]
-    if not any(text.strip() for text in texts):
+    if not any(text.strip("\0").strip() for text in texts):
         raise DataError("the training data holds no text: give at least one file that is not empty")
     return texts
 
@@ -31,6 +31,12 @@ def _documents(path: Path) -> Iterator[str]:
         raise DataError(
             f"the data file {path} is not UTF-8 text (byte {error.start}): convert it, or leave it out"
         ) from error
+    if "\0" in content:
+        place = content.index("\0")
+        raise DataError(
+            f"the data file {path} holds a NUL character (the first at place {place + 1}), so it is no plain text: "
+            "convert it, or leave it out"
+        )
     if path.suffix == ".jsonl":
         for number, line in enumerate(content.splitlines(), start=1):
             if line.strip():

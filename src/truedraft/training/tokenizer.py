@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from truedraft.errors import ModelError
-from truedraft.models.loading import resolve_source
+from truedraft.models.loading import load_config, resolve_source
 from truedraft.text.tokenizer import Tokenizer as ModelTokenizer
 
 if TYPE_CHECKING:
@@ -66,20 +66,51 @@ def train_tokenizer(
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of an embedded name, a folder (with or without a model) or a hub name; no remote code is run.
 
+    Where it names no end-of-text token, it is given the one of the model's configuration.
+
     Raises:
         ModelNotFoundError: no such folder or name.
         ModelError: the model comes without a tokenizer, or with one that cannot be used for training.
     """
-    name = str(folder)
-    found = ModelTokenizer.load(name if Path(name).is_dir() else resolve_source(name))
-    if found is None:
-        raise ModelError(f"the model {str(folder)!r} has no tokenizer, and training on text needs one")
+    source, found = _load(folder)
+    if found.backend.eos_token_id is None:
+        found.backend.eos_token = _eos_of_config(source, found)
     if found.backend.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {str(folder)!r} names no end-of-text token, which separates the texts in training: "
-            'add "eos_token" to its tokenizer_config.json'
+            f"neither the tokenizer nor the configuration of {str(folder)!r} names an end-of-text token, which "
+            'separates the texts in training: add "eos_token" to its tokenizer_config.json'
         )
     return cast("PreTrainedTokenizerBase", found.backend)
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Write the tokenizer of a model into a folder as it is, whatever training was told of it besides.
+
+    Raises:
+        ModelError: there is none.
+    """
+    save_tokenizer(cast("PreTrainedTokenizerBase", _load(source)[1].backend), folder)
+
+
+def _load(folder: str | Path) -> tuple[str, ModelTokenizer]:
+    """Where a tokenizer lies, and the tokenizer."""
+    name = str(folder)
+    source = name if Path(name).is_dir() else resolve_source(name)
+    found = ModelTokenizer.load(source)
+    if found is None:
+        raise ModelError(f"the model {name!r} has no tokenizer, and training on text needs one")
+    return source, found
+
+
+def _eos_of_config(source: str, tokenizer: ModelTokenizer) -> str | None:
+    """The token that the model's configuration ends a text with, the first where it names several; or None."""
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        return None
+    given = load_config(source, source, None).get_text_config().eos_token_id
+    first = given[0] if isinstance(given, list) and given else given
+    if not isinstance(first, int) or not 0 <= first < tokenizer.vocab_size:
+        return None
+    return cast("str | None", tokenizer.backend.convert_ids_to_tokens(first))
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

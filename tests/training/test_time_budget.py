@@ -1,0 +1,55 @@
+"""A budget of minutes: shares of it, and the steps that fit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from truedraft.errors import OptionError
+from truedraft.training.budget import TRAINED, TimeBudget, duration
+from truedraft.training.schedule import WarmupStableDecay
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_shares_of_a_budget():
+    clock = Clock()
+    budget = TimeBudget(10, clock)
+    assert budget.limited and budget.left_s() == 600.0 and budget.left_s(0.5) == 300.0
+    clock.now += 301.0
+    assert budget.over(0.5) and not budget.over(0.6) and budget.left_s(0.5) == 0.0
+    # 149 seconds are left until training must be over; a tenth of them is kept for what comes between the steps.
+    assert budget.steps(1000, 1.0) == int(0.9 * (600 * TRAINED - 301)) == 134
+    assert budget.steps(100, 1.0) == 100
+    clock.now += 600.0
+    assert budget.steps(1000, 1.0) == 1
+
+
+def test_without_minutes_nothing_is_limited():
+    budget = TimeBudget()
+    assert not budget.limited and not budget.over() and budget.left_s() == math.inf and budget.steps(7, 1e9) == 7
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, math.inf, math.nan])
+def test_unusable_minutes(minutes):
+    with pytest.raises(OptionError, match="minutes must be a number above 0"):
+        TimeBudget(minutes)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 99, 1000, 2000])
+def test_a_shortened_schedule_keeps_its_shape(steps):
+    whole = WarmupStableDecay(20, 800, 200)
+    short = whole.shortened(steps)
+    assert short.total_steps == min(steps, 1000) and 1 <= short.warmup_steps <= short.stable_steps
+    assert abs(short.decay_steps - 0.2 * short.total_steps) <= 1
+    assert all(0.0 < short(step) <= 1.0 for step in range(short.total_steps))
+
+
+def test_seconds_in_words():
+    assert [duration(s) for s in (3.0, 120.0, 7200.0)] == ["3.0 seconds", "2.0 minutes", "2.0 hours"]

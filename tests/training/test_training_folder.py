@@ -1,0 +1,89 @@
+"""The folder of a training: one process at a time, and only its own files are removed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from truedraft.errors import OptionError
+from truedraft.training.disk import alone_in, clear_work, free_bytes, in_bytes, refuse_busy
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from truedraft.training.disk import alone_in
+with alone_in(Path(sys.argv[1])):
+    (Path(sys.argv[1]) / "log.jsonl").write_text("{}")
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that trains in `out`."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out" / "work")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_by_name_and_the_lock_goes_with_the_first(holder, tmp_path):
+    out = tmp_path / "out"
+    message = rf"process {holder.pid} is training in '{out}': wait until it ends"
+    for attempt in (1, 2):  # the first attempt leaves the name of the owner as it is
+        with pytest.raises(OptionError, match=message), alone_in(out / "work"):
+            raise AssertionError(f"attempt {attempt} was let in")
+    with pytest.raises(OptionError, match=message):
+        refuse_busy(out / "work")
+    with pytest.raises(OptionError, match=message):
+        clear_work(out)
+    assert (out / "work" / "log.jsonl").is_file()
+    holder.kill()
+    holder.wait()
+    refuse_busy(out / "work")
+    with alone_in(out / "work"):
+        pass
+    assert clear_work(out) > 2 and not out.exists()
+
+
+def test_a_training_that_begins_nothing_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="no"), alone_in(tmp_path / "out" / "work"):
+        raise ValueError("no")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_working_files_are_removed(tmp_path):
+    out = tmp_path / "out"
+    ours = [
+        "work/checkpoint.pt",
+        "work/train.hidden",
+        "work/tree-ab12.jsonl",
+        "stage-1/work/log.jsonl",
+        "work/joint/run.json",
+    ]
+    others = ["heads.safetensors", "README.md", "work/thesis.doc", "stage-1/heads.safetensors"]
+    for name in (*ours, *others):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("12345")
+    assert clear_work(out) == 5 * len(ours)
+    assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == sorted(others)
+    with pytest.raises(OptionError, match="holds no working files of a training"):
+        clear_work(out)
+
+
+def test_of_a_given_up_training_nothing_stays(tmp_path):
+    with alone_in(tmp_path / "out" / "work"):
+        (tmp_path / "out" / "work" / "train.jsonl").write_text("[]")
+    clear_work(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(OptionError, match="nothing to remove"):
+        clear_work(tmp_path / "out")
+
+
+def test_sizes(tmp_path):
+    assert [in_bytes(count) for count in (12, 3_400, 3_276_800_000)] == ["12 bytes", "3.4 kB", "3.3 GB"]
+    assert free_bytes(tmp_path / "not" / "there") > 0
