@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.tiny import Result, start
+from cli.tiny import Result
 from truedraft.training import acceptance, distill
 from truedraft.training.checkpoints import checkpoint_of
+from truedraft.training.disk import alone_in
+from truedraft.training.objectives import LawObjective
 
 Run = Callable[..., Result]
 SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per-step", "64", "--width", "16")
@@ -69,34 +73,42 @@ def test_ctrl_c_says_how_to_go_on(
     assert result.err == "truedraft: interrupted before the first checkpoint; the same command begins again\n"
 
 
-def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(target: str, text: str, tmp_path: Path, run: Run) -> None:
-    """The command in a process of its own, with standard error in a file, and a second one in the same folder."""
-    out, err = tmp_path / "out", tmp_path / "err.txt"
-    words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL[2:])
-    with err.open("w") as file:
-        training = start(*words, "--steps", "1500", stderr=file)
-    log = out / "work" / "log.jsonl"
-    while training.poll() is None and not (log.is_file() and log.read_text().count("\n") > 2):
-        time.sleep(0.05)
-    second = run(*words)
-    assert second.status == 2 and second.err == (
-        f"truedraft: error: process {training.pid} is training in {str(out)!r}: wait until it ends, end it, or name a "
-        "new folder\n"
-    )
-    assert run("train", "draft", "--out", str(out), "--clean").status == 2
-    training.send_signal(signal.SIGINT)
-    assert training.wait(60) == 130
-    step = log.read_text().count("\n")
-    place = out / "work" / "checkpoint.pt"
-    assert checkpoint_of(place.parent)[0] == step < 1500
-    saved, last = err.read_text().splitlines()[-2:]
-    assert saved.startswith(f"truedraft: step {step:,} of 1,500, loss ") and saved.endswith(f"left; saved in {place}")
+def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
+    run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulate, calls = LawObjective.accumulate, itertools.count()
+
+    def interrupted(*arguments: Any) -> dict[str, float]:
+        if next(calls) == 5:  # three steps are a trial
+            signal.raise_signal(signal.SIGINT)
+        return accumulate(*arguments)
+
+    out, place = tmp_path / "out", tmp_path / "out" / "work" / "checkpoint.pt"
+    words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(LawObjective, "accumulate", interrupted)
+        result = run(*words)
+    assert result.status == 130 and checkpoint_of(place.parent)[0] == 3
+    saved, last = result.err.splitlines()[-2:]
+    assert saved.startswith("truedraft: step 3 of 4, loss ") and saved.endswith(f" left; saved in {place}")
+    assert ", 192 tokens, about " in saved
     assert last == (
-        f"truedraft: interrupted; the training is saved in {place} as of step {step:,}; the same command with --resume "
-        "goes on from there"
+        f"truedraft: interrupted; the training is saved in {place} as of step 3; the same command with --resume goes "
+        "on from there"
     )
-    other = run(*words, "--steps", "1500", "--resume", "--seed", "1")
-    assert other.status == 2 and "--seed was 0 and is now 1" in other.err
+    result = run(*words, "--resume", "--json")
+    assert result.status == 0 and result.record["steps"] == 4
+    assert len((place.parent / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_second_training_in_one_folder_is_refused(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    busy = f"truedraft: error: process {os.getpid()} is training in {str(out)!r}: wait until it ends, end it, or name"
+    with alone_in(out / "work"):
+        (out / "work" / "log.jsonl").touch()
+        for more in ((), ("--resume",), ("--clean",)):
+            result = run("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL, *more)
+            assert (result.status, result.err) == (2, f"{busy} a new folder\n")
 
 
 def test_going_on_with_other_options_names_them(run: Run, target: str, text: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest of it is for the text that trees are 
 OnProgress: TypeAlias = Callable[[str, int, int, str], None]
 """Called with what is being done, how much of it is done, how much there is, and a remark."""
 _FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of the training that was asked for is left
+_ENOUGH = 0.95  # of them is as good as all
 
 Config = TypeVar("Config", bound=HeadTrainingConfig, covariant=True)
 _AnyConfig = TypeVar("_AnyConfig", bound=HeadTrainingConfig)
@@ -162,7 +163,7 @@ def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Call
     """Say where there is less text than asked for, and refuse far too little."""
     wanted = config.prompts
     separate = len(prompts.train) if prompts.apart is None else prompts.apart
-    if separate < wanted.train:
+    if separate < _ENOUGH * wanted.train:
         got = (
             f"the text gives {separate:,} prompts that share nothing, for about "
             f"{separate * config.writing.answer_tokens:,} tokens by the target, and {config.tokens:,} are asked for"
@@ -170,7 +171,7 @@ def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Call
         if separate < _FLOOR * wanted.train:
             raise DataError(f"{got}: give more text, or ask for fewer tokens")
         on_note(f"{got}; heads learn more from more text")
-    if len(prompts.tree) < wanted.tree or len(prompts.test) < wanted.test:
+    if len(prompts.tree) < _ENOUGH * wanted.tree or len(prompts.test) < _ENOUGH * wanted.test:
         on_note(
             f"the held-out text gives {len(prompts.tree)} of {wanted.tree} prompts to choose trees on, and "
             f"{len(prompts.test)} of {wanted.test} to measure on: with more text the figures are surer"
