@@ -85,9 +85,11 @@ def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
 
     out, place = tmp_path / "out", tmp_path / "out" / "work" / "checkpoint.pt"
     words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     with monkeypatch.context() as patch:
         patch.setattr(LawObjective, "accumulate", interrupted)
         result = run(*words)
+    signal.signal(signal.SIGINT, handler)
     assert result.status == 130 and checkpoint_of(place.parent)[0] == 3
     saved, last = result.err.splitlines()[-2:]
     assert saved.startswith("truedraft: step 3 of 4, loss ") and saved.endswith(f" left; saved in {place}")

@@ -98,6 +98,14 @@ def test_checkpoints_come_by_time(stream, tmp_path, whole):
     assert_same(whole, weights(resumed))
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """Also where a shell runs the tests in the background, and lets them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupting(objective, at):
     """An objective that is interrupted by Ctrl-C in the middle of some of its passes."""
     calls = itertools.count()

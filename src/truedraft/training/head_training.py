@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from truedraft.training.trainee import Trainee
 
 _REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
-_REPLAY_COST = 20.0  # replaying a position takes as long as training on so many, at the most
+_REPLAY_COST = 20.0  # replaying a position is taken to last as long as training on so many
+_LEAST_REPLAYED = 1024  # positions, however little time there is
 _Student = TypeVar("_Student", bound="Trainee")
 _Judged = TypeVar("_Judged")
 
@@ -87,7 +88,7 @@ def _measured_on(job: HeadJob[Any], text: SelfText, progress: Progress) -> SelfT
     left_s = _REPLAYED * job.budget.left_s()
     if not job.budget.limited or not progress.elapsed_s:
         return text
-    return text.first(int(left_s * progress.tokens / progress.elapsed_s / _REPLAY_COST))
+    return text.first(max(_LEAST_REPLAYED, int(left_s * progress.tokens / progress.elapsed_s / _REPLAY_COST)))
 
 
 def lm_head_of(target: str, device: str) -> LmHead:
