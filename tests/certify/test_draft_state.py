@@ -7,6 +7,7 @@ import pytest
 from certify.planted_faults import ForgetsTheLast, SlippingTarget, StaleDraft, markov
 from support.head_models import MarkovWithHead, fitted_heads
 from support.tiny_models import PROMPTS, noisy, packed
+from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.draft_state import draft_state_findings
 from truedraft.certify.equality import equality_findings
@@ -84,6 +85,20 @@ def test_a_broken_target_does_not_make_the_draft_stale() -> None:
     """Places where the new request comes to another text are skipped."""
     found = finding(draft(), target=SlippingTarget(markov(0)))
     assert found.status is Status.HOLDS and found.facts["skipped"] > 0
+
+
+def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while answers come about nor while they are looked at does it take a step more than its time."""
+    time = VirtualTime(monkeypatch, step_s=1.0)
+    statuses = []
+    for seconds in (0.0, 2.0, 4.0, 8.0, 1000.0):
+        time.seconds = 0.0
+        stack = Stack(markov(0), draft(), SpeculativeSampling())
+        (found,) = draft_state_findings(stack, TEXTS, PARAMS, 3, lambda done: None, seconds=seconds)
+        assert time.seconds <= 4 * seconds + 1
+        assert (found.status is Status.NOT_ENOUGH) == (found.facts["compared"] == 0)
+        statuses.append(found.status)
+    assert statuses[:2] == [Status.NOT_ENOUGH] * 2 and statuses[-1] is Status.HOLDS
 
 
 def test_without_proposals_there_is_nothing_to_say() -> None:

@@ -17,6 +17,7 @@ from certify.planted_faults import (
     markov,
 )
 from support.tiny_models import PROMPTS, noisy, packed
+from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.equality import enough_prompts, equality_findings
 from truedraft.certify.findings import Finding, Part, Status
@@ -185,9 +186,43 @@ def test_a_broken_mask_among_roundings_is_a_fault() -> None:
     assert found["greedy, batch 5, float32"].status is Status.FAILS
 
 
-def test_no_time_still_compares_one_group() -> None:
-    found = equality_findings(stack(markov(0), chain()), TEXTS, GREEDY, 2, lambda done: None, label="x", seconds=0.0)
-    assert found[1].facts["answers"] == 2 and found[1].facts["tokens_compared"] == 48
+def timed(seconds: float, params: SamplingParams = GREEDY) -> list[Finding]:
+    return equality_findings(
+        stack(markov(0), DraftModel(markov(0), 3)), TEXTS, params, 2, lambda done: None, label="x", seconds=seconds
+    )[-2:]
+
+
+def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one step more than the four times the time that the first group may take; nothing compared, nothing held."""
+    time = VirtualTime(monkeypatch, step_s=1.0)
+    for seconds in (0.0, 2.0, 10.0):
+        time.seconds = 0.0
+        alone, together = timed(seconds)
+        assert time.seconds <= 4 * seconds + 1
+        assert alone.facts["answers"] <= 1 and together.facts["answers"] == 0
+        assert together.status is Status.NOT_ENOUGH
+        assert "0 tokens of 0 answers" in together.summary and "give more minutes" in together.summary
+    assert alone.facts["answers"] == 1 and alone.status is Status.HOLDS, "24 steps plainly and 7 with the draft"
+
+
+def test_the_first_group_may_take_longer_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is 70 steps: 48 plainly, 14 alone, 8 together. 24 seconds are too few, four times as many enough."""
+    time = VirtualTime(monkeypatch, step_s=1.0)
+    alone, together = timed(24.0)
+    assert alone.status is together.status is Status.HOLDS
+    assert alone.facts["answers"] == together.facts["answers"] == 2
+    assert 24.0 < time.seconds <= 96.0
+    time.seconds = 0.0
+    alone, together = timed(100.0)
+    assert together.facts["answers"] == 2 <= alone.facts["answers"] < 4, "the second group was given up half-way"
+    assert 85.0 <= time.seconds <= 86.0, "equality's part of 100 s without what rounding is measured in, and one step"
+
+
+def test_answers_without_tokens_are_no_evidence() -> None:
+    """A stop id that ends every answer at once: equal, and worth nothing."""
+    found = timed(math.inf, SamplingParams(max_tokens=24, stop_token_ids=tuple(range(8))))
+    assert {finding.status for finding in found} == {Status.NOT_ENOUGH}
+    assert all(finding.facts["answers"] > 0 and not finding.facts["tokens_compared"] for finding in found)
 
 
 def test_repeated_prompts_differ() -> None:

@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from certify.planted_faults import AcceptAlways, RowNoise, SlippingTarget, markov
+from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.invariance import AlternatingBudget, invariance_findings
@@ -69,20 +70,61 @@ def test_correct_stacks_are_invariant(drafter: type[Drafter], kind: str) -> None
         assert finding.facts["tokens_compared"] == 60 and finding.facts["answers"] == 3
 
 
-def test_alone_there_is_no_batch() -> None:
-    found = findings(stack(markov(0), chain()), KINDS["greedy"], batch=1)
-    assert set(found) == {"streamed", "cancelled and asked again"} | BUDGETS
-    assert {finding.status for finding in found.values()} == {Status.HOLDS}
-
-
-@pytest.mark.parametrize("kind", ["sampled", "coupled"])
-def test_a_request_judged_with_anothers_options_is_a_fault(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request of a batch lends its options to all."""
 
     def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
         return laws_from_logits(logits, [(rows[0][0], count) for _, count in rows])
 
     monkeypatch.setattr(step, "laws_from_logits", borrowed)
+
+
+def test_one_request_at_a_time_still_has_two_neighbours(borrowing: None) -> None:
+    found = findings(stack(markov(0), chain()), KINDS["sampled"], batch=1)
+    assert found["streamed"].status is Status.HOLDS
+    assert found["in a batch of 3"].status is found["cancelled and asked again"].status is Status.FAILS
+
+
+def test_alone_a_correct_stack_holds_beside_neighbours() -> None:
+    found = findings(stack(markov(0), chain()), KINDS["greedy"], batch=1)
+    assert set(found) == {"streamed", "cancelled and asked again", "in a batch of 3"} | BUDGETS
+    assert {finding.status for finding in found.values()} == {Status.HOLDS}
+
+
+def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever way is under way, it is left within a step of four times the time; what came before counts."""
+    time = VirtualTime(monkeypatch, step_s=1.0)
+    ways = []
+    for seconds in (0.0, 3.0, 6.0, 12.0, 18.0, 100.0):
+        time.seconds = 0.0
+        found = invariance_findings(
+            stack(markov(0), chain()), TEXTS, KINDS["greedy"], 4, lambda _: None, seconds=seconds
+        )
+        assert time.seconds <= max(4 * seconds, 100.0) + 1
+        assert {finding.status for finding in found} <= {Status.HOLDS, Status.NOT_ENOUGH}
+        ways.append(sum(finding.status is Status.HOLDS for finding in found))
+        for finding in found:
+            compared = finding.facts["tokens_compared"]
+            assert (finding.status is Status.HOLDS) == (compared > 0)
+            assert finding.status is Status.HOLDS or "give more minutes" in finding.summary
+    assert ways == sorted(ways) and ways[0] == 0 and ways[-1] == len(found) and len(set(ways)) > 3
+
+
+def test_requests_end_with_the_way_that_ran_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache is left over in the target's pool, wherever the time ran out."""
+    time = VirtualTime(monkeypatch, step_s=1.0)
+    for seconds in range(2, 20):
+        time.seconds, target = 0.0, markov(0)
+        taken: list[object] = []
+        monkeypatch.setattr(target, "new_cache", lambda: taken.append(cache := target.pool.acquire()) or cache)  # noqa: B023
+        monkeypatch.setattr(target, "release_cache", lambda cache: taken.remove(cache) or target.pool.release(cache))  # noqa: B023
+        invariance_findings(stack(target, chain()), TEXTS, KINDS["greedy"], 4, lambda _: None, seconds=seconds)
+        assert not taken, seconds
+
+
+@pytest.mark.parametrize("kind", ["sampled", "coupled"])
+def test_a_request_judged_with_anothers_options_is_a_fault(kind: str, borrowing: None) -> None:
     found = findings(stack(markov(0), chain()), KINDS[kind])
     assert found["streamed"].status is Status.HOLDS, "alone there is nobody to borrow from"
     assert found["in a batch of 4"].status is Status.FAILS

@@ -21,10 +21,11 @@ def prompts(tmp_path: Path) -> str:
 
 
 def test_a_greedy_certificate_in_every_form(run: Run, target: str, prompts: str, tmp_path: Path) -> None:
+    """In minutes that it does not need: a greedy certificate is over when all prompts are compared."""
     out = tmp_path / "report" / "deep"
     done = run(
         *("certify", "--model", target, "--drafter", "prompt-lookup", "--temperature", "0", "--prompts", prompts),
-        *("--minutes", "0.05", "--max-tokens", "16", "--batch", "2", "--out", str(out), "--json"),
+        *("--minutes", "10", "--max-tokens", "16", "--batch", "2", "--out", str(out), "--json"),
     )
     assert done.status == 0, done.err
     record = done.record
@@ -43,13 +44,13 @@ def test_a_greedy_certificate_in_every_form(run: Run, target: str, prompts: str,
 
 
 def test_no_time_is_no_certificate_but_says_what_is_missing(run: Run, target: str, draft: str, prompts: str) -> None:
-    """Hardly any token is sampled in so little time, so no fault is large enough to count."""
+    """Hardly any token is sampled in so little time, so no fault is large enough to count: exit status 3."""
     done = run(
         *("certify", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts),
         *("--minutes", "0.001", "--max-tokens", "8"),
     )
-    assert done.status == 1
-    assert "NO CERTIFICATE" in done.out
+    assert done.status == 3
+    assert "NO CERTIFICATE: not enough evidence" in done.out
     assert "give more minutes" in " ".join(done.out.replace("│", " ").split())
 
 
@@ -58,13 +59,25 @@ def test_a_lossy_rule_is_measured_and_that_is_done(run: Run, target: str, draft:
         *("certify", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--json"),
         *("--minutes", "0.05", "--max-tokens", "8", "--rule", "speculative,lenience=0.5"),
     )
-    assert done.status == 0, done.err
+    assert done.status == (3 if done.record["undecided"] else 0), done.err
+    assert done.record["failures"] == []
     assert done.record["certified"] is False
     assert done.record["lossless"] is False
     assert "no certificate: the rule is lossy" in done.out
     divergence = next(f for f in done.record["findings"] if f["part"] == "divergence")
     low, high = divergence["total_variation_ci95"]
     assert low <= divergence["total_variation"] <= high
+
+
+@pytest.mark.parametrize("name", ["certificate.md", "certificate.json"])
+def test_an_earlier_report_is_kept(run: Run, name: str, tmp_path: Path) -> None:
+    """Told before anything is loaded: there is no such model."""
+    (tmp_path / name).write_text("of an earlier run")
+    done = run("certify", "--model", "/nowhere/at/all", "--out", str(tmp_path))
+    assert done.status == 2
+    assert len(done.err.strip().splitlines()) == 1
+    assert f"holds {name} of an earlier run; name another folder with --out" in done.err
+    assert (tmp_path / name).read_text() == "of an earlier run"
 
 
 @pytest.mark.parametrize(

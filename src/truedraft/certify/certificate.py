@@ -20,7 +20,7 @@ from truedraft.certify.rounding import Rounding, measure_rounding
 from truedraft.certify.stack import Stack
 from truedraft.certify.statistical import statistical_findings
 from truedraft.core.sampling import SamplingParams
-from truedraft.errors import OptionError
+from truedraft.errors import DrafterError, OptionError
 
 Tell = Callable[[Part, float], None]
 """Is told a part and the fraction of it that is done."""
@@ -56,9 +56,14 @@ class Certificate:
         return [finding for finding in self.findings if finding.status is Status.FAILS]
 
     @property
+    def undecided(self) -> list[Finding]:
+        """Checks that could not see enough in the time there was."""
+        return [finding for finding in self.findings if finding.status is Status.NOT_ENOUGH]
+
+    @property
     def issued(self) -> bool:
-        """Whether the stack is certified: a lossless rule, and nothing failed, controls included."""
-        return self.lossless and not self.failures
+        """Whether the stack is certified: a lossless rule, nothing failed, controls included, and nothing is open."""
+        return self.lossless and not self.failures and not self.undecided
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON record."""
@@ -66,6 +71,7 @@ class Certificate:
             "certified": self.issued,
             "lossless": self.lossless,
             "failures": [finding.name for finding in self.failures],
+            "undecided": [finding.name for finding in self.undecided],
             "findings": [
                 {
                     "part": finding.part.value,
@@ -97,7 +103,8 @@ def certify(
         params: sampling options: temperature, top-k, top-p, min-p, coupled. At most `max_tokens` of an answer are
             compared.
         batch: requests in a step.
-        seconds: about how long to take. Exact sums and small groups of answers that are begun are finished.
+        seconds: about how long to take. Where little could be seen by then it goes on, up to four times as long;
+            what could not be seen even then is told as not enough evidence. Exact sums take their own time.
         tell: is told how far a part is.
         in_float32: makes the same stack in float32, for greedy and coupled answers; None leaves that out.
 
@@ -106,7 +113,7 @@ def certify(
 
     Raises:
         OptionError: no prompts, an unusable batch or time, or coupled requests with a lossy rule.
-        TruedraftError: a request or its drafter failed.
+        TruedraftError: the target failed.
     """
     _check(stack, prompts, params, batch, seconds)
     params = replace(params, seed=params.seed or 0)
@@ -143,6 +150,11 @@ def _check(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParam
                 f"prompt {number} has {len(prompt)} tokens; give 1 to {stack.target.context_length - 2}, so that the "
                 "target has room to answer"
             )
+
+
+def _drafter_failed(part: Part, error: DrafterError) -> Finding:
+    """A drafter that gave up leaves plain decoding, which says nothing of the stack."""
+    return Finding(part, "drafting", Status.FAILS, str(error))
 
 
 @contextmanager
@@ -205,6 +217,12 @@ class _Run:
 
     def statistical(self) -> list[Finding]:
         """Sampled answers against the target's law."""
+        try:
+            return self._tested()
+        except DrafterError as error:
+            return [_drafter_failed(Part.STATISTICAL, error)]
+
+    def _tested(self) -> list[Finding]:
         rounding = self._rounding()
         self.allowance = 0.0 if rounding.bitwise else (1.0 + _MARGIN) * rounding.mean_total_variation
         return statistical_findings(
@@ -231,7 +249,9 @@ class _Run:
         tell = self._tell(Part.CONTROLS)
         if self.params.greedy:
             return coupled_control_findings(self.stack, self.prompts, self.params, tell)
-        sampled = next(f for f in so_far if f.part is Part.STATISTICAL and "tests" in f.facts)
+        sampled = next((f for f in so_far if f.part is Part.STATISTICAL and "tests" in f.facts), None)
+        if sampled is None:
+            return [Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, "There are no answers to test.")]
         tokens, detectable = sampled.facts["tokens"], sampled.facts["smallest_detectable_tv"]
         if not self.params.coupled:
             return control_findings(
@@ -255,7 +275,10 @@ class _Run:
         """How far a lossy rule is off."""
         seconds = self._share("statistical") + self._share("controls")
         tell = self._tell(Part.DIVERGENCE)
-        return divergence_findings(self.stack, self.prompts, self.params, self.batch, seconds, tell)
+        try:
+            return divergence_findings(self.stack, self.prompts, self.params, self.batch, seconds, tell)
+        except DrafterError as error:
+            return [_drafter_failed(Part.DIVERGENCE, error)]
 
     def invariance(self) -> list[Finding]:
         """One request asked in many ways."""

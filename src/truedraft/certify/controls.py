@@ -19,7 +19,7 @@ from torch import Tensor
 
 from truedraft.certify import faults
 from truedraft.certify.betting import Bets, holm
-from truedraft.certify.clock import Deadline
+from truedraft.certify.clock import PATIENCE, Deadline
 from truedraft.certify.control_settings import (
     BATCH,
     LENGTH,
@@ -40,8 +40,6 @@ from truedraft.core.sampling import SamplingParams
 
 TIMES_DETECTABLE = 3.0
 """A control's fault is at least so many times the smallest deviation that its tests would find."""
-_PATIENCE = 10.0
-"""So many times their time controls may take where faults are not found sooner."""
 _RESERVE = 0.08
 """Of the time for all controls, what one that comes later is sure of."""
 
@@ -137,11 +135,11 @@ def control_findings(
     prompts = beginnings(prompts)
     settings = settings_of(stack, prompts, params)
     findings = []
-    whole = Deadline(_PATIENCE * seconds)
+    whole = Deadline(PATIENCE * seconds)  # where faults are not found sooner
     for number, control in enumerate(SAMPLED):
         setting = best_setting(control, settings, stack, params)
         # Most faults are found at once and leave their time to the others.
-        left = _PATIENCE * seconds * (1.0 - whole.fraction - _RESERVE * (len(SAMPLED) - 1 - number))
+        left = PATIENCE * seconds * (1.0 - whole.fraction - _RESERVE * (len(SAMPLED) - 1 - number))
         limits = Limits(Deadline(left), tokens, detectable, allowance, false_alarm)
         shown = _show(control, setting, stack, prompts, limits)
         findings.append(finding_of(control.name, shown, false_alarm))
@@ -248,6 +246,7 @@ def _so_far(bets: Bets, sizes: Sequence[Tensor], setting: str, limits: Limits) -
 def finding_of(name: str, shown: Shown, false_alarm: float) -> Finding:
     """What is said of a control."""
     caught = shown.strong and shown.p_value < false_alarm
+    status = Status.HOLDS if caught else Status.FAILS
     said = (
         f"total variation {shown.total_variation:.3f}, {shown.tokens:,} tokens"
         + ", " * bool(shown.setting)
@@ -256,11 +255,13 @@ def finding_of(name: str, shown: Shown, false_alarm: float) -> Finding:
     if caught:
         summary = f"found, as it must be: {said}; p-value {shown.p_value:.2g} ({shown.test})"
     elif not shown.strong:
+        status = Status.NOT_ENOUGH
         summary = (
             f"too small to count: {said}, less than three times the {shown.detectable:.3f} that the tests would have"
             " found; give more minutes"
         )
     elif shown.out_of_time:
+        status = Status.NOT_ENOUGH
         summary = f"not found in the time there was: {said}; p-value {shown.p_value:.2g}; give more minutes"
     else:
         summary = f"NOT found: {said}; smallest p-value {shown.p_value:.2g}. These tests cannot be trusted here"
@@ -272,4 +273,4 @@ def finding_of(name: str, shown: Shown, false_alarm: float) -> Finding:
         "test": shown.test,
         "setting": shown.setting,
     }
-    return Finding(Part.CONTROLS, name, Status.HOLDS if caught else Status.FAILS, summary, facts)
+    return Finding(Part.CONTROLS, name, status, summary, facts)

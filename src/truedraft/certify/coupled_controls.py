@@ -197,9 +197,12 @@ def _show(
     caught = counted.strong and counted.differing > 0
     said = f"{counted.size:.1%} of {counted.tokens} tokens are not the target's choice, {control.words}"
     if caught:
+        status = Status.HOLDS
         verdict = f"found, as it must be: {counted.differing} of {counted.answers} answers differ"
+    elif counted.differing:
+        status, verdict = Status.NOT_ENOUGH, "found, but too small to count: give more prompts"
     else:
-        verdict = "NOT found" if not counted.differing else "found, but too small to count: give more prompts"
+        status, verdict = Status.FAILS, "NOT found: this comparison cannot be trusted here"
     facts = {
         "total_variation": counted.size,
         "smallest_detectable_tv": counted.detectable,
@@ -208,7 +211,6 @@ def _show(
         "differing_answers": counted.differing,
         "setting": control.words,
     }
-    status = Status.HOLDS if caught else Status.FAILS
     return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
 
 

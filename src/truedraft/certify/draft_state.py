@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from truedraft.cache import RequestCache
-from truedraft.certify.clock import Deadline
+from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answers_in_time
 from truedraft.certify.delegating_drafter import DelegatingDrafter
 from truedraft.certify.equality import as_greedy
 from truedraft.certify.findings import Finding, Part, Status
@@ -123,36 +123,56 @@ def draft_state_findings(
         params: the user's options, of which lengths and stop ids count.
         batch: requests of a step.
         tell: called with the fraction that is done.
-        seconds: after which no further answer is looked at; the first always is.
+        seconds: how long to go on; several times as long until one answer was looked at.
 
     Returns:
         One finding: HOLDS where all proposals are equal, else MEASURED, for answers stay exact; DOES_NOT_APPLY where
-        nothing was proposed.
+        nothing was proposed; NOT_ENOUGH where nothing could be compared in time.
     """
     exact = dataclasses.replace(stack, rule=SpeculativeSampling(), coupled_rule=None)
-    options = as_greedy(params)
     found = _Comparison()
-    deadline = Deadline(seconds)
+    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
     for first in range(0, len(prompts), batch):
         group = [list(prompt) for prompt in prompts[first : first + batch]]
-        lived = ProposalRecorder(stack.drafter, checks_caches=True)
-        answers = exact.but(drafter=lived).engine(batch).generate(group, options)
-        found.caches += lived.caches
-        fresh = ProposalRecorder(stack.drafter)
-        engine = exact.but(drafter=fresh).engine(1)
-        # Requests are numbered as they are queued.
-        for number, (prompt, own) in enumerate(zip(group, sorted(lived.guesses), strict=False)):
-            text = [*prompt, *answers[number].token_ids]
-            limit = len(prompt) + options.max_tokens
-            for guess in _some([each for each in lived.guesses[own] if len(each.text) > len(prompt)]):
-                found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options), text)
-            tell(max(deadline.fraction, min(1.0, (first + number + 1) / len(prompts))))
-            if deadline.over:
-                break
+        try:
+            for done in _compare(exact, group, as_greedy(params), batch, found, deadline if first else patience):
+                tell(max(deadline.fraction, (first + done) / len(prompts)))
+                if deadline.over:
+                    break
+        except OutOfTimeError:
+            found.out_of_time = not found.compared
         if deadline.over:
             break
     tell(1.0)
     return [found.finding(stack.drafter.name)]
+
+
+def _compare(
+    stack: Stack,
+    group: Sequence[Sequence[int]],
+    options: SamplingParams,
+    batch: int,
+    found: _Comparison,
+    deadline: Deadline,
+) -> Iterator[int]:
+    """Answer prompts together, then look at one answer after another; gives how many are done.
+
+    Raises:
+        OutOfTimeError: what came before counts.
+    """
+    lived = ProposalRecorder(stack.drafter, checks_caches=True)
+    engine = stack.but(drafter=lived).engine(batch)
+    answers = answers_in_time(engine, group, [options] * len(group), deadline)
+    found.caches += lived.caches
+    fresh = ProposalRecorder(stack.drafter)
+    engine = stack.but(drafter=fresh).engine(1)
+    # Requests are numbered as they are queued.
+    for number, (prompt, own) in enumerate(zip(group, sorted(lived.guesses), strict=False)):
+        text = [*prompt, *answers[number].token_ids]
+        limit = len(prompt) + options.max_tokens
+        for guess in _some([each for each in lived.guesses[own] if len(each.text) > len(prompt)]):
+            found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
+        yield number + 1
 
 
 def _some(guesses: Sequence[Guess]) -> list[Guess]:
@@ -162,7 +182,12 @@ def _some(guesses: Sequence[Guess]) -> list[Guess]:
 
 
 def _fresh_guess(
-    engine: Engine, recorder: ProposalRecorder, text: Sequence[int], limit: int, options: SamplingParams
+    engine: Engine,
+    recorder: ProposalRecorder,
+    text: Sequence[int],
+    limit: int,
+    options: SamplingParams,
+    deadline: Deadline,
 ) -> Guess | None:
     """What a new request proposes for a text; None if its first token is not the text's last one.
 
@@ -172,12 +197,16 @@ def _fresh_guess(
         text: at least 2 tokens; all but the last are the prompt, the prefill must give the last.
         limit: tokens of prompt and answer of the lived request, which cuts proposals near its end.
         options: greedy.
+        deadline: when to give up.
+
+    Raises:
+        OutOfTimeError: it is over.
     """
     prompt = list(text[:-1])
     request = engine.submit(prompt, dataclasses.replace(options, max_tokens=limit - len(prompt)))
     try:
         while request.finish_reason is None and len(recorder.guesses.get(request.id, [])) < 2:
-            engine.step()
+            deadline.step(engine)
     finally:
         engine.cancel(request)
     guesses = recorder.guesses.pop(request.id)
@@ -197,6 +226,7 @@ class _Comparison:
         accepted: of these, on the way that the answer took.
         examples: the first few unequal pairs.
         caches: of a draft model.
+        out_of_time: whether the time was over before anything was compared.
     """
 
     compared: int = 0
@@ -206,6 +236,7 @@ class _Comparison:
     accepted: tuple[int, int] = (0, 0)
     examples: list[dict[str, Any]] = field(default_factory=list)
     caches: list[CacheDifference] = field(default_factory=list)
+    out_of_time: bool = False
 
     def add(self, lived: Guess, fresh: Guess | None, text: Sequence[int]) -> None:
         """Compare two proposals for one text; `text` goes on as the answer did."""
@@ -252,6 +283,9 @@ class _Comparison:
             "examples": self.examples,
         }
         name = f"drafter {drafter!r} after many steps"
+        if self.out_of_time:
+            told = "No proposal could be compared in the time there was; give more minutes."
+            return Finding(Part.DRAFT_STATE, name, Status.NOT_ENOUGH, told, facts)
         if not self.nodes[0] and not self.nodes[1]:
             return Finding(Part.DRAFT_STATE, name, Status.DOES_NOT_APPLY, "Nothing was proposed.", facts)
         told = f"{self.different} of {self.compared} proposals differ from a fresh drafter's"

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from truedraft.certify.clock import Deadline
+from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answers_in_time
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.near_ties import Parting, parting_of, same_answer
 from truedraft.certify.rounding import Rounding, measure_rounding
 from truedraft.certify.stack import Stack
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
-from truedraft.engine import Answer
+from truedraft.engine import Answer, Engine
 
 _MOST_FAULTS = 4
 """Faults that are traced; one is enough to fail, and a broken stack parts from plain decoding everywhere."""
@@ -47,10 +47,11 @@ def equality_findings(
         batch: requests of a step; 1 leaves out what is the same then.
         tell: called with the fraction that is done.
         label: of the target's dtype or other setting, for the names of the findings.
-        seconds: after which no further group of `batch` prompts is begun; the first always is.
+        seconds: how long to go on; several times as long until the first group of `batch` prompts is compared.
 
     Returns:
-        What rounding was measured, then one finding for each kind of request and size of batch.
+        What rounding was measured, then one finding for each kind of request and size of batch; NOT_ENOUGH where the
+        first group was not compared in time.
     """
     prompts = enough_prompts(prompts, batch)
     kinds = {"greedy": as_greedy(params)}
@@ -154,22 +155,32 @@ class _Run:
         self.texts: list[list[int]] = []
 
     def groups(self, seconds: float) -> Iterator[float]:
-        """Compare group after group; gives the fraction that is done."""
-        deadline = Deadline(seconds)
+        """Compare group after group while there is time; gives the fraction that is done."""
+        deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
         for first in range(0, len(self._prompts), self._batch):
             group = range(first, min(first + self._batch, len(self._prompts)))
-            expected = [self._plain.generate([list(self._prompts[i])], [self._each[i]])[0] for i in group]
-            self.texts += [[*self._prompts[i], *answer.token_ids] for i, answer in zip(group, expected, strict=True)]
-            for size, engine in self._engines.items():
-                prompts, each = [list(self._prompts[i]) for i in group], [self._each[i] for i in group]
-                if size == 1:
-                    found = [engine.generate([prompt], [own])[0] for prompt, own in zip(prompts, each, strict=True)]
-                else:
-                    found = engine.generate(prompts, each)
-                self._compare(size, group, expected, found)
+            try:
+                self._compare_group(group, deadline if first else patience)
+            except OutOfTimeError:
+                return
             yield max(deadline.fraction, (group[-1] + 1) / len(self._prompts))
             if deadline.over:
                 return
+
+    def _compare_group(self, group: Sequence[int], deadline: Deadline) -> None:
+        """Each prompt plainly and by itself, then all of them together."""
+
+        def answers(engine: Engine, numbers: Sequence[int]) -> list[Answer]:
+            prompts, each = [self._prompts[i] for i in numbers], [self._each[i] for i in numbers]
+            return answers_in_time(engine, prompts, each, deadline)
+
+        expected: list[Answer] = []
+        for number in group:
+            expected += answers(self._plain, [number])
+            self.texts.append([*self._prompts[number], *expected[-1].token_ids])
+            self._compare(1, [number], expected[-1:], answers(self._engines[1], [number]))
+        if self._batch > 1:
+            self._compare(self._batch, group, expected, answers(self._engines[self._batch], group))
 
     def _compare(self, size: int, group: Sequence[int], expected: Sequence[Answer], found: Sequence[Answer]) -> None:
         outcome = self._outcomes[size]
@@ -196,16 +207,21 @@ class _Run:
     def findings(self, kind: str, label: str) -> list[Finding]:
         """What was found, one finding for each size of batch."""
         return [
-            _finding(f"{kind}, batch {size}, {label}", outcome, self._stack) for size, outcome in self._outcomes.items()
+            _finding(f"{kind}, batch {size}, {label}", outcome, self._stack, least=size)
+            for size, outcome in self._outcomes.items()
         ]
 
 
-def _finding(name: str, outcome: _Outcome, stack: Stack) -> Finding:
+def _finding(name: str, outcome: _Outcome, stack: Stack, least: int) -> Finding:
+    """What is said of one size of batch; fewer than `least` answers, or no token at all, say nothing."""
     near = [parting for parting in outcome.partings if not parting.fault]
     faults = len(outcome.faults) + outcome.untraced
+    too_few = outcome.answers < least or not outcome.compared
     told = f"{outcome.compared} tokens of {outcome.answers} answers compared with plain decoding's"
     if faults:
         summary = f"{told}: {_count(faults, 'fault')}, the first at {outcome.faults[0].describe()}"
+    elif too_few:
+        summary = f"{told}, which says too little; give more minutes"
     elif near:
         summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
     else:
@@ -225,7 +241,7 @@ def _finding(name: str, outcome: _Outcome, stack: Stack) -> Finding:
         "warnings": outcome.warnings,
     }
     # A drafter that gave up leaves plain decoding, which equals itself.
-    status = Status.FAILS if faults or outcome.warnings else Status.HOLDS
+    status = Status.FAILS if faults or outcome.warnings else Status.NOT_ENOUGH if too_few else Status.HOLDS
     return Finding(Part.EQUALITY, name, status, f"{summary}.", facts)
 
 

@@ -26,6 +26,7 @@ class Status(Enum):
     HOLDS = "holds"
     FAILS = "fails"
     MEASURED = "measured"
+    NOT_ENOUGH = "not enough evidence"
     DOES_NOT_APPLY = "does not apply"
 
 
@@ -36,7 +37,7 @@ class Finding:
     Attributes:
         part: the heading that it stands under.
         name: what was checked, in a few words.
-        status: what came of it; only FAILS keeps a certificate from being issued.
+        status: what came of it; FAILS and NOT_ENOUGH keep a certificate from being issued.
         summary: one sentence, with the numbers that matter.
         facts: all numbers, for programs; plain values, lists and dictionaries.
     """

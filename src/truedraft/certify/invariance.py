@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from truedraft.certify.clock import Deadline
+from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answer_of, answers_in_time
 from truedraft.certify.equality import enough_prompts
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.near_ties import Parting, parting_of, same_answer
@@ -18,9 +19,11 @@ from truedraft.control import Controller, FixedBudget, Observation
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import DraftModel
-from truedraft.engine import Answer, Engine, Request
+from truedraft.engine import Answer, Engine, Piece, Request
 
 _MOST_FAULTS = 4
+_LEAST_TOGETHER = 3
+"""A request and two neighbours, also where the user asks for one request at a time."""
 _BUDGETS = "with other budgets"
 _DECISIONS = 64.0
 """How many draws and comparisons may stand behind one sampled token, generously; each may be decided by rounding."""
@@ -57,18 +60,22 @@ def invariance_findings(
         stack: what is certified.
         prompts: token ids, at least one prompt; the others serve as neighbours too.
         params: the user's options. Seeds count up from its seed.
-        batch: requests of a step.
+        batch: requests of a step; at least three stand together here.
         tell: called with the fraction that is done.
-        seconds: after which no further prompt is begun; the first always is.
+        seconds: how long to go on; several times as long until one prompt was asked in all ways.
 
     Returns:
-        One finding for each way.
+        One finding for each way; NOT_ENOUGH where no answer could be compared in time.
     """
     params = dataclasses.replace(params, stop=(), seed=params.seed or 0)
-    asking = _Asking(stack, enough_prompts(prompts, batch), batch, params)
-    deadline = Deadline(seconds)
+    together = max(batch, _LEAST_TOGETHER)
+    asking = _Asking(stack, enough_prompts(prompts, together), together, params)
+    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
     for number in range(len(prompts)):
-        asking.compare(number)
+        try:
+            asking.compare(number, deadline if number else patience)
+        except OutOfTimeError:
+            break
         tell(max(deadline.fraction, (number + 1) / len(prompts)))
         if deadline.over:
             break
@@ -102,26 +109,34 @@ class _Asking:
         self._many = stack.engine(batch)
         self._limits = stack.drafter.limits
         self._has_margins = params.coupled or (params.greedy and stack.rule.lossless)
-        self._ways: dict[str, Way] = {"streamed": self._streamed, "cancelled and asked again": self._cancelled}
-        if batch > 1:
-            self._ways[f"in a batch of {batch}"] = self._beside
+        self._ways: dict[str, Way] = {
+            "streamed": self._streamed,
+            "cancelled and asked again": self._cancelled,
+            f"in a batch of {batch}": self._beside,
+        }
         if self._has_margins:
             for name, controller in _controllers(self._limits).items():
-                self._ways[name] = partial(_ask, stack.engine(1, controller))
+                self._ways[name] = partial(self._ask, stack.engine(1, controller))
         self._outcomes = {name: _Outcome() for name in self._ways}
         self._texts: list[list[int]] = []
+        self._deadline = Deadline(math.inf)
 
-    def compare(self, number: int) -> None:
-        """Ask one prompt in all ways."""
+    def compare(self, number: int, deadline: Deadline) -> None:
+        """Ask one prompt in all ways.
+
+        Raises:
+            OutOfTimeError: what came before counts.
+        """
+        self._deadline = deadline
         prompt = self._prompts[number]
         own = self._options(number)
-        expected = _ask(self._alone, prompt, own)
+        expected = self._ask(self._alone, prompt, own, number)
         self._texts.append([*prompt, *expected.token_ids])
         for name, way in self._ways.items():
+            found = way(prompt, own, number)
             outcome = self._outcomes[name]
             outcome.answers += 1
             outcome.compared += len(expected.token_ids)
-            found = way(prompt, own, number)
             if same_answer(expected, found):
                 continue
             if not self._has_margins or len(outcome.faults) >= _MOST_FAULTS:
@@ -134,6 +149,10 @@ class _Asking:
 
     def _options(self, number: int) -> SamplingParams:
         return dataclasses.replace(self._params, seed=(self._params.seed or 0) + number)
+
+    def _ask(self, engine: Engine, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+        """The answer, or how it failed; without neighbours the prompt's number does not matter."""
+        return answers_in_time(engine, [prompt], [own], self._deadline)[0]
 
     def _neighbours(self, number: int, engine: Engine, which: Sequence[int]) -> list[Request]:
         """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
@@ -149,20 +168,27 @@ class _Asking:
 
     def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Some neighbours are at work when the request comes, others come later."""
-        engine, half = self._many, self._batch // 2
-        others = self._neighbours(number, engine, range(half))
-        engine.step()
-        engine.step()
-        request = engine.submit(list(prompt), own)
-        engine.step()
-        others += self._neighbours(number, engine, range(half, self._batch - 1))
-        return _finished(engine, request, others)
+        half = self._batch // 2
+        with _ended(self._many) as queued:
+            queued += self._neighbours(number, self._many, range(half))
+            self._deadline.step(self._many)
+            self._deadline.step(self._many)
+            request = self._many.submit(list(prompt), own)
+            queued.append(request)
+            self._deadline.step(self._many)
+            queued += self._neighbours(number, self._many, range(half, self._batch - 1))
+            return self._finished(request)
 
     def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The pieces must also add up to the answer that comes with the last of them."""
-        pieces = list(self._alone.stream(list(prompt), own))
+        pieces: list[Piece] = []
+        for piece in self._alone.stream(list(prompt), own):
+            pieces.append(piece)
+            if self._deadline.over:
+                break
         answer = pieces[-1].answer
-        assert answer is not None  # the last piece carries it
+        if answer is None:  # the last piece carries it
+            raise OutOfTimeError
         tokens = [token for piece in pieces for token in piece.token_ids]
         if answer.text is not None and "".join(piece.text for piece in pieces) != answer.text:
             return dataclasses.replace(answer, finish_reason="error", error="the pieces' texts are not the answer's")
@@ -170,13 +196,20 @@ class _Asking:
 
     def _cancelled(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Cancelled half-way, asked again while others run."""
-        engine = self._many
-        others = self._neighbours(number, engine, range(self._batch - 1))
-        first = engine.submit(list(prompt), own)
-        while first.finish_reason is None and first.emitted < own.max_tokens // 2:
-            engine.step()
-        engine.cancel(first)
-        return _finished(engine, engine.submit(list(prompt), own), others)
+        with _ended(self._many) as queued:
+            queued += self._neighbours(number, self._many, range(self._batch - 1))
+            queued.append(first := self._many.submit(list(prompt), own))
+            while first.finish_reason is None and first.emitted < own.max_tokens // 2:
+                self._deadline.step(self._many)
+            self._many.cancel(first)
+            queued.append(again := self._many.submit(list(prompt), own))
+            return self._finished(again)
+
+    def _finished(self, request: Request) -> Answer:
+        """Step until a request is over."""
+        while request.finish_reason is None:
+            self._deadline.step(self._many)
+        return answer_of(request)
 
     def findings(self) -> list[Finding]:
         """One for each way."""
@@ -199,7 +232,8 @@ class _Asking:
             "faults": [parting.as_dict() for parting in outcome.faults],
             "untraced": outcome.untraced,
         }
-        status = Status.FAILS if outcome.faults else Status.HOLDS
+        too_few = not outcome.compared
+        status = Status.FAILS if outcome.faults else Status.NOT_ENOUGH if too_few else Status.HOLDS
         if outcome.faults:
             summary = f"{told}: {len(outcome.faults) + outcome.untraced} differ, {outcome.faults[0].describe()}"
         elif outcome.untraced:
@@ -207,6 +241,8 @@ class _Asking:
             status = Status.MEASURED if outcome.untraced <= allowed else Status.FAILS
             summary = f"{told}: {outcome.untraced} answers differ; rounding explains at most {allowed:.4g} of them"
             facts["explained_by_rounding"] = allowed
+        elif too_few:
+            summary = f"{told}, which says nothing; give more minutes"
         elif near:
             summary = f"{told}: no fault, near ties: {len(near)}; the first at {near[0].describe()}"
         else:
@@ -251,19 +287,12 @@ def _other_options(params: SamplingParams) -> list[SamplingParams]:
     ]
 
 
-def _ask(engine: Engine, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> Answer:
-    """The answer, or how it failed; without neighbours the prompt's number does not matter."""
-    return engine.generate([list(prompt)], [params])[0]
-
-
-def _finished(engine: Engine, request: Request, others: Sequence[Request]) -> Answer:
-    """Step until a request is over, and end the others."""
+@contextmanager
+def _ended(engine: Engine) -> Iterator[list[Request]]:
+    """A list for requests; whatever becomes of the way that they are asked in, they end with it."""
+    requests: list[Request] = []
     try:
-        while request.finish_reason is None:
-            engine.step()
+        yield requests
     finally:
-        for each in (request, *others):
-            engine.cancel(each)
-    answer = request.pieces[-1].answer
-    assert answer is not None  # it is over
-    return answer
+        for request in requests:
+            engine.cancel(request)

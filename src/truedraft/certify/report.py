@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from truedraft.certify.certificate import FALSE_ALARM, Certificate
@@ -12,6 +12,7 @@ MARKS = {
     Status.HOLDS: "holds",
     Status.FAILS: "FAILS",
     Status.MEASURED: "measured",
+    Status.NOT_ENOUGH: "not enough",
     Status.DOES_NOT_APPLY: "-",
 }
 
@@ -21,17 +22,29 @@ def verdict(certificate: Certificate) -> str:
     options = _options(certificate)
     if certificate.issued:
         return f"CERTIFIED lossless: {options}"
-    failed = len(certificate.failures)
-    names = ", ".join(map(_named, certificate.failures))
+    told = _told(certificate)
     if not certificate.lossless:
-        return f"no certificate: the rule is lossy; its divergence was measured ({options})" + (
-            f"; {failed} checks failed: {names}" if failed else ""
-        )
-    return f"NO CERTIFICATE: {failed} of {len(certificate.findings)} checks failed: {names} ({options})"
+        return f"no certificate: the rule is lossy; its divergence was measured ({options}){told and '; '}{told}"
+    return f"NO CERTIFICATE: {told} ({options})"
+
+
+def _told(certificate: Certificate) -> str:
+    """What keeps a certificate from being issued, apart from a lossy rule."""
+    count, told = len(certificate.findings), []
+    if certificate.failures:
+        told.append(f"{len(certificate.failures)} of {count} checks failed: {_names(certificate.failures)}")
+    if certificate.undecided:
+        names = _names(certificate.undecided)
+        told.append(f"not enough evidence for {len(certificate.undecided)} of {count} checks: {names}")
+    return "; ".join(told)
+
+
+def _names(findings: Sequence[Finding]) -> str:
+    return ", ".join(map(_named, findings))
 
 
 def _named(finding: Finding) -> str:
-    """A failed control is no fault of the stack, but of what the tests could find."""
+    """A control that was not found is no fault of the stack, but of what the tests could find."""
     return f"control: {finding.name}" if finding.part is Part.CONTROLS else finding.name
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.certify.betting import Bets, TestResult, holm
-from truedraft.certify.clock import Deadline
+from truedraft.certify.clock import PATIENCE, Deadline
 from truedraft.certify.directions import Directions, Scored
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.joint import JointResult, joint_result
@@ -21,8 +21,6 @@ _JOINT = 0.25
 _SHOWN = 5
 _ENOUGH = 0.06
 """Total variation that must be detectable: controls are to be three times as large, and few reach more than 0.2."""
-_PATIENCE = 10.0
-"""So many times its time sampling may take where that is not reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def statistical_findings(
     """
     sampling = Sampling(stack.target.vocab_size, batch, allowance)
     deadline = Deadline(seconds * (1.0 - _JOINT))
-    patience = Deadline(seconds * _PATIENCE)
+    patience = Deadline(PATIENCE * seconds)
     for answers in scored_answers(stack, prompts, params, batch, first_seed=seed):
         for scored in answers:
             sampling.add(scored)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from truedraft.cli import options as opt
-from truedraft.cli.failures import DONE, FAILED
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import DataError, OptionError
@@ -31,7 +31,13 @@ _Prompts = Annotated[
 ]
 _Batch = Annotated[int, opt.option("--batch", "Requests that are answered together.", _RUN, "N")]
 _Minutes = Annotated[
-    float, opt.option("--minutes", "About how long to take; more minutes find smaller deviations.", _RUN, "N")
+    float,
+    opt.option(
+        "--minutes",
+        "About how long to take, at most four times that; more find smaller deviations.",
+        _RUN,
+        "N",
+    ),
 ]
 _NoFloat32 = Annotated[
     bool, opt.flag("--no-float32", "Leave out float32, for a model that is too large to load again.", _RUN)
@@ -62,9 +68,10 @@ def certify(
     no_float32: _NoFloat32 = False,
     json: opt.Json = False,
 ) -> int:
-    """Prove on this machine that a drafter and a rule leave the target's answers as they are; exit status 1 if not.
+    """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
-    A lossy rule is measured instead, which is exit status 0 unless another check fails.
+    Exit status 0 if so, 1 if not, 3 if there was not enough time to tell. A lossy rule is measured instead, which is
+    exit status 0 unless another check fails.
     """
     from truedraft.cli.lossy import check_rule
     from truedraft.cli.session import Setup, sampling
@@ -89,12 +96,18 @@ def certify(
 
 
 def _folder(out: Path) -> Path:
-    """Where the report goes: made before the work, so that nothing is lost after it."""
+    """Where the report goes: made before the work, so that nothing is lost after it, nor of an earlier one."""
     try:
         folder = out.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
+        there = [name for name in (_MARKDOWN, _JSON) if (folder / name).exists()]
     except (OSError, RuntimeError) as error:  # the latter: the home of nobody
         raise DataError(f"cannot write into {str(out)!r}: {getattr(error, 'strerror', None) or error}") from error
+    if there:
+        raise DataError(
+            f"{str(folder)!r} holds {' and '.join(there)} of an earlier run; name another folder with --out, or move "
+            "the old report away"
+        )
     return folder
 
 
@@ -139,7 +152,9 @@ def _run(
         terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")
     if json:
         terminal.json(record)
-    return DONE if certificate.issued or not (certificate.lossless or certificate.failures) else FAILED
+    if certificate.failures:
+        return FAILED
+    return UNDECIDED if certificate.undecided else DONE
 
 
 def _ids(engine: Engine, prompts: Sequence[NamedPrompt]) -> list[list[int]]:
@@ -177,6 +192,7 @@ def _show(certificate: Certificate, terminal: Terminal) -> None:
     from truedraft.certify.report import MARKS, by_part, meaning, verdict
 
     styles = {Status.HOLDS: "green", Status.FAILS: "bold red", Status.MEASURED: "cyan", Status.DOES_NOT_APPLY: "dim"}
+    styles[Status.NOT_ENOUGH] = "bold yellow"
     table = Table(show_lines=False, pad_edge=False)
     table.add_column("check", ratio=2, overflow="fold")
     table.add_column("", no_wrap=True)
@@ -195,7 +211,7 @@ def _show(certificate: Certificate, terminal: Terminal) -> None:
 def _write(folder: Path, certificate: Certificate, record: dict[str, Any]) -> None:
     from truedraft.certify.report import markdown
 
-    left_out = {"command", "findings", "failures", "certified"}
+    left_out = {"command", "findings", "failures", "undecided", "certified"}
     circumstances = {name: value for name, value in record.items() if name not in left_out}
     try:
         (folder / _MARKDOWN).write_text(markdown(certificate, circumstances), encoding="utf-8")

@@ -1,6 +1,6 @@
 """From exceptions to one line on standard error and an exit status.
 
-0 done; 1 the check or run failed; 2 unusable arguments; 130 interrupted.
+0 done; 1 the check or run failed; 2 unusable arguments; 3 not enough evidence (certify); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from truedraft.errors import (
     UnsupportedModelError,
 )
 
-DONE, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, UNUSABLE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 _UNUSABLE = (OptionError, PromptError, ModelNotFoundError, UnsupportedModelError, CompositionError, DataError)
 _DEBUG = "TRUEDRAFT_DEBUG"
