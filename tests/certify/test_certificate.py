@@ -120,6 +120,8 @@ class GivesUp(PromptLookup):
         raise RuntimeError("out of order")
 
 
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_that_gives_up_is_never_certified(temperature: float) -> None:
     """Whatever part meets it says so, with the drafter's name; no part ends the certificate."""
@@ -133,11 +135,40 @@ def test_a_drafter_that_gives_up_is_never_certified(temperature: float) -> None:
     assert any(finding.part is Part.INVARIANCE for finding in certificate.findings)
 
 
+class FailsTogether(DraftModel):
+    """Cannot draft for several requests at once; the engine asks for each alone, and answers are right."""
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        if len(batch) > 1:
+            raise RuntimeError("out of place")
+        return super().propose(batch, budgets, noise)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
+@pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (0.0, 3), (1.0, 3)])
+def test_what_an_engine_got_over_keeps_a_certificate_from_being_issued(temperature: float, batch: int) -> None:
+    """Beside neighbours too, so at one request at a time as well."""
+    stack = healthy().but(drafter=FailsTogether(markov(0, astray=1.0), 3))
+    certificate = certify(stack, TEXTS, replace(WARM, temperature=temperature), batch=batch, seconds=SECONDS)
+    assert not certificate.issued
+    met = {Part.INVARIANCE} | ({Part.EQUALITY} if batch > 1 else set()) | ({Part.STATISTICAL} if temperature else set())
+    for part in met:
+        told = [finding.summary for finding in certificate.failures if finding.part is part]
+        assert any("with drafter 'draft' a step or a proposal failed" in summary for summary in told), part
+    for finding in certificate.findings:
+        if "identical" in finding.facts:
+            assert finding.facts["identical"] is True
+            assert (finding.facts["recoveries"] > 0) == (finding.status is Status.FAILS)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
 def test_a_drafter_that_gives_up_is_told_of_a_lossy_rule_too() -> None:
     stack = healthy().but(drafter=GivesUp(), rule=rule_from_spec("speculative,lenience=0.5"))
     certificate = certify(stack, TEXTS, WARM, seconds=1.0)
-    (failed,) = certificate.failures
-    assert failed.part is Part.DIVERGENCE and "out of order" in failed.summary
+    told = [finding.summary for finding in certificate.failures if finding.part is Part.DIVERGENCE]
+    assert "out of order" in told[0]
 
 
 @pytest.mark.parametrize("params", [WARM, replace(WARM, temperature=0.0), replace(WARM, coupled=True)])

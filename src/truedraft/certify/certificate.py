@@ -123,10 +123,10 @@ def certify(
         if stack.rule.lossless:
             findings += run.equality(in_float32)
             if not params.greedy:
-                findings += run.statistical()
-            findings += run.controls(findings)
+                findings += _unless_drafting_fails(Part.STATISTICAL, run.statistical)
+            findings += _unless_drafting_fails(Part.CONTROLS, lambda: run.controls(findings))
         else:
-            findings += run.divergence()
+            findings += _unless_drafting_fails(Part.DIVERGENCE, run.divergence)
         findings += run.invariance()
         findings += run.draft_state()
     return Certificate(findings, stack.rule.lossless, params, batch, seconds)
@@ -152,9 +152,12 @@ def _check(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParam
             )
 
 
-def _drafter_failed(part: Part, error: DrafterError) -> Finding:
-    """A drafter that gave up leaves plain decoding, which says nothing of the stack."""
-    return Finding(part, "drafting", Status.FAILS, str(error))
+def _unless_drafting_fails(part: Part, checks: Callable[[], list[Finding]]) -> list[Finding]:
+    """A drafter that gave up leaves plain decoding, which says nothing of the stack: that is what is found then."""
+    try:
+        return checks()
+    except DrafterError as error:
+        return [Finding(part, "drafting", Status.FAILS, str(error))]
 
 
 @contextmanager
@@ -217,12 +220,6 @@ class _Run:
 
     def statistical(self) -> list[Finding]:
         """Sampled answers against the target's law."""
-        try:
-            return self._tested()
-        except DrafterError as error:
-            return [_drafter_failed(Part.STATISTICAL, error)]
-
-    def _tested(self) -> list[Finding]:
         rounding = self._rounding()
         self.allowance = 0.0 if rounding.bitwise else (1.0 + _MARGIN) * rounding.mean_total_variation
         return statistical_findings(
@@ -275,10 +272,7 @@ class _Run:
         """How far a lossy rule is off."""
         seconds = self._share("statistical") + self._share("controls")
         tell = self._tell(Part.DIVERGENCE)
-        try:
-            return divergence_findings(self.stack, self.prompts, self.params, self.batch, seconds, tell)
-        except DrafterError as error:
-            return [_drafter_failed(Part.DIVERGENCE, error)]
+        return divergence_findings(self.stack, self.prompts, self.params, self.batch, seconds, tell)
 
     def invariance(self) -> list[Finding]:
         """One request asked in many ways."""

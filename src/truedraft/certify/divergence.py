@@ -84,7 +84,7 @@ def divergence_findings(
         options = [open_ended(params, first + i, min(TOKENS, room - len(p))) for i, p in enumerate(asked)]
         answers = engine.generate(asked, options)
         for answer in answers:
-            check_sound(answer.finish_reason, answer.error, answer.warnings)
+            check_sound(answer, stack.drafter.name)
         found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
         if not params.greedy:
             texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]

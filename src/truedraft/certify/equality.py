@@ -11,6 +11,7 @@ from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answers_
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.near_ties import Parting, parting_of, same_answer
 from truedraft.certify.rounding import Rounding, measure_rounding
+from truedraft.certify.sampling_runs import recovered
 from truedraft.certify.stack import Stack
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
@@ -226,8 +227,9 @@ def _finding(name: str, outcome: _Outcome, stack: Stack, least: int) -> Finding:
         summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
     else:
         summary = f"{told}: bit for bit equal"
-    if outcome.warnings:
-        summary += f"; {_count(len(outcome.warnings), 'warning')}, the first: {outcome.warnings[0]}"
+    told_of = [*outcome.warnings, *recovered(outcome.stats, stack.drafter.name)]
+    if told_of:
+        summary += f"; {_count(len(told_of), 'warning')}, the first: {told_of[0]}"
     facts: dict[str, Any] = {
         "dtype": str(stack.target.dtype).removeprefix("torch."),
         "answers": outcome.answers,
@@ -238,10 +240,11 @@ def _finding(name: str, outcome: _Outcome, stack: Stack, least: int) -> Finding:
         "untraced": outcome.untraced,
         "draft_tokens": outcome.stats.draft_tokens,
         "accepted_tokens": outcome.stats.accepted_tokens,
+        "recoveries": outcome.stats.recoveries,
         "warnings": outcome.warnings,
     }
     # A drafter that gave up leaves plain decoding, which equals itself.
-    status = Status.FAILS if faults or outcome.warnings else Status.NOT_ENOUGH if too_few else Status.HOLDS
+    status = Status.FAILS if faults or told_of else Status.NOT_ENOUGH if too_few else Status.HOLDS
     return Finding(Part.EQUALITY, name, status, f"{summary}.", facts)
 
 

@@ -14,9 +14,11 @@ from truedraft.certify.equality import enough_prompts
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.near_ties import Parting, parting_of, same_answer
 from truedraft.certify.rounding import measure_rounding
+from truedraft.certify.sampling_runs import recovered
 from truedraft.certify.stack import Stack
 from truedraft.control import Controller, FixedBudget, Observation
 from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.engine import Answer, Engine, Piece, Request
@@ -85,12 +87,13 @@ def invariance_findings(
 
 @dataclass
 class _Outcome:
-    """What came of one way: tokens and answers compared, divergences traced, and those that are only counted."""
+    """What came of one way: tokens and answers compared, divergences traced, those only counted, and their stats."""
 
     compared: int = 0
     answers: int = 0
     partings: list[Parting] = field(default_factory=list)
     untraced: int = 0
+    stats: Counters = field(default_factory=Counters)
 
     @property
     def faults(self) -> list[Parting]:
@@ -137,6 +140,7 @@ class _Asking:
             outcome = self._outcomes[name]
             outcome.answers += 1
             outcome.compared += len(expected.token_ids)
+            outcome.stats += found.stats
             if same_answer(expected, found):
                 continue
             if not self._has_margins or len(outcome.faults) >= _MOST_FAULTS:
@@ -231,6 +235,7 @@ class _Asking:
             "near_ties": [parting.as_dict() for parting in near],
             "faults": [parting.as_dict() for parting in outcome.faults],
             "untraced": outcome.untraced,
+            "recoveries": outcome.stats.recoveries,
         }
         too_few = not outcome.compared
         status = Status.FAILS if outcome.faults else Status.NOT_ENOUGH if too_few else Status.HOLDS
@@ -247,6 +252,8 @@ class _Asking:
             summary = f"{told}: no fault, near ties: {len(near)}; the first at {near[0].describe()}"
         else:
             summary = f"{told}: the same"
+        for failure in recovered(outcome.stats, self._stack.drafter.name):
+            status, summary = Status.FAILS, f"{summary}; {failure}"
         return Finding(Part.INVARIANCE, name, status, f"{summary}.", facts)
 
     def _explained(self, tokens: int) -> float:

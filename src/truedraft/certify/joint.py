@@ -105,7 +105,7 @@ def joint_result(
     for seed in itertools.count(first_seed, _BATCH):
         many = [replace(asked, seed=seed + place) for place in range(_BATCH)]
         for answer in engine.generate([list(prompt)] * _BATCH, many):
-            check_sound(answer.finish_reason, answer.error, answer.warnings)
+            check_sound(answer, stack.drafter.name)
             places = tuple(number.get(token, -1) for token in answer.token_ids[1:])
             if min(places) < 0:
                 impossible += 1  # the target forbids all but the kept ids

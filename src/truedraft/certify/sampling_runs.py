@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from truedraft.certify.clock import answer_of
 from truedraft.certify.directions import Scored
 from truedraft.certify.recording import RecordingDrafter, RecordingRule
 from truedraft.certify.scoring import plain_laws
 from truedraft.certify.stack import Stack
+from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
+from truedraft.engine import Answer
 from truedraft.errors import DrafterError, ModelError
 from truedraft.models.base import LanguageModel
 
@@ -71,7 +74,7 @@ def scored_answers(
         for request in requests:
             if request.error is not None:
                 raise request.error
-            check_sound(request.finish_reason, None, request.warnings)
+            check_sound(answer_of(request), stack.drafter.name)
         texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(asked, requests, strict=True)]
         yield [
             Scored(law, tokens, prompt, drafter.taken(request.id), place, params.coupled)
@@ -91,14 +94,29 @@ def open_ended(params: SamplingParams, seed: int, length: int) -> SamplingParams
     return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
 
 
-def check_sound(finish_reason: str | None, error: str | None, warnings: Sequence[str]) -> None:
+def check_sound(answer: Answer, drafter: str) -> None:
     """Raise where an answer, or its drafter, failed: what is left says nothing of the stack.
 
+    Args:
+        answer: with speculation.
+        drafter: its name.
+
     Raises:
-        DrafterError: the drafter gave up, and the answer went on without it.
+        DrafterError: the drafter gave up, and the answer went on without it, or batches failed.
         ModelError: the answer ended with an error.
     """
-    if finish_reason == "error":
-        raise ModelError(f"nothing can be certified while answers fail: {error}")
-    if warnings:
-        raise DrafterError(f"nothing can be certified while parts fail: {warnings[0]}")
+    if answer.finish_reason == "error":
+        raise ModelError(f"nothing can be certified while answers fail: {answer.error}")
+    told = [*answer.warnings, *recovered(answer.stats, drafter)]
+    if told:
+        raise DrafterError(f"nothing can be certified while parts fail: {told[0]}")
+
+
+def recovered(stats: Counters, drafter: str) -> list[str]:
+    """A sentence if something failed for a batch: answers are right then, and a fault is out of sight."""
+    if not stats.recoveries:
+        return []
+    return [
+        f"with drafter {drafter!r} a step or a proposal failed for several requests together and was asked for again "
+        f"for each of them alone, {stats.recoveries} times"
+    ]

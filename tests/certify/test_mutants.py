@@ -1,0 +1,524 @@
+"""Certificates that are themselves broken, one line at a time, must stop seeing what sound ones see.
+
+Each mutant has a sight: something that a sound `truedraft.certify` says of a stack that is wrong, or of a fault that is
+none. It is checked twice, as the package is and with the line changed. Were the line ever written as in the mutant, the
+first check would fail; and a sight that does not hang on its line fails the second, so none is there for show.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from certify.planted_faults import AcceptAlways, RowNoise, StaleDraft, WrongMask, markov
+from certify.test_exact_breaks import DrawsFromTarget
+from support.virtual_time import VirtualTime
+from truedraft import Engine, SamplingParams
+from truedraft.certify import (
+    betting,
+    certificate,
+    controls,
+    coupled_controls,
+    draft_state,
+    equality,
+    exact,
+    faults,
+    invariance,
+    joint,
+    near_ties,
+    rounding,
+    statistical,
+)
+from truedraft.certify.clock import Deadline
+from truedraft.certify.delegating import DelegatingModel
+from truedraft.certify.findings import Finding, Part, Status
+from truedraft.certify.stack import Stack
+from truedraft.core.laws import laws_from_logits
+from truedraft.core.proposals import DrawKind
+from truedraft.drafters import DraftModel, NoDrafter
+from truedraft.engine import step
+from truedraft.models.base import ForwardOutput, Segment
+from truedraft.verification import SpeculativeSampling
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
+GREEDY = SamplingParams(max_tokens=16)
+WARM = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
+COUPLED = SamplingParams(max_tokens=16, temperature=1.0, seed=1, coupled=True)
+
+
+def silent(done: float) -> None:
+    """Nobody is told how far a part is."""
+
+
+def healthy() -> Stack:
+    return Stack(markov(0), DraftModel(markov(0, astray=1.0), 3), SpeculativeSampling())
+
+
+def accepting() -> Stack:
+    """Greedy and coupled requests get whatever was drafted."""
+    return Stack(markov(0), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
+
+
+class ThirdIsWarm(DelegatingModel):
+    """The third request of a step is answered at another temperature."""
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        output = self.inner.forward(segments)
+        logits = list(output.logits.split([len(segment.rows) for segment in segments]))
+        if len(logits) == 4:
+            logits[2] = logits[2] * 0.2
+        return ForwardOutput(torch.cat(logits), output.hidden)
+
+
+class GivesUp(NoDrafter):
+    def __init__(self) -> None:
+        self.limits = DraftModel(markov(0), 1).limits
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        raise RuntimeError("out of order")
+
+
+# ------------------------------------------------------------------------------- what a sound certificate sees
+
+
+def only(findings: Sequence[Finding], name: str) -> Finding:
+    return next(finding for finding in findings if finding.name == name)
+
+
+def greedy_control(plant: Callable[[Stack], Stack], tokens: int = 32) -> Finding:
+    """What the comparison of greedy answers says of one planted fault, in one round."""
+    control = coupled_controls.Control("planted", plant, lambda stack: faults.Wrong(stack.target.vocab_size), "")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CONTROLS": (control,), "_ROUNDS": 1, "_TOKENS": tokens}.items():
+            patch.setattr(coupled_controls, name, value)
+        return coupled_controls.coupled_control_findings(healthy(), TEXTS, GREEDY, silent)[0]
+
+
+def a_greedy_plant_that_does_nothing_is_not_found() -> bool:
+    return greedy_control(lambda stack: stack).status is Status.FAILS
+
+
+def a_greedy_fault_in_few_tokens_is_too_small() -> bool:
+    found = greedy_control(lambda stack: stack.but(coupled_rule=faults.CoupledAcceptsAlways()), tokens=3)
+    return found.status is Status.NOT_ENOUGH
+
+
+def sampled_control(detectable: float) -> Finding:
+    """What the tests of sampled answers say of a plant that does nothing, and that they take for a large fault."""
+    harmless = controls.Control("nothing is wrong", lambda stack: stack, faults.emitted_always)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controls, "SAMPLED", (harmless,))
+        return controls.control_findings(healthy(), TEXTS, WARM, 600.0, silent, tokens=300, detectable=detectable)[0]
+
+
+def a_plant_that_does_nothing_is_not_found() -> bool:
+    return sampled_control(0.03).status is Status.FAILS
+
+
+def a_fault_too_small_does_not_count() -> bool:
+    limits = controls.Shown(5000, 0.05, 0.03, 1e-9, "a test", "", out_of_time=False)
+    return controls.finding_of("a fault", limits, 1e-3).status is Status.NOT_ENOUGH
+
+
+def equal(stack: Stack, name: str, params: SamplingParams = GREEDY) -> Finding:
+    return only(equality.equality_findings(stack, TEXTS, params, 4, silent, label="x"), name)
+
+
+def accepting_always_is_a_fault_together() -> bool:
+    return equal(accepting(), "greedy, batch 4, x").status is Status.FAILS
+
+
+def accepting_always_is_a_fault_alone() -> bool:
+    return equal(accepting(), "greedy, batch 1, x").status is Status.FAILS
+
+
+def the_third_of_a_batch_is_looked_at() -> bool:
+    stack = Stack(ThirdIsWarm(markov(0)), NoDrafter(), SpeculativeSampling())
+    return equal(stack, "coupled, batch 4, x", COUPLED).status is Status.FAILS
+
+
+def a_drafter_that_gave_up_is_no_evidence() -> bool:
+    stack = Stack(markov(0), GivesUp(), SpeculativeSampling())
+    found = equality.equality_findings(stack, TEXTS, GREEDY, 1, silent, label="x")
+    return only(found, "greedy, batch 1, x").status is Status.FAILS
+
+
+def no_time_is_no_evidence(findings: Callable[[], Sequence[Finding]]) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        VirtualTime(patch, step_s=1.0)
+        return Status.NOT_ENOUGH in {finding.status for finding in findings()}
+
+
+def no_time_to_compare_is_no_evidence() -> bool:
+    return no_time_is_no_evidence(
+        lambda: equality.equality_findings(healthy(), TEXTS, GREEDY, 4, silent, label="x", seconds=1.0)
+    )
+
+
+def no_time_to_ask_is_no_evidence() -> bool:
+    return no_time_is_no_evidence(
+        lambda: invariance.invariance_findings(healthy(), TEXTS, GREEDY, 4, silent, seconds=1.0)
+    )
+
+
+def a_fault_among_roundings_is_a_fault() -> bool:
+    stack = Stack(RowNoise(markov(0), 1e-3), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
+    return equal(stack, "greedy, batch 4, x").status is Status.FAILS
+
+
+def a_broken_mask_is_more_than_rounding() -> bool:
+    tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
+    stack = Stack(RowNoise(WrongMask(markov(0)), 1e-3), tree, SpeculativeSampling())
+    return equal(stack, "rounding, x").status is Status.FAILS
+
+
+def sampled(stack: Stack) -> Finding:
+    """What the tests of tokens say, after as many as a virtual minute gives; four requests together."""
+    with pytest.MonkeyPatch.context() as patch:
+        VirtualTime(patch, step_s=0.2)
+        patch.setattr(statistical, "joint_result", lambda *_, **__: None)
+        return statistical.statistical_findings(stack, TEXTS, WARM, 4, 12.0, silent)[0]
+
+
+def accepting_always_shows_in_the_tests() -> bool:
+    return sampled(healthy().but(rule=faults.AcceptsAlways(SpeculativeSampling()))).status is Status.FAILS
+
+
+def one_request_of_four_shows_in_the_tests() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        judge = markov(0)
+        patch.setattr(statistical, "scored_answers", judged_by(statistical.scored_answers, judge))
+        stack = Stack(ThirdIsWarm(judge), NoDrafter(), SpeculativeSampling())
+        return sampled(stack).status is Status.FAILS
+
+
+def judged_by(answers, judge):  # type: ignore[no-untyped-def]
+    """A broken target must not judge itself."""
+    return lambda *arguments, **options: answers(*arguments, **options, judge=judge)
+
+
+def joint_law_is_judged() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        VirtualTime(patch, step_s=0.1)
+        stack = healthy().but(rule=faults.AcceptsAlways(SpeculativeSampling()))
+        found = joint.joint_result(stack, TEXTS, WARM, Deadline(5.0), silent)
+        return found is not None and found.p_value < 1e-6
+
+
+def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
+    """The first request of a batch lends its options to all."""
+    return laws_from_logits(logits, [(rows[0][0], count) for _, count in rows])
+
+
+def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int = 4) -> Finding:
+    return only(invariance.invariance_findings(stack, TEXTS, params, batch, silent), name)
+
+
+def borrowed_options_show(name: str, batch: int) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "laws_from_logits", borrowed)
+        return asked(healthy(), name, WARM, batch).status is Status.FAILS
+
+
+def neighbours_are_felt() -> bool:
+    return borrowed_options_show("in a batch of 4", 4)
+
+
+def neighbours_are_felt_by_one_at_a_time() -> bool:
+    return borrowed_options_show("cancelled and asked again", 1)
+
+
+def budgets_are_felt() -> bool:
+    return asked(accepting(), "without drafting").status is Status.FAILS
+
+
+def lost_pieces_are_missed() -> bool:
+    stream = Engine.stream
+
+    def losing(engine: Engine, *arguments: object) -> object:
+        yield from (piece for n, piece in enumerate(stream(engine, *arguments)) if n != 1)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "stream", losing)
+        return asked(healthy(), "streamed").status is Status.FAILS
+
+
+def drafted(drafter: DraftModel) -> Finding:
+    stack = Stack(markov(0), drafter, SpeculativeSampling())
+    return draft_state.draft_state_findings(stack, TEXTS[:2], SamplingParams(max_tokens=24), 2, silent)[0]
+
+
+def stale_proposals_are_seen() -> bool:
+    return drafted(StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))).facts["different"] > 0
+
+
+def stale_caches_are_seen() -> bool:
+    return drafted(StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))).facts["caches_different"] > 0
+
+
+def exact_statuses(rule: SpeculativeSampling) -> dict[str, Status]:
+    found = exact.exact_findings(rule, {DrawKind.INDEPENDENT}, coupled=False, device=torch.device("cpu"), tell=silent)
+    return {finding.name: finding.status for finding in found}
+
+
+class ServesAnother(SpeculativeSampling):
+    """Its kernel is right, and what it ships accepts always."""
+
+    def verify(self, proposals, laws, noise):  # type: ignore[no-untyped-def]
+        return faults.AcceptsAlways(SpeculativeSampling()).verify(proposals, laws, noise)
+
+
+def a_wrong_kernel_is_seen() -> bool:
+    return exact_statuses(DrawsFromTarget())["kernel"] is Status.FAILS
+
+
+def wrong_code_is_seen() -> bool:
+    return exact_statuses(ServesAnother())["batched code, every decision cell"] is Status.FAILS
+
+
+def not_issued(status: Status) -> bool:
+    findings = [Finding(Part.EXACT, "a check", status, "")]
+    return not certificate.Certificate(findings, True, WARM, 1, 1.0).issued
+
+
+# ---------------------------------------------------------------------------------------------- broken certificates
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of a module of certify, another in its place, and what is not seen any more."""
+
+    module: types.ModuleType
+    line: str
+    instead: str
+    sight: Callable[[], bool]
+
+
+MUTANTS = {
+    "a greedy control is always caught": Mutant(
+        coupled_controls,
+        "caught = counted.strong and counted.differing > 0",
+        "caught = True",
+        a_greedy_plant_that_does_nothing_is_not_found,
+    ),
+    "a greedy control is caught whatever its size": Mutant(
+        coupled_controls,
+        "caught = counted.strong and counted.differing > 0",
+        "caught = counted.differing > 0",
+        a_greedy_fault_in_few_tokens_is_too_small,
+    ),
+    "every greedy answer of a control differs": Mutant(
+        coupled_controls,
+        "counted.differing += answer != expected",
+        "counted.differing += 1",
+        a_greedy_plant_that_does_nothing_is_not_found,
+    ),
+    "a sampled control is always caught": Mutant(
+        controls,
+        "caught = shown.strong and shown.p_value < false_alarm",
+        "caught = True",
+        a_plant_that_does_nothing_is_not_found,
+    ),
+    "a sampled control is caught if it is large": Mutant(
+        controls,
+        "caught = shown.strong and shown.p_value < false_alarm",
+        "caught = shown.strong",
+        a_plant_that_does_nothing_is_not_found,
+    ),
+    "a sampled control is caught whatever its size": Mutant(
+        controls,
+        "caught = shown.strong and shown.p_value < false_alarm",
+        "caught = shown.p_value < false_alarm",
+        a_fault_too_small_does_not_count,
+    ),
+    "answers are compared with themselves": Mutant(
+        equality,
+        "self._compare(self._batch, group, expected, answers(self._engines[self._batch], group))",
+        "self._compare(self._batch, group, expected, expected)",
+        accepting_always_is_a_fault_together,
+    ),
+    "no answer is compared": Mutant(
+        equality,
+        "for number, plain, other in zip(group, expected, found, strict=True):",
+        "for number, plain, other in ():",
+        accepting_always_is_a_fault_alone,
+    ),
+    "the first two answers of a batch are compared": Mutant(
+        equality,
+        "for number, plain, other in zip(group, expected, found, strict=True):",
+        "for number, plain, other in list(zip(group, expected, found, strict=True))[:2]:",
+        the_third_of_a_batch_is_looked_at,
+    ),
+    "plain decoding is compared with itself": Mutant(
+        equality,
+        "{size: stack.engine(size) for size in sorted({1, batch})}",
+        "{size: stack.plain(size) for size in sorted({1, batch})}",
+        accepting_always_is_a_fault_together,
+    ),
+    "warnings do not count": Mutant(
+        equality,
+        "Status.FAILS if faults or told_of else",
+        "Status.FAILS if faults else",
+        a_drafter_that_gave_up_is_no_evidence,
+    ),
+    "nothing compared is as good as all equal": Mutant(
+        equality,
+        "too_few = outcome.answers < least or not outcome.compared",
+        "too_few = False",
+        no_time_to_compare_is_no_evidence,
+    ),
+    "every divergence is a near tie": Mutant(
+        near_ties,
+        "if margin > 2.0 * allowed:",
+        "if False:",
+        a_fault_among_roundings_is_a_fault,
+    ),
+    "every difference is rounding": Mutant(
+        rounding,
+        "return self.plain_difference <= self.limit and self.drafted_difference <= min(near, self.limit)",
+        "return True",
+        a_broken_mask_is_more_than_rounding,
+    ),
+    "no test of sampled answers fails": Mutant(
+        statistical,
+        "fails = adjusted[smallest] < false_alarm or impossible",
+        "fails = False",
+        accepting_always_shows_in_the_tests,
+    ),
+    "nothing is bet": Mutant(
+        betting,
+        "self._wealth[row] += (gain * about).sum(dim=0)",
+        "pass",
+        accepting_always_shows_in_the_tests,
+    ),
+    "the tests pass over one request": Mutant(
+        statistical,
+        "            sampling.add(scored)\n        tell(",
+        "            sampling.add(scored) if scored.place != 2 else None\n        tell(",
+        one_request_of_four_shows_in_the_tests,
+    ),
+    "joint laws always fit": Mutant(
+        joint,
+        "return statistic, len(expected), _survival(len(expected) - 1, statistic)",
+        "return statistic, len(expected), 1.0",
+        joint_law_is_judged,
+    ),
+    "a request in a batch has no neighbours": Mutant(
+        invariance,
+        "for place in which:",
+        "for place in ():",
+        neighbours_are_felt,
+    ),
+    "one at a time has no neighbours": Mutant(
+        invariance,
+        "together = max(batch, _LEAST_TOGETHER)",
+        "together = batch",
+        neighbours_are_felt_by_one_at_a_time,
+    ),
+    "a way is compared with itself": Mutant(
+        invariance,
+        "if same_answer(expected, found):",
+        "if same_answer(found, found):",
+        budgets_are_felt,
+    ),
+    "all budgets are the drafter's own": Mutant(
+        invariance,
+        '"without drafting": FixedBudget(NO_DRAFT)',
+        '"without drafting": FixedBudget(limits)',
+        budgets_are_felt,
+    ),
+    "rounding explains all": Mutant(
+        invariance,
+        "return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0",
+        "return math.inf",
+        neighbours_are_felt,
+    ),
+    "pieces are not put together": Mutant(
+        invariance,
+        "return dataclasses.replace(answer, token_ids=tokens)",
+        "return answer",
+        lost_pieces_are_missed,
+    ),
+    "nothing asked is as good as all equal": Mutant(
+        invariance,
+        "too_few = not outcome.compared",
+        "too_few = False",
+        no_time_to_ask_is_no_evidence,
+    ),
+    "proposals are not compared": Mutant(
+        draft_state,
+        "if trees[0].token_list != trees[1].token_list or trees[0].shape != trees[1].shape:",
+        "if False:",
+        stale_proposals_are_seen,
+    ),
+    "caches are not compared": Mutant(
+        draft_state,
+        "return sum(each.largest > each.allowed for each in self.caches)",
+        "return 0",
+        stale_caches_are_seen,
+    ),
+    "there are no worlds": Mutant(
+        exact,
+        "worlds = worlds_for(own)",
+        "worlds = worlds_for(own)[:0]",
+        a_wrong_kernel_is_seen,
+    ),
+    "a kernel is right whatever its distance": Mutant(
+        exact,
+        "return Status.HOLDS if distance < TOLERANCE else Status.FAILS",
+        "return Status.HOLDS",
+        a_wrong_kernel_is_seen,
+    ),
+    "shipped code is right whatever its distance": Mutant(
+        exact,
+        "return not self.distance < TOLERANCE",
+        "return False",
+        wrong_code_is_seen,
+    ),
+    "a failure is no matter": Mutant(
+        certificate,
+        "return self.lossless and not self.failures and not self.undecided",
+        "return self.lossless and not self.undecided",
+        lambda: not_issued(Status.FAILS),
+    ),
+    "an open check is no matter": Mutant(
+        certificate,
+        "return self.lossless and not self.failures and not self.undecided",
+        "return self.lossless and not self.failures",
+        lambda: not_issued(Status.NOT_ENOUGH),
+    ),
+}
+
+
+def plant(mutant: Mutant, patch: pytest.MonkeyPatch) -> None:
+    """Run the module with the line changed, and put what it defines in the place of the original, in all of certify."""
+    file = mutant.module.__file__
+    assert file is not None
+    source = Path(file).read_text()
+    assert source.count(mutant.line) == 1, f"{mutant.line!r} is not in {file}: write the mutant anew"
+    changed = types.ModuleType(mutant.module.__name__)
+    exec(compile(source.replace(mutant.line, mutant.instead), file, "exec"), changed.__dict__)
+    own = {
+        id(value): vars(changed)[name]
+        for name, value in vars(mutant.module).items()
+        if getattr(value, "__module__", None) == mutant.module.__name__ and name in vars(changed)
+    }
+    for module in [each for name, each in sys.modules.items() if name.startswith("truedraft.certify")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in own:
+                patch.setattr(module, name, own[id(value)])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_certificate_does_not_see_what_a_sound_one_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[name]
+    assert mutant.sight(), "a sound certificate"
+    plant(mutant, monkeypatch)
+    assert not mutant.sight(), "with the line changed"
