@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify results-lossy results-redrafter results-rules bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
+.PHONY: certify certify-short results-lossy results-redrafter results-rules bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,13 @@ results-lossy: $(STAMP)
 certify: $(STAMP)
 	rm -f $(RESULTS)/certificates.jsonl
 	$(BIN)/python benchmarks/certify_embedded.py
+
+# Each embedded drafter once greedy and once at temperature 1, ten minutes: a look before a commit. The records lie in
+# out/, which git ignores.
+certify-short: $(STAMP)
+	mkdir -p out
+	rm -f out/certificates.jsonl
+	$(BIN)/python benchmarks/certify_embedded.py --short --minutes 0.6 --out out/certificates.jsonl
 
 # Tokens per call of coupled requests and of block verification, against the optimal rule and token by token; counts only.
 results-rules: $(STAMP)

@@ -230,7 +230,7 @@ def _size(control: Control, scored: Scored) -> Tensor:
     found = drafted(scored)
     if found is not None:
         p, q, places, _ = found
-        size[places] = total_variation(p, control.emitted(p, q)).cpu()
+        size[places] = total_variation(p, control.emitted(p, q)).to(size)
     return size
 
 

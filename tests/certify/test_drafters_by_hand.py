@@ -1,0 +1,146 @@
+"""The drafter that docs/adding_a_drafter.md writes by hand is certified, and what the page warns of is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.virtual_time import VirtualTime
+from truedraft import SamplingParams
+from truedraft.certify import Part, Stack, certify, verdict
+from truedraft.drafters import Drafter, Proposal, Purpose
+from truedraft.testing import MarkovModel
+from truedraft.verification import SpeculativeSampling
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding_a_drafter.md"
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2], [3, 1]]
+WARM = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
+
+
+def class_of_the_page(name: str) -> Any:
+    """A class of the page's snippets, with what the snippets up to it import."""
+    space: dict[str, Any] = {"__name__": "snippet"}
+    for body in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(body, PAGE.name, "exec"), space)
+        if name in space:
+            return space[name]
+    raise AssertionError(f"{PAGE.name} has no class {name}")
+
+
+Bigram = class_of_the_page("Bigram")
+
+
+class OtherLaws(Bigram):  # type: ignore[misc]
+    """Stores laws that it did not draw from."""
+
+    def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
+        made = super().chain(request, budget, noise)
+        if made.laws is None:
+            return made
+        flat = made.laws.sqrt()
+        return Proposal(made.tree, made.draws, flat / flat.sum(dim=-1, keepdim=True))
+
+
+class NoiseOfTheRule(Bigram):  # type: ignore[misc]
+    """Draws with the numbers that the rule accepts by."""
+
+    def choose(self, law, params, noise, depth):  # type: ignore[no-untyped-def]
+        class Judging:
+            def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+                return noise.uniform(Purpose.ACCEPT, depth, index)
+
+            def gumbel(self, *where):  # type: ignore[no-untyped-def]
+                return noise.gumbel(*where)
+
+        return super().choose(law, params, Judging(), depth)
+
+
+class DropsUnlikely(Bigram):  # type: ignore[misc]
+    """Proposes what it drew only if that was likely."""
+
+    def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
+        made = super().chain(request, budget, noise)
+        if made.laws is None or not len(made.tree):
+            return made
+        return made if float(made.laws[0, made.tree.token_list[0]]) > 0.2 else Proposal.empty()
+
+
+def stack_of(drafter: type[Drafter]) -> Stack:
+    target = MarkovModel.random(vocab=8, seed=1)
+    return Stack(target, drafter(target.laws.mean(dim=0)), SpeculativeSampling())  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("params", [WARM, replace(WARM, coupled=True)], ids=["sampled", "coupled"])
+def test_the_drafter_of_the_page_is_certified(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, 0.01)
+    certificate = certify(stack_of(Bigram), TEXTS, params, batch=4, seconds=10.0)
+    assert certificate.issued, verdict(certificate)
+    equality = [finding for finding in certificate.findings if finding.part is Part.EQUALITY]
+    assert sum(finding.facts.get("accepted_tokens", 0) for finding in equality) > 20
+
+
+def tested(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Finding:
+    """What the tests of sampled tokens say."""
+    VirtualTime(monkeypatch, 0.01)
+    monkeypatch.setattr(statistical, "joint_result", lambda *_, **__: None)
+    return statistical_findings(stack_of(drafter), TEXTS, WARM, 4, 4.0, lambda done: None)[0]
+
+
+@pytest.mark.parametrize("drafter", [OtherLaws, NoiseOfTheRule, DropsUnlikely])
+def test_what_the_page_warns_of_is_found(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tested(drafter, monkeypatch)
+    assert found.status is Status.FAILS, found.summary
+
+
+def undrawn(laws: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Nothing for the token that was drawn first, all for the others."""
+    changed = laws.clone()
+    changed[0, tokens[0]] = 0.0
+    return changed / changed.sum(dim=-1, keepdim=True)
+
+
+NO_LAWS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
+    "zeros": lambda laws, tokens: torch.zeros_like(laws),
+    "log probabilities": lambda laws, tokens: laws.log(),
+    "half of it is missing": lambda laws, tokens: laws / 2,
+    "a drawn token has none": undrawn,
+    "no numbers": lambda laws, tokens: laws * torch.nan,
+}
+
+
+def storing(change: Callable[[Tensor, Sequence[int]], Tensor]) -> type[Drafter]:
+    """A drafter that draws as it should and stores something else than a law."""
+
+    class StoresNoLaw(Bigram):  # type: ignore[misc]
+        def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
+            made = super().chain(request, budget, noise)
+            if made.laws is None:
+                return made
+            return Proposal(made.tree, made.draws, change(made.laws, made.tree.token_list))
+
+    return StoresNoLaw
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
+@pytest.mark.parametrize("name", NO_LAWS)
+def test_a_drafter_that_names_no_law_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DrafterError, match="'bigram'"):
+        tested(storing(NO_LAWS[name]), monkeypatch)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
+def test_a_drafter_that_names_no_law_gets_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, 0.01)
+    stack = stack_of(storing(NO_LAWS["log probabilities"]))
+    certificate = certify(stack, TEXTS, WARM, batch=4, seconds=4.0)
+    assert not certificate.issued
+    for part in (Part.STATISTICAL, Part.INVARIANCE):
+        told = [finding.summary for finding in certificate.failures if finding.part is part]
+        assert any("drafter 'bigram' failed" in summary for summary in told), (part, verdict(certificate))
+    greedy = [finding for finding in certificate.findings if finding.part is Part.EQUALITY]
+    assert not {finding.status for finding in greedy} & {Status.FAILS}, "greedy requests are given candidates"
