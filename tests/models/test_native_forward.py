@@ -32,6 +32,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.native import NativeBody, body
 from truedraft.models.native import build as building
 from truedraft.models.native.build import built
+from truedraft.models.native.scratch import Scratch
 from truedraft.models.native.weights import interleaved, packed, padded_bias
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.stock import StockBody
@@ -229,9 +230,10 @@ def test_a_forward_holds_the_trees_that_it_reads(monkeypatch: pytest.MonkeyPatch
     assert together.equal(torch.cat(alone))
 
 
+@needs_library
 def test_scratch_grows_by_doubling() -> None:
     """A context grows by a token a step; new memory at every step would cost more than the step."""
-    scratch = body._Scratch(torch.float32, 64)
+    scratch = Scratch(built(torch.float32).library, torch.float32, 64)
     places = {scratch.of(1, keys, 1).scores for keys in range(1, 3000)}
     assert len(places) <= 4
     assert scratch.of(1, 3000, 1).keys >= 3000 + 32

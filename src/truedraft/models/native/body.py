@@ -20,6 +20,7 @@ from truedraft.models.fused import is_fusible, is_silu
 from truedraft.models.native import structs
 from truedraft.models.native.build import built
 from truedraft.models.native.lm_head import NativeHeads, NativeLmHead
+from truedraft.models.native.scratch import Scratch
 from truedraft.models.native.weights import LANES, UNIT, interleaved, packed, padded_bias
 from truedraft.models.packed_linear import release
 from truedraft.models.patterns import AttentionPattern, Full
@@ -28,7 +29,6 @@ from truedraft.models.ranking import Likeliest
 from truedraft.models.rotary import RotaryTable
 
 _CPU = torch.device("cpu")
-_TILE = 8
 _MOST_HEAD = 256
 
 
@@ -70,10 +70,15 @@ class NativeBody(Body):
             len(embedding), self._held(embedding), self._held(decoder.norm.weight), decoder.norm.variance_epsilon,
             self._linear([head], free=head.weight is not decoder.embed_tokens.weight), self._layers,
         )  # fmt: skip
-        self._scratch = _Scratch(model.dtype, self._stride)
-        self._lm_head = NativeLmHead(library, self._model, model.dtype, self._scratch.of)
+        self._scratch = Scratch(library, model.dtype, self._stride)
+        self._lm_head = NativeLmHead(library, self._model, model.dtype, self._scratch)
         self.least_rows = 1
         self.fast_paths = ("native forward", "packed weights")
+
+    def __del__(self) -> None:
+        """The weights may go when no thread is late with a forward that is long over."""
+        if hasattr(self, "_scratch"):
+            self._scratch.settle()
 
     @staticmethod
     def fits(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
@@ -218,36 +223,6 @@ class _Buffers:
         self.capacity = cache.capacity
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
-
-
-class _Scratch:
-    """Memory for numbers on the way, kept between forwards and grown when one needs more."""
-
-    def __init__(self, dtype: torch.dtype, stride: int) -> None:
-        self._dtype = dtype
-        self._stride = stride
-        self._room = (16, 512, 0)
-        self._memory: list[Tensor] = []
-        self._struct = structs.Scratch()
-
-    def of(self, rows: int, keys: int, threads: int) -> structs.Scratch:
-        """Enough for so many rows, keys of a request, and threads."""
-        if any(asked > there for asked, there in zip((rows, keys, threads), self._room, strict=True)):
-            # Keys by doubling: a context that grows by a token a step would ask for more at every step.
-            keys = max(keys, 2 * self._room[1]) if keys > self._room[1] else self._room[1]
-            rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
-            self._room = (rows, keys, threads)
-            span = -(-keys // 32) * 32 + 64
-            shared = [self._zeros(rows, self._stride) for _ in range(4)]
-            normed, inputs = (self._zeros(threads, rows, self._stride) for _ in range(2))
-            scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
-            slots = torch.arange(span, dtype=torch.int32, device=_CPU)
-            self._memory = [*shared, normed, inputs, scores, slots]
-            self._struct = structs.Scratch(*(each.data_ptr() for each in self._memory), rows, span)
-        return self._struct
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self._dtype, device=_CPU)
 
 
 def _is_uniform(model: PreTrainedModel) -> bool:

@@ -29,9 +29,9 @@ from truedraft.models.user_cache import cache_folder
 
 _SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_PLAIN = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-w")
-# From best to least: some compilers know this machine under another option, or come without OpenMP.
-_TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",))
+_PLAIN = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-w")
+# Some compilers know this machine under another option.
+_TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
 _OURS_ALONE = 0o700
 _WRITABLE_BY_OTHERS = 0o022
@@ -116,7 +116,8 @@ def _key(compiler: Sequence[str], dtype: torch.dtype) -> str:
     """Everything that the result depends on."""
     asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
     told = (*compiler[1:], str(dtype), str(_PLAIN), str(_TRIES), platform.machine(), _processor())
-    return hashlib.sha256(b"\0".join((_SOURCE.read_bytes(), asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
+    read = [path.read_bytes() for path in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
+    return hashlib.sha256(b"\0".join((*read, asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
 
 
 def _processor() -> str:
@@ -150,8 +151,8 @@ def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
     """Compile to a file; returns why it failed, or ""."""
     define = f"-DBF16={int(dtype is torch.bfloat16)}"
     failure = ""
-    for options in _TRIES:
-        command = [*compiler, *_PLAIN, *options, define, str(_SOURCE), "-o", str(path)]
+    for option in _TRIES:
+        command = [*compiler, *_PLAIN, option, define, str(_SOURCE), "-o", str(path)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

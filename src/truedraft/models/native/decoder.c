@@ -12,9 +12,6 @@
  */
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #if BF16
 #include <immintrin.h>
 #endif
@@ -28,7 +25,7 @@
 #define LANES 4
 #endif
 #define BLOCK 16 /* outputs whose weights lie side by side */
-#define UNIT 64  /* outputs that one thread takes at a time: 4 blocks */
+#define UNIT 64  /* outputs that a thread takes at a time: 4 blocks */
 #define SUMS (UNIT / LANES)
 #if LANES == 16
 #define ROWS 12  /* most rows of a product that are computed together: 24 sums in 32 registers */
@@ -129,26 +126,16 @@ typedef struct {
     const Segment *segment;
 } Batch;
 
-/* Numbers on the way: shared rows, then rows, gathered inputs and scores of each thread. */
+/* Numbers on the way: rows that all threads share, gathered inputs of `sets` regions, and scores of each thread. */
 typedef struct {
     element *stream, *projected, *mixed, *active, *normed;
-    cell *inputs;
+    cell *inputs; /* [sets][rows][stride] */
     float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
     const int32_t *slots; /* 0, 1, 2, ... keys */
-    int64_t rows, keys;
+    int64_t rows, keys, sets;
 } Scratch;
 
-/* A thread, and what is its own. */
-typedef struct {
-    int me, threads;
-    int64_t stride;
-    element *normed;
-    cell *inputs;
-    float *scores;
-    const int32_t *slots;
-} Own;
-
-enum { STORE, ADD, GATE, RESIDUAL };
+enum { STORE, ADD, GATE, RESIDUAL, ATTEND, RANK };
 
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
 static int64_t tile_rows(int64_t rows) {
@@ -285,22 +272,6 @@ static void finish(int kind, lanes (*sum)[SUMS], int64_t rows, const float *bias
     }
 }
 
-/* y = x W (STORE), y += x W (ADD), silu(gate) * up (GATE), or x + silu(x W) (RESIDUAL), for the units of this thread. */
-static void linear(const Linear *l, int kind, const element *x, element *y, int64_t y_stride, int64_t rows, const Own *own) {
-    const int64_t units = (l->outputs + UNIT - 1) / UNIT, cells = l->read / PER_CELL, size = tile_rows(rows);
-    const int64_t from = units * own->me / own->threads, to = units * (own->me + 1) / own->threads;
-    const int64_t group = GROUP / size * size;
-    lanes sum[GROUP][SUMS];
-    if (from == to) return;
-    gather(x, own->stride, rows, cells, own->inputs);
-    for (int64_t at = from; at < to; at++)
-        for (int64_t r = 0; r < rows; r += group) {
-            const int64_t n = rows - r < group ? rows - r : group;
-            unit(l, at, own->inputs + r * cells, n, size, sum);
-            finish(kind, sum, n, l->bias, x + r * own->stride, own->stride, y + r * y_stride, y_stride, at);
-        }
-}
-
 static float total_of(lanes v) {
     float s = 0;
     for (int i = 0; i < LANES; i++) s += v[i];
@@ -434,11 +405,11 @@ static void mix(const View *view, int views, const element *values, int64_t head
 }
 
 /* The rows of one request against one key head: rotate, write the cache, attend. */
-static void attend(const Model *m, const Layer *l, const Batch *b, const Segment *s, int64_t number, int64_t group, const Scratch *scratch, const Own *own_thread) {
+static void attend(const Model *m, const Layer *l, const Batch *b, const Segment *s, int64_t number, int64_t group, const Scratch *scratch, int me) {
     const int64_t head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
     const int64_t end = base + s->count, score_stride = scratch->keys;
     element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
-    float *scores = own_thread->scores, *ordered = scores + TILE * score_stride;
+    float *scores = scratch->scores + me * 2 * TILE * scratch->keys, *ordered = scores + TILE * score_stride;
     View view[TILE];
     const int64_t *first = b->first + l->pattern * b->total;
     for (int64_t i = 0; i < s->count; i++) {
@@ -478,7 +449,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
             if (see->from > s->length) {
                 const int64_t skipped = see->from - s->length;
                 see->own_count -= skipped;
-                see->own = s->own ? see->own + skipped : own_thread->slots + skipped;
+                see->own = s->own ? see->own + skipped : scratch->slots + skipped;
                 see->from = s->length;
             }
             see->count = s->length - see->from;
@@ -488,59 +459,6 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
         }
         mix(view, n, values, head, s->length);
     }
-}
-
-#ifdef _OPENMP
-#define BARRIER _Pragma("omp barrier")
-#else
-#define BARRIER
-#endif
-
-static void run(const Model *m, const Batch *b, const Scratch *s, element *logits, element *hidden, int me, int threads) {
-    const int64_t stride = m->stride;
-    const Own own = {me, threads, stride, s->normed + me * s->rows * stride, s->inputs + me * s->rows * stride / PER_CELL,
-                     s->scores + me * 2 * TILE * s->keys, s->slots};
-    element *normed = own.normed;
-    for (int64_t t = me; t < b->total; t += threads)
-        memcpy(s->stream + t * stride, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
-    BARRIER
-    for (int64_t n = 0; n < m->layers; n++) {
-        const Layer *l = m->layer + n;
-        for (int64_t t = 0; t < b->total; t++) norm(s->stream + t * stride, l->before_attention, l->attention_eps, m->width, normed + t * stride);
-        linear(&l->qkv, STORE, normed, s->projected, stride, b->total, &own);
-        BARRIER
-        for (int64_t w = me; w < b->segments * m->kv_heads; w += threads)
-            attend(m, l, b, b->segment + w / m->kv_heads, n, w % m->kv_heads, s, &own);
-        BARRIER
-        linear(&l->out, ADD, s->mixed, s->stream, stride, b->total, &own);
-        BARRIER
-        for (int64_t t = 0; t < b->total; t++) norm(s->stream + t * stride, l->before_mlp, l->mlp_eps, m->width, normed + t * stride);
-        linear(&l->gate_up, GATE, normed, s->active, stride, b->total, &own);
-        BARRIER
-        linear(&l->down, ADD, s->active, s->stream, stride, b->total, &own);
-        BARRIER
-    }
-    for (int64_t r = 0; r < b->wanted; r++) {
-        norm(s->stream + b->rows[r] * stride, m->norm, m->eps, m->width, normed + r * stride);
-        if (me == 0) memcpy(hidden + r * m->width, normed + r * stride, m->width * sizeof(element));
-    }
-    linear(&m->lm_head, STORE, normed, logits, (m->lm_head.outputs + UNIT - 1) / UNIT * UNIT, b->wanted, &own);
-}
-
-/* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
-int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
-    for (int64_t t = 0; t < b->total; t++)
-        if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
-    for (int64_t r = 0; r < b->wanted; r++)
-        if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads)
-    run(m, b, scratch, logits, hidden, omp_get_thread_num(), omp_get_num_threads());
-#else
-    (void)threads;
-    run(m, b, scratch, logits, hidden, 0, 1);
-#endif
-    return 0;
 }
 
 /* The ids of the `ranks` largest of some logits, the largest first; of equal ones the lowest id first. */
@@ -607,35 +525,156 @@ typedef struct {
     int64_t *ids;              /* likewise */
 } Asked;
 
-static void guess(const Heads *h, const Asked *a, const Scratch *s, int64_t stride, int me, int threads) {
-    const int64_t logit_stride = (h->lm_head->outputs + UNIT - 1) / UNIT * UNIT, all_rows = h->used * a->rows;
-    const Own own = {me, threads, h->wide, 0, s->inputs + me * s->rows * stride / PER_CELL, 0, 0};
-    const int64_t each = a->rows * h->wide;
-    const element *from = a->hidden;
-    for (int64_t n = 0; n < h->layers; n++) {
-        element *to = a->vectors + n % 2 * h->used * each;
-        for (int64_t k = 0; k < h->used; k++)
-            linear(h->block + n * h->heads + k, RESIDUAL, n ? from + k * each : from, to + k * each, h->wide, a->rows, &own);
-        BARRIER
-        from = to;
+typedef struct Job Job;
+
+/* What the threads of a job do at a time: products of a unit of outputs with all rows each, a group of rows at a time;
+ * or attention, or ranking, some items to a unit. */
+typedef struct {
+    int kind;
+    int64_t units, parts;
+    Linear one;
+    const Linear *linear; /* layers of equal sizes, each for rows of its own: one, or those of several heads */
+    int64_t each;         /* units of a layer, or items of a unit */
+    const element *x;
+    element *y;
+    const cell *inputs;
+    int64_t x_stride, y_stride, x_apart, y_apart, inputs_apart; /* apart: what lies between two layers' rows */
+    int64_t rows, size, group;
+    const Job *job;
+    int64_t number; /* of the decoder layer */
+} Region;
+
+/* A forward, or a run of heads, up to its `step`-th region. */
+struct Job {
+    int (*next)(Job *, Region *, cell *inputs); /* says what the next region is; 0: there is none */
+    int64_t step;
+    const Scratch *scratch;
+    int64_t stride;
+    const Model *model;
+    const Batch *batch;
+    element *logits, *hidden;
+    const Heads *heads;
+    const Asked *asked;
+};
+
+static int64_t units_of(const Linear *l) { return (l->outputs + UNIT - 1) / UNIT; }
+static int is_in_parts(const Region *r) { return r->kind < ATTEND; }
+static cell *inputs_of(const Job *job, int set) { return job->scratch->inputs + set * job->scratch->rows * job->stride / PER_CELL; }
+static int next_region(Job *job, Region *r, cell *inputs) { return job->next(job, r, inputs); }
+
+static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
+    const int64_t which = r->each == r->units ? 0 : at / r->each;
+    const Linear *l = r->linear + which;
+    const int64_t first = part * r->group, n = r->rows - first < r->group ? r->rows - first : r->group;
+    unit(l, at - which * r->each, r->inputs + which * r->inputs_apart + first * (l->read / PER_CELL), n, r->size, sum);
+}
+
+static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
+    const int64_t first = part * r->group, n = r->rows - first < r->group ? r->rows - first : r->group;
+    const int64_t which = r->each == r->units ? 0 : at / r->each;
+    finish(r->kind, sum, n, r->linear[which].bias, r->x + which * r->x_apart + first * r->x_stride, r->x_stride,
+           r->y + which * r->y_apart + first * r->y_stride, r->y_stride, at - which * r->each);
+}
+
+static void rank(const Job *job, int64_t row) {
+    const Asked *a = job->asked;
+    const element *logits = a->logits + row * units_of(job->heads->lm_head) * UNIT;
+    largest(logits, a->vocab, a->ranks, a->values + row * a->ranks, a->ids + row * a->ranks);
+    log_probabilities(logits, a->vocab, a->ranks, (float)a->factor, a->values + row * a->ranks);
+}
+
+static void whole_unit(const Region *r, int64_t at, int me) {
+    const Job *job = r->job;
+    for (int64_t w = at * r->each; w < r->rows && w < (at + 1) * r->each; w++)
+        if (r->kind == RANK) rank(job, w);
+        else {
+            const int64_t groups = job->model->kv_heads;
+            attend(job->model, job->model->layer + r->number, job->batch, job->batch->segment + w / groups, r->number, w % groups, job->scratch, me);
+        }
+}
+
+#include "team.h"
+
+/* y = x W (STORE), y += x W (ADD), silu(gate) * up (GATE), or x + silu(x W) (RESIDUAL). */
+static int products(Region *r, const Linear *l, int kind, const element *x, int64_t x_stride, element *y, int64_t y_stride, int64_t rows, cell *inputs) {
+    const int64_t size = tile_rows(rows), group = GROUP / size * size;
+    *r = (Region){.kind = kind, .units = units_of(l), .parts = (rows + group - 1) / group, .one = *l, .linear = &r->one,
+                  .each = units_of(l), .x = x, .y = y, .inputs = inputs, .x_stride = x_stride, .y_stride = y_stride,
+                  .rows = rows, .size = size, .group = group};
+    gather(x, x_stride, rows, l->read / PER_CELL, inputs);
+    return 1;
+}
+
+/* So many items, in as many units as can be counted. */
+static int items(Region *r, int kind, const Job *job, int64_t number, int64_t count) {
+    const int64_t each = count / MOST_UNITS + 1;
+    *r = (Region){.kind = kind, .units = (count + each - 1) / each, .each = each, .rows = count, .job = job, .number = number};
+    return 1;
+}
+
+static int next_of_forward(Job *job, Region *r, cell *inputs) {
+    enum { QKV, MIX, OUT, GATE_UP, DOWN, PARTS };
+    const Model *m = job->model;
+    const Batch *b = job->batch;
+    const Scratch *s = job->scratch;
+    const int64_t stride = m->stride, number = job->step / PARTS;
+    const int part = (int)(job->step % PARTS);
+    const Layer *l = m->layer + number;
+    if (!job->step++)
+        for (int64_t t = 0; t < b->total; t++)
+            memcpy(s->stream + t * stride, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
+    if (number == m->layers) {
+        if (part || !b->wanted) return 0;
+        for (int64_t row = 0; row < b->wanted; row++)
+            norm(s->stream + b->rows[row] * stride, m->norm, m->eps, m->width, job->hidden + row * m->width);
+        return products(r, &m->lm_head, STORE, job->hidden, m->width, job->logits, units_of(&m->lm_head) * UNIT, b->wanted, inputs);
     }
-    linear(h->lm_head, STORE, from, a->logits, logit_stride, all_rows, &own);
-    if (!a->ranks) return;
-    BARRIER
-    for (int64_t r = me; r < all_rows; r += threads) {
-        const element *logits = a->logits + r * logit_stride;
-        largest(logits, a->vocab, a->ranks, a->values + r * a->ranks, a->ids + r * a->ranks);
-        log_probabilities(logits, a->vocab, a->ranks, (float)a->factor, a->values + r * a->ranks);
+    if (part == QKV || part == GATE_UP)
+        for (int64_t t = 0; t < b->total; t++)
+            norm(s->stream + t * stride, part == QKV ? l->before_attention : l->before_mlp, part == QKV ? l->attention_eps : l->mlp_eps,
+                 m->width, s->normed + t * stride);
+    switch (part) {
+        case QKV: return products(r, &l->qkv, STORE, s->normed, stride, s->projected, stride, b->total, inputs);
+        case MIX: return items(r, ATTEND, job, number, b->segments * m->kv_heads);
+        case OUT: return products(r, &l->out, ADD, s->mixed, stride, s->stream, stride, b->total, inputs);
+        case GATE_UP: return products(r, &l->gate_up, GATE, s->normed, stride, s->active, stride, b->total, inputs);
+        default: return products(r, &l->down, ADD, s->active, stride, s->stream, stride, b->total, inputs);
     }
+}
+
+/* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
+int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
+    for (int64_t t = 0; t < b->total; t++)
+        if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
+    for (int64_t r = 0; r < b->wanted; r++)
+        if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
+    Job job = {.next = next_of_forward, .scratch = scratch, .stride = m->stride, .model = m, .batch = b, .logits = logits, .hidden = hidden};
+    run_together(&job, threads);
+    return 0;
+}
+
+static int next_of_heads(Job *job, Region *r, cell *inputs) {
+    const Heads *h = job->heads;
+    const Asked *a = job->asked;
+    const int64_t all_rows = h->used * a->rows, each = a->rows * h->wide, n = job->step++;
+    const element *from = n ? a->vectors + (n - 1) % 2 * h->used * each : a->hidden;
+    if (n > h->layers) return n == h->layers + 1 && a->ranks ? items(r, RANK, job, 0, all_rows) : 0;
+    if (n == h->layers)
+        return products(r, h->lm_head, STORE, from, h->wide, a->logits, units_of(h->lm_head) * UNIT, all_rows, inputs);
+    const Linear *l = h->block + n * h->heads;
+    const int64_t cells = a->rows * (l->read / PER_CELL);
+    for (int64_t k = 1; n && k < h->used; k++) gather(from + k * each, h->wide, a->rows, l->read / PER_CELL, inputs + k * cells);
+    products(r, l, RESIDUAL, from, h->wide, a->vectors + n % 2 * h->used * each, h->wide, a->rows, inputs);
+    r->linear = l;
+    r->units *= h->used;
+    r->x_apart = n ? each : 0;
+    r->y_apart = each;
+    r->inputs_apart = n ? cells : 0;
+    return 1;
 }
 
 /* Runs heads; without layers and with one head, the LM head alone. `stride` is that of the scratch. */
 void truedraft_heads(const Heads *heads, const Asked *asked, const Scratch *scratch, int64_t stride, int threads) {
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads)
-    guess(heads, asked, scratch, stride, omp_get_thread_num(), omp_get_num_threads());
-#else
-    (void)threads;
-    guess(heads, asked, scratch, stride, 0, 1);
-#endif
+    Job job = {.next = next_of_heads, .scratch = scratch, .stride = stride, .heads = heads, .asked = asked};
+    run_together(&job, threads);
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from truedraft.models.native import structs
+from truedraft.models.native.scratch import Scratch
 from truedraft.models.native.weights import UNIT, packed, padded_bias
 from truedraft.models.ranking import Likeliest
 
@@ -25,7 +26,7 @@ class NativeLmHead:
         library: decoder.c, compiled.
         model: the structure that holds the LM head.
         dtype: of the model.
-        scratch: gives memory for so many rows, keys of a request, and threads.
+        scratch: that the model's forwards use.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class NativeLmHead:
         library: Any,
         model: structs.Model,
         dtype: torch.dtype,
-        scratch: Callable[[int, int, int], structs.Scratch],
+        scratch: Scratch,
     ) -> None:
         self._run = library.truedraft_heads
         self._run.restype = None
@@ -78,9 +79,14 @@ class NativeLmHead:
         ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
         memory = (each.data_ptr() for each in (hidden, vectors, logits, values, ids))
         asked = structs.Asked(rows, vocab, count, factor, *memory)
-        scratch, stride = self._scratch(total, 1, threads), ctypes.c_int64(self._model.stride)
+        scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
         self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
         return logits[:, :outputs], Likeliest(ids, values)
+
+
+    def settle(self) -> None:
+        """See `Scratch.settle`."""
+        self._scratch.settle()
 
 
 class NativeHeads:
@@ -97,6 +103,11 @@ class NativeHeads:
         width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
         in_order = [self._block(head[layer], dtype) for layer in range(layers) for head in blocks]
         self._heads = lm_head.heads(width, (structs.Linear * len(in_order))(*in_order), layers, heads)
+
+    def __del__(self) -> None:
+        """The weights may go when no thread is late with a run that is long over."""
+        if hasattr(self, "_heads"):
+            self._lm_head.settle()
 
     def _block(self, layer: nn.Linear, dtype: torch.dtype) -> structs.Linear:
         cells, bias = packed(layer.weight.detach().to(_CPU, dtype)), padded_bias([layer])

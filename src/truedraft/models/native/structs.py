@@ -103,6 +103,7 @@ class Scratch(Structure):
         ("slots", c_void_p),
         ("rows", c_int64),
         ("keys", c_int64),
+        ("sets", c_int64),
     )
 
 

@@ -1,0 +1,184 @@
+"""Forwards on all threads while another process takes one core: `make bench-busy`.
+
+Systems take turns of about a second: idle, then beside each kind of load, round after round, so that a slow moment of
+the machine meets all of them. Another checkout of this repository may take its turns too (`--against`). Writes one JSON
+object. Run it on an otherwise idle machine with two cores or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+CONTEXT = 256
+LOADS = {
+    "idle": "",
+    "a loop": "while True: pass",
+    "reads of memory, pinned": "import numpy\nblock = numpy.ones(1 << 27)\nwhile True: block.sum()",
+    "matrix products on two threads, pinned": (
+        "import torch\ntorch.set_num_threads(2)\na = torch.rand(1024, 1024)\nwhile True: a @ a"
+    ),
+}
+BODIES: dict[str, dict[str, str]] = {"native": {}, "fused": {"CC": "/nowhere"}, "stock": {}}
+
+
+def main() -> None:
+    """Measure and write, or be one of the systems that are measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/busy_core.json"))
+    parser.add_argument("--against", type=Path, help="another checkout, whose src/ is measured in turns with this one")
+    parser.add_argument("--body", choices=BODIES, default="native")
+    parser.add_argument("--sizes", nargs="+", default=["500M"], help="padding sizes, or own")
+    parser.add_argument("--threads", nargs="+", type=int, default=[2])
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--turn-s", type=float, default=1.0)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--as-system", nargs=3, metavar=("SIZE", "THREADS", "BODY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_system:
+        be_measured(*options.as_system, rows=options.rows)
+        return
+    found = measure(options)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+def be_measured(size: str, threads: str, body: str, rows: int) -> None:
+    """Load a model; then for each line on standard input run forwards for so many seconds and print how many a second."""
+    import torch
+
+    from truedraft import load_model
+    from truedraft.core.trees import chain_shape
+    from truedraft.models.base import Segment
+
+    torch.set_num_threads(int(threads))
+    model = load_model("embedded:target", pad_to=None if size == "own" else size, fast_paths=body != "stock")
+    ids = torch.arange(CONTEXT + rows) * 7919 % model.vocab_size
+    cache = model.new_cache()
+    model.forward([Segment(cache, ids[:CONTEXT], chain_shape(CONTEXT), ())])
+    cache.commit(range(CONTEXT))
+    print(json.dumps({"fast_paths": model.fast_paths, "dtype": str(model.dtype)}), flush=True)
+    for line in sys.stdin:
+        began, count, times = time.perf_counter(), 0, []
+        while (now := time.perf_counter()) - began < float(line):
+            model.forward([Segment(cache, ids[CONTEXT:], chain_shape(rows), range(rows))])
+            cache.rollback(CONTEXT)
+            times.append(time.perf_counter() - now)
+            count += 1
+        print(json.dumps([count / (time.perf_counter() - began), statistics.median(times)]), flush=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Speeds by system and load."""
+    here = Path(__file__).parents[1]
+    checkouts = {"": here} | ({"other checkout, ": options.against} if options.against else {})
+    systems: dict[str, subprocess.Popen[str]] = {}
+    told: dict[str, Any] = {}
+    for size in options.sizes:
+        for threads in options.threads:
+            for word, folder in checkouts.items():
+                name = f"{word}{size}, threads {threads}"
+                systems[name] = start(folder, size, threads, options.body, options.rows)
+                told[name] = answer(systems[name])
+    speeds: dict[str, dict[str, list[float]]] = {name: {load: [] for load in options.loads} for name in systems}
+    middle: dict[str, dict[str, list[float]]] = {name: {load: [] for load in options.loads} for name in systems}
+    for number in range(-1, options.rounds):  # the first warms up
+        for load in options.loads:
+            with running(LOADS[load], pinned="pinned" in load):
+                for name in rotated(list(systems), number):
+                    speed, seconds = turn(systems[name], options.turn_s)
+                    if number >= 0:
+                        speeds[name][load].append(speed)
+                        middle[name][load].append(seconds)
+    for process in systems.values():
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+    return {
+        "what": f"forwards of {options.rows} rows a second, behind {CONTEXT} tokens; medians over turns of "
+        f"{options.turn_s} s, and of the ratio to the same round's idle turn; step_s is the median forward",
+        "machine": machine(),
+        "rounds": options.rounds,
+        "systems": {name: told[name] | summary(speeds[name], middle[name]) for name in systems},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What this is measured on."""
+    from truedraft.planning import this_machine
+
+    return dataclasses.asdict(this_machine("cpu"))
+
+
+def summary(speeds: dict[str, list[float]], middle: dict[str, list[float]]) -> dict[str, Any]:
+    """Of one system by load: forwards a second, and their ratio to those of the idle machine."""
+    idle = speeds.get("idle")
+    return {
+        load: {
+            "per_s": round(statistics.median(found), 2),
+            "of_idle": round(statistics.median(a / b for a, b in zip(found, idle, strict=True)), 3) if idle else None,
+            "step_s": statistics.median(middle[load]),
+            "turns": [round(each, 1) for each in found],
+        }
+        for load, found in speeds.items()
+    }
+
+
+def start(folder: Path, size: str, threads: int, body: str, rows: int) -> subprocess.Popen[str]:
+    """A system of a checkout, loaded."""
+    command = [sys.executable, __file__, "--rows", str(rows), "--as-system", size, str(threads), body]
+    environment = os.environ | BODIES[body] | {"PYTHONPATH": str(folder / "src")}
+    environment.pop("OMP_NUM_THREADS", None)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def answer(system: subprocess.Popen[str]) -> Any:
+    """The next line that a system prints."""
+    assert system.stdout is not None
+    return json.loads(system.stdout.readline())
+
+
+def turn(system: subprocess.Popen[str], seconds: float) -> tuple[float, float]:
+    """Forwards a second in a turn, and the seconds of the median one."""
+    assert system.stdin is not None
+    system.stdin.write(f"{seconds}\n")
+    system.stdin.flush()
+    speed, middle = answer(system)
+    return speed, middle
+
+
+@contextlib.contextmanager
+def running(program: str, *, pinned: bool) -> Iterator[None]:
+    """Another process that computes meanwhile, on the last core alone where it is pinned."""
+    if not program:
+        yield
+        return
+    pin = f"import os\nos.sched_setaffinity(0, {{{(os.cpu_count() or 1) - 1}}})\n" if pinned else ""
+    process = subprocess.Popen([sys.executable, "-c", pin + program])
+    time.sleep(2.0 if "torch" in program else 0.5)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The names, beginning at another one."""
+    place = by % len(names)
+    return [*names[place:], *names[:place]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+/* Runs decoder.c, in float32, with threads that are late when it suits the test worst, and compares every number.
+ *
+ * A late thread stops in the middle of a unit that it has announced and stays there until the forward that it belongs
+ * to has returned. If the forward waited for it, this program would never end. Prints "as alone" where all forwards gave
+ * the bits of one thread.
+ */
+#include <stdint.h>
+static void stop_here(int me);
+#define ANNOUNCED(me) stop_here(me);
+#define LEAST_PATIENCE_NS 1000
+#include DECODER
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { WIDTH = 64, HEADS = 2, KV = 1, HEAD = 32, INNER = 192, LAYERS = 2, VOCAB = 400, MOST_ROWS = 100, ALL = 4, CALLERS = 3, FORWARDS = 60, TAKEN = 24 };
+
+static int late = -1;                  /* the thread that is to stop; -1: none */
+static int stopped, released, taken;   /* how often one stopped, and up to which time it may go on */
+
+static void stop_here(int me) {
+    int who = me;
+    if (!__atomic_compare_exchange_n(&late, &who, -1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return;
+    const int mine = __atomic_add_fetch(&stopped, 1, __ATOMIC_SEQ_CST);
+    if (!me) { /* the caller, who cannot return by itself */
+        while (STATE(LOAD(&teams->word)) != OVER) sched_yield();
+        return;
+    }
+    while (__atomic_load_n(&released, __ATOMIC_SEQ_CST) < mine) sched_yield();
+}
+
+static uint64_t state = 1;
+static float *random_numbers(int64_t count, float size) {
+    float *made = aligned_alloc(64, (count * 4 + 63) / 64 * 64);
+    for (int64_t i = 0; i < count; i++) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        made[i] = size * ((float)(state >> 40) / (float)(1 << 24) - 0.5f);
+    }
+    return made;
+}
+
+static Linear linear_of(int64_t inputs, int64_t outputs) {
+    return (Linear){random_numbers(inputs * ((outputs + UNIT - 1) / UNIT) * UNIT, 0.3f), NULL, inputs, outputs, inputs};
+}
+
+/* A caller: a model's caches and numbers on the way. */
+typedef struct {
+    Scratch scratch;
+    element *keys[LAYERS], *values[LAYERS];
+    element *logits, *hidden, *expected;
+    int64_t tokens[MOST_ROWS], positions[MOST_ROWS], rows[MOST_ROWS], first[MOST_ROWS];
+} Caller;
+
+static Model model;
+static element *rotary;
+
+static Caller *new_caller(void) {
+    Caller *c = calloc(1, sizeof *c);
+    const int64_t stride = model.stride;
+    c->scratch = (Scratch){random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0),
+                           random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0), random_numbers(SETS * MOST_ROWS * stride, 0),
+                           random_numbers(8 * 2 * TILE * 256, 0), NULL, MOST_ROWS, 256, SETS};
+    for (int i = 0; i < LAYERS; i++) {
+        c->keys[i] = random_numbers(KV * HEAD * 256, 0);
+        c->values[i] = random_numbers(KV * HEAD * 256, 0);
+    }
+    c->logits = random_numbers(MOST_ROWS * (VOCAB + UNIT), 0);
+    c->expected = random_numbers(MOST_ROWS * (VOCAB + UNIT), 0);
+    c->hidden = random_numbers(MOST_ROWS * WIDTH, 0);
+    return c;
+}
+
+static void forward(Caller *c, int64_t count, uint64_t seed, element *logits, int threads) {
+    const Segment segment = {0, count, 0, 0, 256, c->keys, c->values, NULL, NULL};
+    for (int64_t i = 0; i < count; i++) {
+        c->tokens[i] = (int64_t)((seed + 31 * i) % VOCAB);
+        c->positions[i] = c->rows[i] = i;
+        c->first[i] = 0;
+    }
+    const Batch batch = {count, 1, count, c->tokens, c->positions, c->rows, rotary, c->first, &segment};
+    if (truedraft_forward(&model, &batch, &c->scratch, logits, c->hidden, threads)) abort();
+}
+
+static int differ(const Caller *c, int64_t count) {
+    const int64_t wide = (VOCAB + UNIT - 1) / UNIT * UNIT;
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(c->logits + i * wide, c->expected + i * wide, VOCAB * sizeof(element))) return 1;
+    return 0;
+}
+
+/* Several callers at once, with as many threads as can but disturb each other. */
+static void *call(void *given) {
+    Caller *c = given;
+    for (int i = 0; i < FORWARDS; i++) {
+        const int64_t count = 1 + i * 37 % MOST_ROWS;
+        forward(c, count, i, c->expected, 1);
+        forward(c, count, i, c->logits, 2 + i % (ALL - 1));
+        if (differ(c, count)) { puts("another result"); exit(1); }
+    }
+    truedraft_settle(c->scratch.inputs, c->scratch.inputs + SETS * MOST_ROWS * model.stride);
+    return c;
+}
+
+int main(void) {
+    static Layer layers[LAYERS];
+    for (int i = 0; i < LAYERS; i++)
+        layers[i] = (Layer){random_numbers(WIDTH, 1), random_numbers(WIDTH, 1), NULL, NULL, linear_of(WIDTH, (HEADS + 2 * KV) * HEAD),
+                            linear_of(WIDTH, WIDTH), linear_of(WIDTH, 2 * INNER), linear_of(INNER, WIDTH), 1e-5f, 1e-5f, 0, 0.18f, 0};
+    model = (Model){WIDTH, HEADS, KV, HEAD, INNER, LAYERS, INNER + 64, VOCAB, random_numbers(VOCAB * WIDTH, 1), random_numbers(WIDTH, 1), 1e-5f,
+                    linear_of(WIDTH, VOCAB), layers};
+    rotary = random_numbers(MOST_ROWS * (HEAD + HEAD / 2), 1);
+    Caller *callers[CALLERS];
+    for (int i = 0; i < CALLERS; i++) callers[i] = new_caller();
+
+    /* Each thread in turn, the calling one too, comes late: its unit is computed by another, and it wakes afterwards, when the
+     * next forward has begun or its memory is asked back. */
+    for (int i = 0; taken < TAKEN; i++) {
+        Caller *c = callers[0];
+        const int64_t count = 1 + i * 37 % MOST_ROWS;
+        forward(c, count, i, c->expected, 1);
+        const int before = __atomic_load_n(&stopped, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&late, i % ALL, __ATOMIC_SEQ_CST);
+        forward(c, count, i, c->logits, ALL);
+        __atomic_store_n(&late, -1, __ATOMIC_SEQ_CST);
+        taken += __atomic_load_n(&stopped, __ATOMIC_SEQ_CST) > before;
+        if (i % 2) __atomic_store_n(&released, __atomic_load_n(&stopped, __ATOMIC_SEQ_CST), __ATOMIC_SEQ_CST);
+        if (differ(c, count)) { puts("another result"); return 1; }
+        if (i % 2) truedraft_settle(c->scratch.inputs, c->scratch.inputs + SETS * MOST_ROWS * model.stride);
+    }
+    __atomic_store_n(&released, 1 << 30, __ATOMIC_SEQ_CST);
+
+    pthread_t made[CALLERS];
+    for (int i = 0; i < CALLERS; i++) pthread_create(made + i, NULL, call, callers[i]);
+    for (int i = 0; i < CALLERS; i++) pthread_join(made[i], NULL);
+    puts("as alone");
+    return 0;
+}
