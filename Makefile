@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify certify-short results-lossy results-redrafter results-rules bench bench-gpu bench-limits results demo test test-slow test-oldest check format clean
+.PHONY: certify certify-short results-lossy results-redrafter results-rules bench bench-gpu bench-limits bench-busy results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -92,6 +92,14 @@ bench: bench-limits
 bench-limits: $(STAMP)
 	$(BIN)/python benchmarks/limits.py > /dev/null
 	$(BIN)/python benchmarks/coupled_noise.py > /dev/null
+
+# Forwards while another process takes one core: docs/performance.md. Five minutes, on an otherwise idle machine.
+bench-busy: $(STAMP)
+	rm -f $(RESULTS)/busy_core.jsonl
+	$(BIN)/python benchmarks/busy_core.py > /dev/null
+	$(BIN)/python benchmarks/busy_core.py --sizes own 110M --loads idle "a loop" > /dev/null
+	$(BIN)/python benchmarks/busy_core.py --body fused --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
+	$(BIN)/python benchmarks/busy_core.py --body stock --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
 
 # The same on a CUDA device, at the cost of a 7 B model.
 bench-gpu: $(STAMP)

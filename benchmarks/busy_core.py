@@ -1,8 +1,8 @@
 """Forwards on all threads while another process takes one core: `make bench-busy`.
 
 Systems take turns of about a second: idle, then beside each kind of load, round after round, so that a slow moment of
-the machine meets all of them. Another checkout of this repository may take its turns too (`--against`). Writes one JSON
-object. Run it on an otherwise idle machine with two cores or more.
+the machine meets all of them. Another checkout of this repository may take its turns too (`--against`). Adds a line of
+JSON to a file. Run it on an otherwise idle machine with two cores or more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, str]] = {"native": {}, "fused": {"CC": "/nowhere"}, 
 def main() -> None:
     """Measure and write, or be one of the systems that are measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/busy_core.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/busy_core.jsonl"))
     parser.add_argument("--against", type=Path, help="another checkout, whose src/ is measured in turns with this one")
     parser.add_argument("--body", choices=BODIES, default="native")
     parser.add_argument("--sizes", nargs="+", default=["500M"], help="padding sizes, or own")
@@ -50,12 +50,13 @@ def main() -> None:
         be_measured(*options.as_system, rows=options.rows)
         return
     found = measure(options)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    with options.out.open("a") as file:
+        file.write(json.dumps(found) + "\n")
     print(json.dumps(found))
 
 
 def be_measured(size: str, threads: str, body: str, rows: int) -> None:
-    """Load a model; then for each line on standard input run forwards for so many seconds and print how many a second."""
+    """Load a model; then for each line of standard input run forwards for so many seconds, print how many a second."""
     import torch
 
     from truedraft import load_model
@@ -110,6 +111,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         f"{options.turn_s} s, and of the ratio to the same round's idle turn; step_s is the median forward",
         "machine": machine(),
         "rounds": options.rounds,
+        "body": options.body,
         "systems": {name: told[name] | summary(speeds[name], middle[name]) for name in systems},
     }
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from support.tiny_models import packed
-from truedraft.bench.breakdown import Breakdown
+from truedraft.bench.breakdown import Breakdown, Shares
 from truedraft.bench.reading import ReadSize, read_size
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import markdown
@@ -149,6 +149,7 @@ def test_tables() -> None:
     time = time_table(found)
     assert time.rows[1][1:4] == ("1.25", "2.83", "2.26")
     assert time.rows[0][1] == "-" and time.rows[2][4:] == ("-",) * 5
+    assert not any("impossible" in cell for row in time.rows for cell in row)
     accepted = acceptance_table(found)
     assert accepted.headings == ("", "accepted\nat 1", "\nat 2") and accepted.rows == (("draft", "1.00", "0.00"),)
     assert all(len(each) == len(table.headings) for table in (speed, time, accepted) for each in table.rows)
@@ -206,6 +207,16 @@ def circumstances() -> Circumstances:
         weight_bytes=10**9,
         machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
     )
+
+
+def test_an_impossible_share_is_never_shown_without_saying_so() -> None:
+    """As bench once did: a curve of a disturbed minute, and a bandwidth of another."""
+    plain = dataclasses.replace(summaries()[1], shares=Shares(1.5, 0.12, -0.62, 0.01, 0.8, 0.1), mbu=1.95)
+    row = time_table([plain]).rows[0]
+    assert row[4:] == ("1.50 (impossible)", "0.12", "-0.62 (impossible)", "0.010", "1.95 (impossible)")
+    record = bench_record([plain], circumstances(), [], [], False)
+    assert record["contestants"][0]["impossible"] == ["mbu", "target", "host"]
+    assert bench_record(summaries(), circumstances(), [], [], False)["contestants"][1]["impossible"] == []
 
 
 def test_record() -> None:

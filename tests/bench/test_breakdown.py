@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from truedraft.bench.breakdown import Breakdown, break_down, shares
+from truedraft.bench.breakdown import Breakdown, break_down, is_impossible, shares
 from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
 from truedraft.bench.lineup import Lineup
 from truedraft.engine import StepTimes
@@ -90,3 +90,8 @@ def test_no_bandwidth_means_no_memory_figures() -> None:
     lineup = Lineup(MarkovModel.random(8, seed=0), lossless=True, ours=[])
     assert MachineCosts(bandwidth=None).memory(lineup) == {}
     assert MachineCosts(bandwidth=1e9).memory(lineup) == {}  # a table of laws reads no weights
+
+
+def test_a_share_that_no_run_can_have_is_known() -> None:
+    assert [is_impossible(share) for share in (None, -0.004, 0.0, 0.5, 1.0, 1.004)] == [False] * 6
+    assert [is_impossible(share) for share in (-0.62, -0.01, 1.01, 1.95)] == [True] * 4

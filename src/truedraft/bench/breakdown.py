@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from truedraft.engine import StepTimes
 
+_ROUNDING = 0.005  # of a share that is shown with two digits
+
 
 class StepCosts(Protocol):
     """What a step should cost, from curves measured before and without the engine."""
@@ -80,6 +82,15 @@ class Shares:
     verification: float
     timed_target: float
     timed_draft: float
+
+
+def is_impossible(share: float | None) -> bool:
+    """Whether a share of decoding time, or of memory bandwidth, is outside 0 to 1: no run can have had it.
+
+    A cost curve or a bandwidth was then measured while the machine was busier, or faster, than in the run; or, for
+    memory, the weights were read from the processor's caches.
+    """
+    return share is not None and not -_ROUNDING <= share <= 1.0 + _ROUNDING
 
 
 def break_down(steps: Sequence[StepTimes], total_s: float, costs: StepCosts | None) -> Breakdown:

@@ -11,7 +11,7 @@ from truedraft.bench.reading import read_size
 from truedraft.bench.summary import Memory
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import OptionError
-from truedraft.planning import drafter_cost, read_bandwidth, target_cost
+from truedraft.planning import drafter_cost, parts, ratio_of_steps, read_bandwidth, target_cost
 from truedraft.theory import DraftCost, TargetCost
 
 Progress = Callable[[int, str], None]
@@ -103,6 +103,14 @@ def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *,
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
     forwards = target_cost(lineup.target, progress=_part(progress, 0), refresh=refresh)
     measured.warnings += forwards.warnings
+    ratio = ratio_of_steps(lineup.ours[0].engine, forwards.value) if forwards.kept and _is_seen(lineup) else None
+    if ratio is not None and parts(ratio):
+        measured.warnings.append(
+            f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say; the "
+            "machine was busier then, or is now"
+        )
+        refresh = True
+        forwards = target_cost(lineup.target, progress=_part(progress, 0), refresh=True)
     measured.kept = forwards.kept
     measured.points = shown_points(forwards.value, lineup.target.context_length)
     size_trees(lineup, forwards.value, params, refresh=refresh)
@@ -117,6 +125,11 @@ def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *,
         measured.by_name[each.name] = CurveCosts(forwards.value, None if drafting is None else drafting.value)
     progress(len(lineup.ours) * PARTS, "")
     return measured
+
+
+def _is_seen(lineup: Lineup) -> bool:
+    """Whether the host sees what a forward takes; on a device it is only queued."""
+    return lineup.target.device.type == "cpu"
 
 
 def _part(progress: Progress, number: int) -> Callable[[int, int, str], None]:

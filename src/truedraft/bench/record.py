@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from truedraft.bench.breakdown import is_impossible
 from truedraft.bench.contestants import PLAIN
 from truedraft.bench.drafted_trees import DraftedTree
 from truedraft.bench.summary import Ratio, Spread, Summary
@@ -176,6 +177,7 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "measured_over_predicted": summary.measured_over_predicted,
         "shares": None if summary.shares is None else dataclasses.asdict(summary.shares),
         "mbu": summary.mbu,
+        "impossible": _impossible(summary),
         "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
         "identical": _all_identical(summary) if must_agree else None,
         "identical_groups": summary.identical_groups if told else None,
@@ -183,6 +185,12 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "lossless": not summary.lossy if summary.ours else None,
         **_divergence(summary.counters),
     }
+
+
+def _impossible(summary: Summary) -> list[str]:
+    """Which of the shares no run can have had: curves or bandwidth were measured at another speed of the machine."""
+    found = {"mbu": summary.mbu} | ({} if summary.shares is None else dataclasses.asdict(summary.shares))
+    return [name for name, share in found.items() if is_impossible(share)]
 
 
 def _divergence(counters: Counters | None) -> dict[str, float | None]:

@@ -32,10 +32,11 @@ _MEANINGS = """\
   before the run and without the engine; the geometric mean over prompts. *measured/predicted* is *decode x plain*
   divided by it, prompt by prompt.
 - *target, draft, host*: fractions of decoding time: V of the steps, cost of the drafting, both by the curves, and what
-  is left over. *verify* is the timed part of host that laws and verdicts take. Host is negative where a run was faster
-  than the curves.
+  is left over. *verify* is the timed part of host that laws and verdicts take.
 - *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth. Weights that fit into the
   processor's caches may be read faster than memory.
+- *(impossible)*: a share outside 0 to 1, as a negative host share where a run was faster than its curves: these, or the
+  bandwidth, were measured while the machine was busier; measure them again (`--refresh-costs`).
 - *accepted at k*: how often the k-th drafted token was accepted, of the times that those before it were.
 """
 _LOSSY = """\

@@ -90,6 +90,7 @@ def load_engine(setup: Setup, console: Console, params: SamplingParams | None = 
         drafter, budget = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
     if budget is not None:
+        engine.on_step = budget.check(target)
         for line in (*(f"warning: {warning}" for warning in budget.warnings), f"{drafter.name}: {budget.describe()}"):
             console.print(line, style="dim", soft_wrap=True)
     return engine

@@ -43,10 +43,13 @@ class Body(ABC):
         fast_paths: what is switched on beyond the plain forward, in words, for reports.
         least_rows: plans are padded to this many tokens and rows, for kernels treat very short products differently
             and a row must not depend on how many share its forward (DESIGN section 2, row invariance).
+        any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
+            changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
     """
 
     fast_paths: tuple[str, ...]
     least_rows: int
+    any_threads: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.

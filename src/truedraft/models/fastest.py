@@ -33,4 +33,5 @@ def fastest_body(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -
         body.fast_paths = ("packed weights",)
     if packed and multiplies_packed_alone(model):
         body.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits, in float32 too
+        body.any_threads = True
     return body

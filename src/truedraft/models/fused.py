@@ -107,6 +107,7 @@ class FusedBody(Body):
         tied = head.weight is decoder.embed_tokens.weight
         self._head = PackedLinear(head.weight, head.bias) if tied else fuse([head])
         self.least_rows = 4 if model.dtype is torch.bfloat16 else 2
+        self.any_threads = True
         self.fast_paths = ("packed weights", "fused projections", "one loop over the layers", "tabulated positions")
 
     @staticmethod

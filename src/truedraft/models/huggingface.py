@@ -24,6 +24,7 @@ from truedraft.models.probe import probe_patterns
 from truedraft.models.ranking import Likeliest
 from truedraft.models.selftest import rows_depend_on_their_number
 from truedraft.models.stock import StockBody
+from truedraft.models.threads import ThreadChoice
 from truedraft.text.tokenizer import Tokenizer
 
 _ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
@@ -89,6 +90,7 @@ class HuggingFaceModel(LanguageModel):
         self.pool = self._body.new_pool(self.context_length)
         self.fast_paths = self._body.fast_paths
         self._lock = threading.Lock()
+        self._threads = ThreadChoice() if self._body.any_threads else None
 
     @property
     def module(self) -> PreTrainedModel:
@@ -138,7 +140,11 @@ class HuggingFaceModel(LanguageModel):
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward; see `LanguageModel.forward`."""
         with self._lock:
-            logits, hidden = self._body.forward(segments, self.device)
+            if self._threads is None:
+                logits, hidden = self._body.forward(segments, self.device)
+            else:
+                rows = sum(len(segment.tokens) for segment in segments)
+                logits, hidden = self._threads.run(rows, lambda: self._body.forward(segments, self.device))
         return ForwardOutput(logits[:, : self.vocab_size], hidden)
 
     @torch.inference_mode()

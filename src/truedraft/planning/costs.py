@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import LanguageModel
+from truedraft.planning.curve_check import parts
 from truedraft.planning.identity import drafter_identity, model_identity, versions
 from truedraft.planning.machine import this_machine
 from truedraft.planning.measure_drafter import measure_drafter
@@ -113,6 +114,11 @@ def drafter_cost(
 def kept_target_cost(model: LanguageModel, store: CostStore | None = None) -> TargetCost | None:
     """What `target_cost` kept for a model on this machine; None where it would have to measure."""
     return (store or CostStore()).load(_target_key(model), TargetCost.from_dict)[0]
+
+
+def judge_target_cost(model: LanguageModel, ratio: float, store: CostStore | None = None) -> None:
+    """Take note that a model's steps take `ratio` times the kept V; see `CostStore.judge`."""
+    (store or CostStore()).judge(_target_key(model), ratio, parts(ratio))
 
 
 def _target_key(model: LanguageModel) -> CostKey:

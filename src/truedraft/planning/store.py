@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from truedraft.models.user_cache import cache_folder
 
 Value = TypeVar("Value")
 _FORMAT = 1
+_REST_S = 60.0
+_ALIKE = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,12 @@ class CostStore:
 
     Args:
         folder: None is "costs" in the user's cache folder.
+        clock: seconds, the same for all programs.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self.folder = cache_folder() / "costs" if folder is None else folder
+        self.clock = clock
 
     def path(self, key: CostKey) -> Path:
         """The file of a key, whether or not it exists."""
@@ -71,6 +76,9 @@ class CostStore:
         changed = _changed(kept["state"], json.loads(json.dumps(key.state, default=str)))
         if changed:
             return None, f"the kept costs of {key.what} are stale ({changed}); they are measured again"
+        if kept.get("doubted"):
+            taken = f"steps took {kept.get('parted')} times what they say"
+            return None, f"the kept costs of {key.what} are measured again, for {taken}"
         try:
             return parse(kept.get("cost")), None
         except OptionError as error:
@@ -79,6 +87,39 @@ class CostStore:
     def save(self, key: CostKey, cost: Mapping[str, Any]) -> str | None:
         """Keep a cost: whole or not at all. Returns a warning where that was not possible."""
         record = {"format": _FORMAT, "what": key.what, "place": key.place, "state": key.state, "cost": cost}
+        record |= {"measured_at": self.clock(), "parted": self._kept(key).get("parted")}
+        return self._write(key, record)
+
+    def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
+        """Take note of how steps stand to a kept cost; where they parted from it, `load` no longer gives it.
+
+        Not within a minute after it was measured, nor where it was measured again and steps stand to it as before: that
+        is then how they stand to it, and measuring would not change it.
+
+        Args:
+            key: what the cost belongs to; nothing happens where none is kept.
+            ratio: seconds of steps over those of the cost.
+            parted: whether that is too far from 1.
+        """
+        kept = self._kept(key)
+        before = kept.get("parted")
+        if not parted:
+            if before is not None:
+                self._write(key, kept | {"parted": None, "doubted": False})
+            return
+        usual = isinstance(before, int | float) and before / _ALIKE <= ratio <= before * _ALIKE
+        if kept and not usual and not kept.get("doubted") and self.clock() - kept.get("measured_at", 0.0) >= _REST_S:
+            self._write(key, kept | {"parted": round(ratio, 2), "doubted": True})
+
+    def _kept(self, key: CostKey) -> dict[str, Any]:
+        """The record of a key; empty where there is none, or none of use."""
+        try:
+            kept = json.loads(self.path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+    def _write(self, key: CostKey, record: Mapping[str, Any]) -> str | None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(

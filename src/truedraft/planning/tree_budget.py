@@ -10,7 +10,8 @@ from truedraft.drafters.base import Drafter
 from truedraft.drafters.size_plans import Promise, SizePlan
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.planning.costs import Measured, drafter_cost, kept_target_cost, target_cost
+from truedraft.planning.costs import Measured, drafter_cost, judge_target_cost, kept_target_cost, target_cost
+from truedraft.planning.curve_check import CurveCheck
 from truedraft.planning.rounds import Effort, Progress
 from truedraft.planning.store import CostStore
 from truedraft.theory import DraftCost, NodeChoice, TargetCost, best_node_budget
@@ -29,12 +30,30 @@ class NodeBudget:
         choice: the node budget, and all that were considered for this plan.
         measuring_s: seconds that measuring took now; 0 where costs were kept.
         warnings: about kept costs, one sentence each.
+        forwards: V that it was chosen by.
     """
 
     plan: SizePlan
     choice: NodeChoice
     measuring_s: float = 0.0
     warnings: tuple[str, ...] = ()
+    forwards: TargetCost | None = None
+
+    def check(self, target: LanguageModel, store: CostStore | None = None) -> CurveCheck | None:
+        """A listener for `Engine.on_step`: where steps part from V, it is measured again at its next use.
+
+        None on a device, where forwards are only queued and the host does not see what they take.
+        """
+        if self.forwards is None or target.device.type != "cpu":
+            return None
+        store = store or CostStore()
+        stores = (store, CostStore(store.folder / _SHORT, store.clock))
+
+        def tell(ratio: float) -> None:
+            for each in stores:
+                judge_target_cost(target, ratio, each)
+
+        return CurveCheck(self.forwards, tell)
 
     @property
     def nodes(self) -> int:
@@ -128,6 +147,8 @@ def nodes_for(
     found: list[Measured[TargetCost] | Measured[DraftCost]] = []
     store = how.get("store") or CostStore()
     forwards = _forwards(target, store, found, how)
+    if any(not each.kept for each in found):  # V and what drafting costs are of one moment
+        how["refresh"] = True
     context = max(1, min(_CONTEXT, target.context_length // 2))
     requests = how.get("requests", 1)
     costs: dict[int, DraftCost] = {}
@@ -142,7 +163,7 @@ def nodes_for(
             best = plan, choice
     assert best is not None, "there is a plan"
     warnings = tuple(warning for each in found for warning in each.warnings)
-    return NodeBudget(*best, sum(each.measuring_s for each in found), warnings)
+    return NodeBudget(*best, sum(each.measuring_s for each in found), warnings, forwards)
 
 
 def _forwards(
@@ -154,7 +175,7 @@ def _forwards(
         forwards = kept_target_cost(target, store)
     if forwards is not None:
         return forwards
-    short = CostStore(store.folder / _SHORT)
+    short = CostStore(store.folder / _SHORT, store.clock)
     measured = target_cost(target, effort=_SHORT_TARGET, store=short, progress=how.get("progress"), refresh=refresh)
     found.append(measured)
     return measured.value
@@ -168,7 +189,7 @@ def _drafting(
         target,
         params=params,
         effort=_SHORT_DRAFTER,
-        store=CostStore(store.folder / _SHORT),
+        store=CostStore(store.folder / _SHORT, store.clock),
         progress=how.get("progress"),
         refresh=how.get("refresh", False),
     )

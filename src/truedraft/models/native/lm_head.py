@@ -83,7 +83,6 @@ class NativeLmHead:
         self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
         return logits[:, :outputs], Likeliest(ids, values)
 
-
     def settle(self) -> None:
         """See `Scratch.settle`."""
         self._scratch.settle()

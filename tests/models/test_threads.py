@@ -1,0 +1,141 @@
+"""Forwards take one thread while more are slower, and all of them again; by a clock that a made-up machine turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from support.tiny_models import build
+from truedraft.core.trees import chain_shape
+from truedraft.models.base import Segment
+from truedraft.models.bodies import BodyMaker
+from truedraft.models.fastest import fastest_body
+from truedraft.models.fused import FusedBody
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.native import NativeBody
+from truedraft.models.packed_linear import can_pack
+from truedraft.models.stock import StockBody
+from truedraft.models.threads import ThreadChoice
+
+
+class Machine:
+    """Forwards take what it says, on one thread and on all; counts them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.one_s = 2.0
+        self.all_s: Callable[[int], float] = lambda number: 1.0
+        self.on_one = self.on_all = 0
+        self.choice = ThreadChoice(lambda: self.now)
+
+    def forwards(self, count: int, rows: int = 1) -> float:
+        """The mean seconds of so many."""
+        began = self.now
+        for _ in range(count):
+            self.choice.run(rows, self._forward)
+        return (self.now - began) / count
+
+    def _forward(self) -> None:
+        if torch.get_num_threads() == 1:
+            self.on_one += 1
+            self.now += self.one_s
+        else:
+            self.on_all += 1
+            self.now += self.all_s(self.on_all)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield Machine()
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_an_idle_machine_keeps_all_threads(machine: Machine) -> None:
+    machine.forwards(1000)
+    assert machine.on_one == 2 + 5
+    machine.all_s = lambda number: 40.0 if number % 50 == 0 else 1.0  # a hiccup now and then is no busy core
+    machine.forwards(1000)
+    assert machine.on_one == 2 + 10
+
+
+@pytest.mark.parametrize("slow_s", [2.5, 10.0, 60.0])
+def test_beside_another_program_nearly_all_is_as_fast_as_on_one_thread(machine: Machine, slow_s: float) -> None:
+    machine.forwards(50)
+    machine.all_s = lambda number: slow_s
+    machine.forwards(12)  # until it is seen
+    assert machine.forwards(2000) < machine.one_s / 0.93
+
+
+def test_a_second_thread_that_comes_late_every_fourth_time_is_not_believed(machine: Machine) -> None:
+    """Most forwards are fast then, and some in a row are no rarity."""
+    machine.forwards(50)
+    machine.all_s = lambda number: 30.0 if number % 4 == 0 else 1.0
+    machine.forwards(100)
+    assert machine.forwards(4000) < machine.one_s / 0.9
+
+
+def test_all_threads_are_taken_again_when_the_core_is_free(machine: Machine) -> None:
+    machine.forwards(50)
+    machine.all_s = lambda number: 10.0
+    machine.forwards(100)
+    machine.all_s = lambda number: 1.0
+    machine.forwards(150)
+    assert machine.forwards(100) < 1.05
+
+
+def test_long_parts_of_prompts_keep_all_threads(machine: Machine) -> None:
+    """Their bits may depend on the number; see the module."""
+    machine.forwards(50, rows=256)
+    machine.all_s = lambda number: 10.0
+    machine.forwards(30)
+    before = machine.on_one
+    machine.forwards(20, rows=33)
+    assert machine.on_one == before
+
+
+def test_a_forward_that_fails_gives_torch_its_threads_back(machine: Machine) -> None:
+    machine.all_s = lambda number: 10.0
+    machine.forwards(40)
+
+    def broken() -> None:
+        assert torch.get_num_threads() == 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        machine.choice.run(1, broken)
+
+
+OTHERS = [(FusedBody, torch.float32), (fastest_body, torch.float32), (StockBody, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("body", "dtype"), OTHERS)
+def test_bits_are_the_same_on_any_number_of_threads(
+    body: BodyMaker, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a body says so; the one in the middle is the model's own modules with packed weights."""
+    if not can_pack(torch.device("cpu"), dtype):
+        pytest.skip("this processor has no packed products of this kind")
+    monkeypatch.setattr(NativeBody, "fits", staticmethod(lambda *_: False))
+    monkeypatch.setattr(FusedBody, "fits", staticmethod(lambda *_: False))
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=6,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = HuggingFaceModel(build(config, seed=0, spread=0.05, dtype=dtype), None, "model", body)
+    assert model._body.any_threads
+    cache, before = model.new_cache(), torch.get_num_threads()
+    for rows in (1, 3, 5, 8, 17, 32):
+        found = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            tokens = torch.arange(rows) * 37 % 4096
+            found.append(model._body.forward([Segment(cache, tokens, chain_shape(rows), range(rows))], model.device)[0])
+            cache.rollback(0)
+        torch.set_num_threads(before)
+        assert all(found[0].equal(each) for each in found[1:]), f"{rows} rows"
