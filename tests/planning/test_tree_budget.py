@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,9 +15,19 @@ from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees, Promise
 from truedraft.drafters.medusa import Medusa
+from truedraft.engine import StepTimes
 from truedraft.errors import ModelError, OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
-from truedraft.planning import CostStore, Effort, choose_nodes, kept_target_cost, nodes_for, sized, target_cost
+from truedraft.planning import (
+    CostStore,
+    Effort,
+    choose_nodes,
+    drafter_cost,
+    kept_target_cost,
+    nodes_for,
+    sized,
+    target_cost,
+)
 from truedraft.theory import DraftCost, DraftPoint, TargetCost
 from truedraft.theory.node_curve import NodeCurve
 
@@ -113,6 +124,28 @@ def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeyp
     cheap = nodes_for(target, medusa(), store=store, forwards=TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0}))
     assert cheap.nodes == len(counted_tree())
     assert f"{cheap.nodes} nodes by the cost curve: {counted_tree().expected_tokens:.2f} tokens" in cheap.describe()
+
+
+def test_sizes_are_chosen_anew_after_steps_parted_from_the_curve(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V was taken in a disturbed minute: the next use measures it again, and what drafting costs with it."""
+    monkeypatch.setattr("truedraft.planning.tree_budget._SHORT_TARGET", Effort(0.0, 1, 1))
+    monkeypatch.setattr("truedraft.planning.tree_budget._SHORT_DRAFTER", Effort(0.0, 1, 1))
+    now = [1e9]
+    store, target = CostStore(store.folder, lambda: now[0]), packed("llama")
+    first = nodes_for(target, medusa(), store=store)
+    check = first.check(target, store)
+    assert check is not None and first.forwards is not None
+    now[0] += 61.0
+    for _ in range(50):
+        took_s = 3.0 * first.forwards(2, (9,))
+        check(StepTimes(1, 2, (9,), 1, prefill=False, draft_s=0.0, target_s=took_s, verify_s=0.0, total_s=took_s))
+    monkeypatch.setattr("truedraft.planning.tree_budget.drafter_cost", asked := MagicMock(side_effect=drafter_cost))
+    again = nodes_for(target, medusa(), store=store)
+    assert again.measuring_s > 0.0 and "steps took 3.0 times what they say" in again.warnings[0]
+    assert asked.call_args.kwargs["refresh"] is True
+    assert nodes_for(target, medusa(), store=store).warnings == ()
 
 
 def test_trees_chosen_at_each_step_are_sized_by_their_own_curve(store: CostStore) -> None:

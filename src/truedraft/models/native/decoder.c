@@ -148,7 +148,8 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells
     const int64_t size = tile_rows(rows);
     for (int64_t r = 0; r < rows; r += size) {
         const int64_t n = rows - r < size ? rows - r : size;
-        for (int64_t i = 0; i < n; i++) {
+        if (n == 1) memcpy(out + r * cells, x + r * stride, cells * sizeof *out);
+        else for (int64_t i = 0; i < n; i++) {
             const element *from = x + (r + i) * stride;
             for (int64_t k = 0; k < cells; k++) memcpy(out + r * cells + k * n + i, from + k * PER_CELL, sizeof *out);
         }

@@ -275,11 +275,13 @@ static void *live(void *given) {
 
 /* As many threads as asked for, or as the system gives. They get no signals: those are for the program's own. */
 static void start(Team *t, int threads) {
-    sigset_t all_signals, before;
-    sigfillset(&all_signals);
     if (t->started == 0) STORE_TO(&t->started, 1);
     if (t->started >= threads) return;
+#ifndef _WIN32
+    sigset_t all_signals, before;
+    sigfillset(&all_signals);
     pthread_sigmask(SIG_SETMASK, &all_signals, &before);
+#endif
     while (t->started < threads) {
         pthread_t made;
         Member *m = t->member + t->started;
@@ -288,10 +290,12 @@ static void start(Team *t, int threads) {
         pthread_detach(made);
         STORE_TO(&t->started, t->started + 1);
     }
+#ifndef _WIN32
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+#endif
 }
 
-/* Before a child of fork runs: of all threads it has one. */
+/* In a child of fork: of all threads it has one. */
 static void begin_again(void) {
     for (int i = 0; i < TEAMS; i++) {
         Team *t = teams + i;
@@ -305,7 +309,9 @@ static void begin_again(void) {
 
 __attribute__((constructor)) static void prepare_teams(void) {
     begin_again();
+#ifndef _WIN32
     pthread_atfork(NULL, NULL, begin_again);
+#endif
 }
 
 static void run_alone(Job *job) {

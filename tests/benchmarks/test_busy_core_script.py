@@ -1,0 +1,32 @@
+"""The script behind `make bench-busy` measures what it says, in one quick round."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from truedraft.embedded import embedded_folder
+from truedraft.errors import ModelNotFoundError
+
+ROOT = Path(__file__).parents[2]
+
+try:
+    embedded_folder("target")
+except ModelNotFoundError:
+    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
+
+
+def test_one_round(tmp_path: Path) -> None:
+    out = tmp_path / "busy.jsonl"
+    options = ["--sizes", "own", "--rounds", "1", "--turn-s", "0.05", "--loads", "idle", "a loop", "--out", str(out)]
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "busy_core.py"), *options], check=True, capture_output=True
+    )
+    (system,) = json.loads(out.read_text())["systems"].values()
+    assert system["idle"]["of_idle"] == 1.0
+    assert system["a loop"]["of_idle"] == pytest.approx(system["a loop"]["per_s"] / system["idle"]["per_s"], abs=0.01)
+    assert 0 < system["idle"]["step_s"] < 10
