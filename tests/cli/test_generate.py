@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result, start
+from truedraft.cli.visible import visible
 from truedraft.drafters.prompt_lookup import PromptLookup
 
 Run = Callable[..., Result]
@@ -31,7 +32,7 @@ def test_standard_output_holds_nothing_but_the_answer(run: Run, target: str) -> 
     (answer,) = record["prompts"]
     *lines, last = result.out.splitlines(keepends=True)
     assert json.loads(last) == record
-    assert "".join(lines).removesuffix("\n") == answer["text"].removesuffix("\n")
+    assert "".join(lines).removesuffix("\n") == visible(answer["text"]).removesuffix("\n")
     assert len(answer["token_ids"]) == 24 and answer["finish_reason"] == "length"
     assert "24 tokens" in result.err and "tokens per second" in result.err
 

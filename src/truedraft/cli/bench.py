@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from truedraft.cli import options as opt
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, describe, say
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, describe, say, warn
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts, user_path
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import DataError, OptionError, PromptError, TruedraftError
 
@@ -135,7 +135,8 @@ def bench(
         pad_to=pad_to,
         fast_paths=not no_fast_paths,
     )
-    return _run(setup, threads, params, _Task(prompts, limit, batch, runs, chat, refresh_costs, out, json))
+    folder = None if out is None else user_path(str(out))
+    return _run(setup, threads, params, _Task(prompts, limit, batch, runs, chat, refresh_costs, folder, json))
 
 
 def _run(setup: LineupSetup, threads: int | None, params: SamplingParams, task: _Task) -> int:
@@ -166,7 +167,7 @@ def _prompts(task: _Task) -> tuple[str, list[NamedPrompt]]:
     """The name of the set, and as many of its prompts as are wanted."""
     from truedraft.bench.prompts import is_question_file, read_questions, spread
 
-    path = Path(task.prompt_set).expanduser()
+    path = user_path(task.prompt_set)
     if task.prompt_set != HELDOUT and (path.is_dir() or is_question_file(path)):
         questions = read_questions(path)
         chosen = spread(questions.questions, task.limit)
@@ -197,7 +198,7 @@ def _costs(lineup: Lineup, params: SamplingParams, refresh: bool, terminal: Term
     with terminal.progress("cost curves", PARTS * len(lineup.ours)) as progress:
         measured = measure_costs(lineup, params, progress, refresh=refresh)
     for warning in measured.warnings:
-        say(f"warning: {warning}")
+        warn(warning)
     for each in lineup.ours:
         each.costs = measured.by_name.get(each.name)
     return measured
@@ -325,8 +326,8 @@ def _tell(
     if folder is not None:
         report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record, trees)
         terminal.note(f"report: {report}")
+    failed = results.failures or record["identical"] is False
+    status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     if task.json:
-        terminal.json(record)
-    if results.interrupted:
-        return INTERRUPTED
-    return FAILED if results.failures or record["identical"] is False else DONE
+        terminal.json(record | {"status": status})
+    return status

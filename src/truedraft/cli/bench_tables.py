@@ -14,6 +14,7 @@ from truedraft.bench.rows import time_without_core
 from truedraft.bench.summary import differing_answers
 from truedraft.bench.table import TextTable, all_tables
 from truedraft.cli.differences import find_difference
+from truedraft.cli.visible import visible
 
 if TYPE_CHECKING:
     from truedraft.bench.lineup import Lineup
@@ -37,7 +38,7 @@ def print_summaries(
     if circumstances.costs_kept:
         notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
     for note in notes:
-        terminal.out.print(f"note: {note}", style="dim", soft_wrap=True)
+        terminal.out.print(visible(f"note: {note}"), style="dim", soft_wrap=True)
 
 
 def _table(text: TextTable) -> Table:

@@ -17,7 +17,7 @@ from truedraft.core.sampling import SamplingParams
 from truedraft.errors import TruedraftError
 
 if TYPE_CHECKING:
-    from truedraft.cli.prompts import NamedPrompt
+    from truedraft.cli.prompts import Asked, NamedPrompt
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
 
@@ -47,22 +47,29 @@ class Measured:
         """The exit status."""
         if self.interrupted:
             return INTERRUPTED
-        sound = comparison is not None and comparison.identical is not False and not self.failures
+        parted = any(pair.difference is not None for pair in self.pairs)
+        sound = comparison is not None and comparison.identical is not False and not parted and not self.failures
         return DONE if sound else FAILED
 
+    @property
+    def outcome(self) -> str:
+        """Why there is nothing to compare, in a sentence."""
+        return "interrupted" if self.interrupted else "no prompt could be answered"
 
-def compare_one(
-    engine: Engine, prompt: NamedPrompt, params: SamplingParams, terminal: Terminal, show_drafts: bool
-) -> Measured:
+
+def compare_one(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: bool) -> Measured:
     """Stream the speculative answer, then measure both ways in turns, several runs each.
 
     Raises:
         TruedraftError: the prompt cannot be answered.
     """
+    prompt, params = asked
     measured = Measured(prompts=1, runs=_RUNS_OF_ONE_PROMPT)
     _echo(prompt, terminal)
-    answer = stream_answer(engine, prompt.prompt, params, writer(engine.target.tokenizer, terminal, show_drafts))
-    terminal.end_line()
+    try:
+        answer = stream_answer(engine, prompt.prompt, params, writer(engine.target.tokenizer, terminal, show_drafts))
+    finally:
+        terminal.end_line()
     measured.interrupted = answer.finish_reason == "cancelled"
     if measured.interrupted:
         return measured
@@ -75,17 +82,15 @@ def compare_one(
     return measured
 
 
-def compare_many(
-    engine: Engine, prompts: Sequence[NamedPrompt], params: SamplingParams, terminal: Terminal
-) -> Measured:
+def compare_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal) -> Measured:
     """Decode each prompt once each way; the two ways take turns in going first. A prompt that fails is left out."""
     measured = Measured(prompts=len(prompts), runs=1)
     plain = _plain(engine)
     try:
         with terminal.progress("plain and speculative", len(prompts)) as progress:
             with contextlib.suppress(TruedraftError):  # it is told below
-                warm_up((plain, engine), prompts[0].prompt, params)
-            for number, prompt in enumerate(prompts):
+                warm_up((plain, engine), prompts[0][0].prompt, prompts[0][1])
+            for number, (prompt, params) in enumerate(prompts):
                 try:
                     measured.pairs.append(_measure(plain, engine, prompt, params, [number % 2 == 0]))
                 except TruedraftError as error:
@@ -108,7 +113,7 @@ def _plain(engine: Engine) -> Engine:
 def _measure(
     plain: Engine, engine: Engine, prompt: NamedPrompt, params: SamplingParams, orders: Sequence[bool]
 ) -> Pair:
-    pair = Pair(prompt.name, *measure(plain, engine, prompt.prompt, params, orders))
+    pair = Pair(prompt.name, *measure(plain, engine, prompt.prompt, params, orders), params=params)
     if pair.same_tokens or not must_agree(engine, params):
         return pair
     first = pair.plain.token_ids

@@ -1,18 +1,21 @@
-"""From exceptions to one line on standard error and an exit status.
+"""From exceptions to one line on standard error, a JSON object where one was asked for, and an exit status.
 
 0 done; 1 the check or run failed; 2 unusable arguments; 3 not enough evidence (certify); 130 interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from typing import ParamSpec
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
 
+from truedraft.cli.visible import visible
 from truedraft.errors import (
     CompositionError,
     DataError,
@@ -31,9 +34,13 @@ _DEBUG = "TRUEDRAFT_DEBUG"
 P = ParamSpec("P")
 
 
+class InterruptedCommandError(TruedraftError):
+    """Ctrl-C ended a command before it had anything to show."""
+
+
 def exit_status(error: BaseException) -> int:
     """The exit status that an error ends the command with."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | InterruptedCommandError):
         return INTERRUPTED
     if isinstance(error, _UNUSABLE) or _is_usage_error(error):
         return UNUSABLE
@@ -47,32 +54,70 @@ def report(error: BaseException) -> int:
     """
     if os.environ.get(_DEBUG) == "1":
         traceback.print_exception(error)
-    interrupted = isinstance(error, KeyboardInterrupt)
-    say("interrupted" if interrupted else f"error: {describe(error)}")
-    return exit_status(error)
+    status = exit_status(error)
+    say(describe(error) if status == INTERRUPTED else f"error: {describe(error)}")
+    return status
+
+
+def error_record(command: str | None, message: str, status: int) -> dict[str, Any]:
+    """The JSON object of a command that ended with nothing else to show.
+
+    Args:
+        command: as "generate"; None where there is no such command.
+        message: what went wrong, in a sentence.
+        status: the exit status.
+    """
+    return {"command": command, "error": message, "status": status}
 
 
 def telling(command: Callable[P, int]) -> Callable[P, int]:
-    """The command, which tells of an interruption by itself: typer, depending on its version, would end silently."""
+    """The command, with Ctrl-C as an error of ours: typer, depending on its version, would end silently."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt as error:
-            return report(error)
+            raise InterruptedCommandError("interrupted") from error
 
     return run
 
 
 def say(message: str) -> None:
-    """One line on standard error, whatever line breaks the message holds."""
-    sys.stderr.write(f"truedraft: {' '.join(message.split())}\n")
+    """One line on standard error, whatever line breaks and control characters the message holds."""
+    sys.stderr.write(f"truedraft: {visible(' '.join(message.split()))}\n")
     sys.stderr.flush()
+
+
+def warn(message: str) -> None:
+    """One line on standard error, once in a command."""
+    logging.getLogger("truedraft.cli").warning(message)
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """While a command runs, each distinct warning of this package is one line on standard error, said once."""
+    said: set[str] = set()
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message not in said:
+                said.add(message)
+                say(f"{record.levelname.lower()}: {message}")
+
+    handler, logger = Lines(logging.WARNING), logging.getLogger("truedraft")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def describe(error: BaseException) -> str:
     """What went wrong, in a sentence."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     if isinstance(error, TruedraftError):
         return str(error)
     if _is_usage_error(error):

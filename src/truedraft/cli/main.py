@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from truedraft import __version__
 from truedraft.cli.bench import bench
 from truedraft.cli.certify import certify
 from truedraft.cli.export import export
-from truedraft.cli.failures import DONE, FAILED, report, telling
+from truedraft.cli.failures import DONE, FAILED, describe, error_record, report, telling, warnings_as_lines
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
+from truedraft.cli.standard_streams import output_is_open, output_was_taken, prepare_streams
+from truedraft.cli.terminal import json_line
 from truedraft.cli.train import train_app
 
 
@@ -58,20 +61,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 the check or run failed, 2 unusable arguments, 130 interrupted.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # an answer may hold characters that a terminal cannot show
+    prepare_streams()
+    if not output_is_open():
+        return FAILED
+    status = _run(list(sys.argv[1:] if arguments is None else arguments))
+    return status if output_was_taken() else FAILED
+
+
+def _run(words: list[str]) -> int:
+    """Run one command; whatever ends it, a JSON object ends standard output where one was asked for."""
     command = typer.main.get_command(build_app())
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), warnings_as_lines():
             warnings.simplefilter("ignore")
-            status = command.main(
-                args=None if arguments is None else list(arguments), prog_name="truedraft", standalone_mode=False
-            )
+            status = command.main(args=words, prog_name="truedraft", standalone_mode=False)
     except SystemExit as stop:  # typer ends so where standard output was closed by its reader
         return stop.code if isinstance(stop.code, int) else FAILED
     except typer.Abort:
-        return report(KeyboardInterrupt())
+        return _failed(words, KeyboardInterrupt())
     except (Exception, KeyboardInterrupt) as error:
-        return report(error)
+        return _failed(words, error)
     return status if isinstance(status, int) else DONE
+
+
+def _failed(words: Sequence[str], error: BaseException) -> int:
+    """Tell what went wrong, to people and to programs."""
+    if not output_was_taken():
+        return FAILED
+    status = report(error)
+    if "--json" in words:
+        sys.stdout.write(json_line(error_record(_command_in(words), describe(error), status)))
+    return status
+
+
+def _command_in(words: Sequence[str]) -> str | None:
+    """The command that was asked for, as "generate" or "train draft"."""
+    named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    return " ".join(named[: 2 if named[:1] == ["train"] else 1]) or None

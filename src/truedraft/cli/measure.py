@@ -64,12 +64,14 @@ class Pair:
         plain: without a drafter.
         speculative: with it.
         difference: where the tokens part, if they must not and do.
+        params: how the answers were drawn.
     """
 
     name: str
     plain: Side
     speculative: Side
     difference: Difference | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def same_tokens(self) -> bool:

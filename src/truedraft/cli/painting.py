@@ -1,6 +1,7 @@
 """Show where each token of an answer came from: colours on a terminal, brackets elsewhere.
 
-Without colours a recovered token stands in ⟦ ⟧ and a bonus token in ⟨ ⟩; accepted drafts stand bare.
+Without colours a recovered token stands in ⟦ ⟧ and a bonus token in ⟨ ⟩; accepted drafts stand bare. Control characters
+are written out, but for line breaks and tabs: a terminal would obey them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.color import ColorSystem
 from rich.style import Style
 
+from truedraft.cli.visible import visible
 from truedraft.core.verdicts import Origin
 from truedraft.text.detokenizer import StreamDetokenizer
 
@@ -65,7 +67,7 @@ class TokenPainter:
         self._text += piece.text
         rest = self._take()
         if piece.answer is not None:
-            rest, self._text = rest + self._text, ""
+            rest, self._text = rest + visible(self._text), ""
         return rest
 
     def paint_answer(self, answer: Answer) -> str:
@@ -88,6 +90,7 @@ class TokenPainter:
         return "".join(marked)
 
     def _mark(self, text: str, origin: Origin) -> str:
+        text = visible(text)
         if self._colour:
             return _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD)
         opening, closing = _BRACKETS[origin]
@@ -112,11 +115,11 @@ def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -
         return lambda piece: terminal.write(painter.paint(piece))
     if tokenizer is None:
         return lambda piece: terminal.write("".join(f"{token} " for token in piece.token_ids))
-    return lambda piece: terminal.write(piece.text)
+    return lambda piece: terminal.write(visible(piece.text))
 
 
 def written(answer: Answer, tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> str:
     """A whole answer as `writer` would have written it."""
     if show_drafts:
         return TokenPainter(tokenizer, terminal.colour).paint_answer(answer)
-    return " ".join(map(str, answer.token_ids)) if answer.text is None else answer.text
+    return " ".join(map(str, answer.token_ids)) if answer.text is None else visible(answer.text)

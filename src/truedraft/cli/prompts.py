@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from truedraft.cli.visible import typed_text
+from truedraft.core.sampling import SamplingParams
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError
 
 HELDOUT = "heldout"
+
+_OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
+# What a line cannot decide here: options of the command, and options of other programs that it does not have.
+_OF_THE_COMMAND = "model pad_to drafter rule chat compare show_drafts dtype device threads no_fast_paths"
+_OF_OTHERS = (
+    "messages system n best_of logprobs tools max_new_tokens max_completion_tokens do_sample num_beams "
+    "repetition_penalty frequency_penalty presence_penalty logit_bias stop_sequences response_format"
+)
+_REFUSED = frozenset(f"{_OF_THE_COMMAND} {_OF_OTHERS}".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +35,25 @@ class NamedPrompt:
     Attributes:
         name: the object's id in a file, else its number from 1.
         prompt: text, or token ids.
+        options: sampling options that its line gives; they go before those of the command.
     """
 
     name: str
     prompt: str | list[int]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(argument: str | None, file: str | None) -> list[NamedPrompt]:
+Asked: TypeAlias = tuple[NamedPrompt, SamplingParams]
+"""A prompt and how its answer is drawn."""
+
+
+def read_prompts(argument: str | None, file: str | None, *, own_options: bool = False) -> list[NamedPrompt]:
     """The prompts of a command: its argument, `-` for standard input, or a file; piped input needs no `-`.
+
+    Args:
+        argument: as it was typed.
+        file: likewise.
+        own_options: whether a line of a .jsonl file may give sampling options of its own, as "max_tokens" and "seed".
 
     Raises:
         OptionError: both an argument and a file, or neither and nobody to read from.
@@ -37,10 +63,13 @@ def read_prompts(argument: str | None, file: str | None) -> list[NamedPrompt]:
     if argument is not None and file is not None:
         raise OptionError("give either a PROMPT or --prompts FILE, not both")
     if file is not None:
-        return _read_file(file)
-    if argument is None and sys.stdin.isatty():
+        return _read_file(file, own_options)
+    if argument is None and (sys.stdin is None or sys.stdin.isatty()):
         raise OptionError("give a PROMPT, - to read it from standard input, or --prompts FILE")
-    source, text = ("the prompt", argument) if argument not in (None, "-") else ("standard input", _read_stdin())
+    if argument is None or argument == "-":
+        source, text = "standard input", _read_stdin()
+    else:
+        source, text = "the prompt", typed_text(argument)
     if not text:
         raise PromptError(f"{source} is empty; give at least one character")
     _check_text(text, source)
@@ -48,29 +77,45 @@ def read_prompts(argument: str | None, file: str | None) -> list[NamedPrompt]:
 
 
 def _read_stdin() -> str:
-    """Standard input without its last line break, so that `echo TEXT |` means TEXT."""
+    """Standard input without its byte order mark and its last line break, so that `echo TEXT |` means TEXT."""
+    if sys.stdin is None:
+        raise PromptError("standard input is closed; give the PROMPT itself, or a file to read it from")
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not {error.encoding} text (byte {error.start})") from error
+    except OSError as error:
+        raise PromptError(f"standard input cannot be read: {error.strerror or error}") from error
 
 
-def _read_file(name: str) -> list[NamedPrompt]:
-    path = heldout_prompts_file() if name == HELDOUT else Path(name).expanduser()
+def _read_file(name: str, own_options: bool) -> list[NamedPrompt]:
+    path = heldout_prompts_file() if name == HELDOUT else user_path(name)
     if name == HELDOUT and not path.is_file():
         raise DataError("the held-out prompts are not part of this installation; name a file of your own")
-    readers = {".jsonl": _json_lines, ".txt": _text_lines}
-    if path.suffix not in readers:
+    if path.suffix not in (".jsonl", ".txt"):
         raise DataError(f"the prompts file {name!r} must be .jsonl (an object a line) or .txt (a prompt a line)")
-    prompts = readers[path.suffix](_content(path), name)
+    content = _content(path)
+    prompts = _text_lines(content) if path.suffix == ".txt" else _json_lines(content, name, own_options)
     if not prompts:
         raise DataError(f"the prompts file {name!r} holds no prompt; give at least one line that is not empty")
     return prompts
 
 
+def user_path(name: str) -> Path:
+    """A path as a user types it.
+
+    Raises:
+        DataError: it names the home folder of nobody.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{name!r} names the home folder of nobody here; give the whole path") from error
+
+
 def _content(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise DataError(f"there is no prompts file {str(path)!r}; check the path") from error
     except UnicodeDecodeError as error:
@@ -79,35 +124,56 @@ def _content(path: Path) -> str:
         raise DataError(f"cannot read the prompts file {str(path)!r}: {error.strerror or error}") from error
 
 
-def _text_lines(content: str, _: str) -> list[NamedPrompt]:
+def _text_lines(content: str) -> list[NamedPrompt]:
     lines = [line for line in content.split("\n") if line.strip()]
     return [NamedPrompt(str(number), line) for number, line in enumerate(lines, start=1)]
 
 
-def _json_lines(content: str, file: str) -> list[NamedPrompt]:
+def _json_lines(content: str, file: str, own_options: bool) -> list[NamedPrompt]:
     prompts: list[NamedPrompt] = []
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            prompts.append(_from_json(line, f"{file}, line {number}", len(prompts) + 1))
+            prompts.append(_from_json(line, f"{file}, line {number}", len(prompts) + 1, own_options))
     return prompts
 
 
-def _from_json(line: str, place: str, number: int) -> NamedPrompt:
+def _from_json(line: str, place: str, number: int, own_options: bool) -> NamedPrompt:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: a {type(record).__name__}, not an object with a prompt in it")
     prompt = record.get("prompt", record.get("text"))
-    is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not is_ids:
         raise DataError(f'{place}: the object needs "prompt" or "text", which is a string (or a list of token ids)')
     if not prompt:
         raise DataError(f"{place}: the prompt is empty; give at least one character")
     if isinstance(prompt, str):
         _check_text(prompt, place)
-    return NamedPrompt(str(record.get("id", number)), prompt)
+    name = record.get("id")
+    return NamedPrompt(str(number if name is None else name), prompt, _options(record, place, own_options))
+
+
+def _options(record: Mapping[str, Any], place: str, allowed: bool) -> dict[str, Any]:
+    """The sampling options among an object's fields; null leaves one to the command."""
+    for name in record:
+        near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
+        if name in _REFUSED or (near and name not in _OPTIONS):
+            hint = f"did you mean {near[0]!r}? " if near and name not in _REFUSED else ""
+            raise DataError(f"{place}: {name!r} is no option of a line; {hint}valid: {', '.join(sorted(_OPTIONS))}")
+    options = {name: value for name, value in record.items() if name in _OPTIONS and value is not None}
+    if options and not allowed:
+        name = next(iter(options))
+        raise DataError(f"{place}: this command takes no options from lines, and {name!r} is one; remove it")
+    try:
+        SamplingParams(**options)
+    except OptionError as error:
+        raise DataError(f"{place}: {error}") from error
+    return options
 
 
 def _check_text(text: str, source: str) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from truedraft.cli.lossy import divergence_words
 from truedraft.cli.machine import machine_facts
 from truedraft.cli.measure import Comparison, Pair, counts_dict, decode_tokens_per_s, emitted, tokens_per_s
+from truedraft.cli.visible import visible
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
 
@@ -27,14 +28,13 @@ _SIDES: tuple[tuple[str, Callable[[Pair], Any]], ...] = (
 _SHOWN_DIFFERENCES = 5
 
 
-def print_comparison(
-    comparison: Comparison, engine: Engine, setup: Setup, params: SamplingParams, runs: int, terminal: Terminal
-) -> None:
+def print_comparison(comparison: Comparison, engine: Engine, setup: Setup, runs: int, terminal: Terminal) -> None:
     """The table of `--compare`, and what stands beside it."""
     many = len(comparison.pairs) > 1
     terminal.out.print()
     drafter = engine.drafter.name if setup.drafter == "auto" else setup.drafter
-    line = _circumstances(engine, drafter, params, len(comparison.pairs), runs)
+    params = [pair.params for pair in comparison.pairs]
+    line = _circumstances(engine, drafter, params, runs)
     terminal.out.print(line, style="dim", soft_wrap=True)
     terminal.out.print(_table(comparison))
     if many:
@@ -51,27 +51,41 @@ def print_comparison(
         terminal.out.print(f"lossy rule {engine.rule.spec}: {words}", soft_wrap=True)
     for pair in [pair for pair in comparison.pairs if pair.difference is not None][:_SHOWN_DIFFERENCES]:
         assert pair.difference is not None
-        terminal.out.print(f"  prompt {pair.name} {pair.difference.describe()}", soft_wrap=True)
+        terminal.out.print(visible(f"  prompt {pair.name} {pair.difference.describe()}"), soft_wrap=True)
+    if many and not all(each.greedy for each in params):
+        seeds = ", ".join(f"{pair.name}: {pair.params.seed}" for pair in comparison.pairs)
+        terminal.out.print(visible(f"seeds: {seeds}"), style="dim", soft_wrap=True)
     if comparison.repeated_8grams is not None:
         where = "answers" if many else "answer"
         terminal.out.print(f"repeated 8-grams in the plain {where}: {comparison.repeated_8grams:.2f}")
 
 
-def _circumstances(engine: Engine, drafter: str, params: SamplingParams, prompts: int, runs: int) -> str:
+def _circumstances(engine: Engine, drafter: str, each: Sequence[SamplingParams], runs: int) -> str:
     import torch
 
     target = engine.target
     device = target.device.type
     threads = torch.get_num_threads()
     where = device if device != "cpu" else f"{threads} thread{'s' if threads > 1 else ''}"
-    how = "greedy" if params.greedy else f"temperature {params.temperature:g}, seed {params.seed}"
+    how = _drawing(each)
     if not engine.rule.lossless:
         how = f"lossy rule {engine.rule.spec}, {how}"
-    what = f"{prompts} prompts, one run each way" if prompts > 1 else f"medians of {runs} runs each way"
+    what = f"{len(each)} prompts, one run each way" if len(each) > 1 else f"medians of {runs} runs each way"
     dtype = str(target.dtype).removeprefix("torch.")
     note = target.note
     name = target.name if note is None else f"{target.name} ({note})"
     return f"{name}, drafter {drafter}, {dtype}, {where}, {how}, {what}"
+
+
+def _drawing(each: Sequence[SamplingParams]) -> str:
+    """How tokens were drawn, in words."""
+    how = {
+        "greedy" if params.greedy else f"temperature {params.temperature:g}" + (", coupled" if params.coupled else "")
+        for params in each
+    }
+    seeds = {params.seed for params in each if not params.greedy}
+    seed = ", a seed for each prompt" if len(seeds) > 1 else "".join(f", seed {one}" for one in seeds)
+    return (how.pop() if len(how) == 1 else "each prompt by its own options") + seed
 
 
 def _table(comparison: Comparison) -> Table:
@@ -108,7 +122,7 @@ def _verdict(comparison: Comparison) -> str:
     return f"identical: {word} ({comparison.identical_prompts} of {len(comparison.pairs)})"
 
 
-def stats_line(answers: Sequence[Answer], elapsed_s: float, params: SamplingParams) -> str:
+def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[SamplingParams]) -> str:
     """What a finished command did, in one line."""
     tokens = sum(map(emitted, answers))
     stats = sum((answer.stats for answer in answers), Counters())
@@ -123,8 +137,9 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, params: SamplingPara
         parts.append(f"merged paths: {stats.draft_tokens} nodes for {stats.listed_tokens} tokens")
     if stats.divergence is not None:
         parts.append(f"lossy: {divergence_words(stats)}")
-    if not params.greedy:
-        parts.append(f"seed {params.seed}")
+    seeds = {params.seed for params in each if not params.greedy}
+    if seeds:
+        parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "a seed for each, beside its answer")
     if len(answers) == 1:
         parts.append(f"finish: {answers[0].finish_reason}")
     return " · ".join(parts)
@@ -159,6 +174,8 @@ def _pair_record(pair: Pair, tell_identical: bool) -> dict[str, Any]:
     return {
         "id": pair.name,
         "prompt_tokens": answer.prompt_tokens,
+        "seed": pair.params.seed,
+        "sampling": dataclasses.asdict(pair.params),
         "finish_reason": answer.finish_reason,
         "speedup": pair.speedup,
         "identical": pair.same_tokens if tell_identical else None,
@@ -169,21 +186,25 @@ def _pair_record(pair: Pair, tell_identical: bool) -> dict[str, Any]:
     }
 
 
-def answers_record(names: Sequence[str], answers: Sequence[Answer], elapsed_s: float) -> dict[str, Any]:
+def answers_record(
+    names: Sequence[str], answers: Sequence[Answer], params: Sequence[SamplingParams], elapsed_s: float
+) -> dict[str, Any]:
     """The part of the JSON record that answers bring."""
     tokens = sum(map(emitted, answers))
     return {
         "tokens_per_s": tokens / elapsed_s if elapsed_s else 0.0,
         "elapsed_s": elapsed_s,
         "stats": counts_dict(sum((answer.stats for answer in answers), Counters())),
-        "prompts": [_answer_record(name, answer) for name, answer in zip(names, answers, strict=True)],
+        "prompts": [_answer_record(*each) for each in zip(names, answers, params, strict=True)],
     }
 
 
-def _answer_record(name: str, answer: Answer) -> dict[str, Any]:
+def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[str, Any]:
     return {
         "id": name,
         "prompt_tokens": answer.prompt_tokens,
+        "seed": params.seed,
+        "sampling": dataclasses.asdict(params),
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,

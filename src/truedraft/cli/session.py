@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from truedraft.cli.failures import warn
 from truedraft.cli.prompts import NamedPrompt
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import OptionError, PromptError
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 Prompt = str | list[int]
+_MOST_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,26 @@ def sampling(**options: Any) -> SamplingParams:
         return SamplingParams(**options)
     except OptionError as error:
         raise OptionError(_as_typed(str(error))) from error
+
+
+def sampling_of_each(
+    params: SamplingParams, prompts: Sequence[NamedPrompt], *, derive_seeds: bool
+) -> list[SamplingParams]:
+    """The options of each prompt: the command's, and before them those of its own line.
+
+    Args:
+        params: the command's.
+        prompts: at least one.
+        derive_seeds: give each prompt a seed of its own, made from the command's; equal prompts then get unlike
+            answers.
+    """
+    seeds = [derived_seed(params.seed or 0, number) if derive_seeds else params.seed for number in range(len(prompts))]
+    return [replace(params, **{"seed": seed} | dict(each.options)) for each, seed in zip(prompts, seeds, strict=True)]
+
+
+def derived_seed(base: int, number: int) -> int:
+    """The seed of one of many prompts: the first 48 bits of the SHA-256 hash of "BASE/NUMBER", both in decimal."""
+    return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:6], "big")
 
 
 def _as_typed(message: str) -> str:
@@ -91,8 +115,9 @@ def load_engine(setup: Setup, console: Console, params: SamplingParams | None = 
         engine = Engine(target, drafter, rule)
     if budget is not None:
         engine.on_step = budget.check(target)
-        for line in (*(f"warning: {warning}" for warning in budget.warnings), f"{drafter.name}: {budget.describe()}"):
-            console.print(line, style="dim", soft_wrap=True)
+        for warning in budget.warnings:
+            warn(warning)
+        console.print(f"{drafter.name}: {budget.describe()}", style="dim", soft_wrap=True)
     return engine
 
 
@@ -100,15 +125,20 @@ def set_threads(threads: int | None) -> None:
     """Let torch compute with so many CPU threads; None leaves its choice.
 
     Raises:
-        OptionError: fewer than one.
+        OptionError: fewer than one, or so many that the system could not start them.
     """
     if threads is None:
         return
-    if threads < 1:
-        raise OptionError(f"--threads must be 1 or more, got {threads}")
+    most = max(_MOST_THREADS, 4 * (os.cpu_count() or 1))
+    if not 1 <= threads <= most:
+        raise OptionError(f"--threads must be 1 or more, got {threads}" if threads < 1 else _too_many(threads, most))
     import torch
 
     torch.set_num_threads(threads)
+
+
+def _too_many(threads: int, most: int) -> str:
+    return f"--threads must be at most {most} on this machine of {os.cpu_count()} cores, got {threads}"
 
 
 def as_chat(target: LanguageModel, prompts: Sequence[NamedPrompt]) -> list[NamedPrompt]:
@@ -123,7 +153,8 @@ def as_chat(target: LanguageModel, prompts: Sequence[NamedPrompt]) -> list[Named
     for each in prompts:
         if not isinstance(each.prompt, str):
             raise PromptError(f"--chat needs text, and prompt {each.name} is a list of token ids")
-        chats.append(NamedPrompt(each.name, target.tokenizer.chat([{"role": "user", "content": each.prompt}])))
+        ids = target.tokenizer.chat([{"role": "user", "content": each.prompt}])
+        chats.append(replace(each, prompt=ids))
     return chats
 
 

@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.style import Style
 
+from truedraft.cli.visible import one_line, visible
+
 _PATIENCE_S = 2.0
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """A JSON object as one line, line break included."""
+    return one_line(json.dumps(record, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 class Terminal:
@@ -38,7 +45,7 @@ class Terminal:
         return self.out.is_terminal and self.out.color_system is not None and not self.out.no_color
 
     def write(self, text: str) -> None:
-        """Write a part of an answer at once, as it is."""
+        """Write a part of an answer at once; control characters in it are the caller's own."""
         if text:
             self._at_line_start = False  # first, as Ctrl-C may come in between
             sys.stdout.write(text)
@@ -47,6 +54,7 @@ class Terminal:
 
     def dim(self, text: str) -> None:
         """Write text that is no part of the answer."""
+        text = visible(text)
         self.write(Style(dim=True).render(text, color_system=ColorSystem.STANDARD) if self.colour else text)
 
     def end_line(self) -> None:
@@ -56,12 +64,12 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """A line about the answer, on standard error."""
-        self.err.print(text, style="dim", soft_wrap=True)
+        self.err.print(visible(text), style="dim", soft_wrap=True)
 
     def json(self, record: dict[str, Any]) -> None:
         """The last line of standard output."""
         self.end_line()
-        self.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self.write(json_line(record))
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int, beside_output: bool = False) -> Iterator[Callable[[int, str], None]]:

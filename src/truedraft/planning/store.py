@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from truedraft.errors import OptionError
-from truedraft.models.user_cache import cache_folder
+from truedraft.models.user_cache import cache_folder, could_not_be_kept
 
 Value = TypeVar("Value")
 _FORMAT = 1
@@ -85,7 +85,7 @@ class CostStore:
             return None, f"the kept costs of {key.what} in {path} are damaged ({error}); they are measured again"
 
     def save(self, key: CostKey, cost: Mapping[str, Any]) -> str | None:
-        """Keep a cost: whole or not at all. Returns a warning where that was not possible."""
+        """Keep a cost: whole or not at all. Returns a warning where that was not possible, the same for all costs."""
         record = {"format": _FORMAT, "what": key.what, "place": key.place, "state": key.state, "cost": cost}
         record |= {"measured_at": self.clock(), "parted": self._kept(key).get("parted")}
         return self._write(key, record)
@@ -134,10 +134,7 @@ class CostStore:
                     Path(file.name).unlink(missing_ok=True)
                     raise
         except OSError as error:
-            return (
-                f"the costs of {key.what} could not be kept in {self.folder} ({error.strerror or error}) and will be "
-                "measured again next time; set TRUEDRAFT_CACHE to a folder that can be written"
-            )
+            return could_not_be_kept(self.folder, error.strerror or str(error))
         return None
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -25,7 +27,9 @@ from pathlib import Path
 import torch
 
 from truedraft.models.dtypes import has_avx512_bfloat16
-from truedraft.models.user_cache import cache_folder
+from truedraft.models.user_cache import cache_folder, could_not_be_kept
+
+_log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -33,6 +37,7 @@ _PLAIN = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-w")
 # Some compilers know this machine under another option.
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
+_ROOM = 1 << 24  # bytes that a folder must have left for the compiler to work in it
 _OURS_ALONE = 0o700
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -133,6 +138,9 @@ def _processor() -> str:
 def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, key: str) -> Built:
     """Compile, load, and keep the library where there is a folder for it that can be written."""
     keeping = folder is not None and os.access(folder, os.W_OK)
+    if folder is not None and keeping and shutil.disk_usage(folder).free < _ROOM:
+        _log.warning(could_not_be_kept(folder, os.strerror(errno.ENOSPC)))
+        keeping = False
     with tempfile.TemporaryDirectory(
         prefix="decoder-", dir=folder if keeping else None, ignore_cleanup_errors=True
     ) as work:

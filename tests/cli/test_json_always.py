@@ -1,0 +1,108 @@
+"""With --json every exit ends standard output with a JSON object, and nothing a model writes steers a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.cli import answering, compare, export, info
+from truedraft.errors import ModelError
+from truedraft.text.tokenizer import Tokenizer
+
+Run = Callable[..., Result]
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "status"),
+    [
+        (["generate", "x", "--top-k", "-1"], "generate", 2),
+        (["generate", "x", "--nonsense"], "generate", 2),
+        (["generate", "x", "--drafter", "nobody"], "generate", 2),
+        (["bench", "--batch", "0"], "bench", 2),
+        (["bench", "--prompts", "nothing"], "bench", 2),
+        (["certify", "--minutes", "0"], "certify", 2),
+        (["export"], "export", 2),
+        (["train", "draft"], "train draft", 2),
+        (["nonsense"], "nonsense", 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_an_error(run: Run, words: list[str], command: str, status: int) -> None:
+    result = run(*words, "--json")
+    assert (result.status, result.record["command"], result.record["status"]) == (status, command, status)
+    assert result.err == f"truedraft: error: {result.record['error']}\n"
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "name"),
+    [
+        (["info"], info, "_native_forward"),
+        (["generate", "x", "--compare"], compare, "warm_up"),
+        (["generate", "x", "--compare"], compare, "stream_answer"),
+    ],
+)
+def test_an_interruption(
+    run: Run, target: str, monkeypatch: pytest.MonkeyPatch, words: list[str], module: Any, name: str
+) -> None:
+    monkeypatch.setattr(module, name, interrupt)
+    model = ["--model", target, "--max-tokens", "4"] if words[0] == "generate" else []
+    result = run(*words, *model, "--json")
+    assert (result.status, result.record["status"], result.record["error"]) == (130, 130, "interrupted")
+    assert "interrupted" in result.err and "Traceback" not in result.err
+
+
+def test_a_failure_in_the_middle_of_an_answer(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(engine: object, prompt: object, params: object, show: Callable[[Any], None]) -> None:
+        from truedraft.engine import Piece
+
+        show(Piece("half an answer", [], []))
+        raise ModelError("the target broke")
+
+    monkeypatch.setattr(answering, "stream_answer", broken)
+    result = run("generate", "x", "--model", target, "--json")
+    assert result.status == 1 == result.record["status"]
+    assert result.out.startswith("half an answer\n{") and result.record["error"] == "the target broke"
+
+
+def test_no_prompt_that_could_be_compared(run: Run, target: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"{'long' * 200}\n{'longer' * 200}\n")
+    result = run("generate", "--prompts", str(tmp_path / "a.txt"), "--model", target, "--compare", "--json")
+    assert (result.status, result.record["error"]) == (1, "no prompt could be answered")
+    assert len(result.record["errors"]) == 2
+
+
+def test_the_status_stands_beside_an_answer(run: Run, target: str) -> None:
+    assert run("generate", "x", "--model", target, "--max-tokens", "2", "--json").record["status"] == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--show-drafts"]])
+def test_an_answer_does_not_steer_the_terminal(
+    run: Run, target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: list[str]
+) -> None:
+    """Every token of this model is a piece of an escape sequence, and so is the prompt's name."""
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "\x1b[31m\x9b" * len(ids))
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps({"id": "\x1b]0;title\x07", "prompt": "x"}) for _ in range(2)))
+    words = ("--model", target, "--max-tokens", "3", "--ignore-eos", "--json", *more)
+    for result in (run("generate", "x\x1b[2J", *words), run("generate", "--prompts", str(file), *words)):
+        assert result.status == 0
+        assert "\x1b" not in result.out + result.err and "\x9b" not in result.out
+        assert "\\x1b[31m\\x9b" in result.out
+        assert result.record["prompts"][0]["text"] == "\x1b[31m\x9b" * 3
+    compared = run("generate", "x\x1b[2J", *words, "--compare")
+    assert "\x1b" not in compared.out and compared.out.startswith("x\\x1b[2J")
+
+
+def test_many_threads_are_refused(run: Run) -> None:
+    result = run("export", "--out", "nowhere", "--threads", "100000", "--json")
+    assert result.status == 2 and "--threads must be at most" in result.record["error"]
+    assert export.DONE == 0 and not Path("nowhere").exists()

@@ -1,0 +1,114 @@
+"""Lines of prompt files: options and seeds of their own, and what cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.cli.prompts import read_prompts
+from truedraft.cli.session import derived_seed
+from truedraft.errors import DataError, PromptError
+
+Run = Callable[..., Result]
+SAMPLED = ("--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--temperature", "1", "--json")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    def lines(*objects: Any) -> str:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in objects))
+        return str(file)
+
+    return lines
+
+
+def test_equal_prompts_without_a_seed_get_seeds_and_samples_of_their_own(
+    run: Run, target: str, write: Callable[..., str]
+) -> None:
+    words = ("generate", "--prompts", write(*[{"prompt": "hello"}] * 9), "--model", target, *SAMPLED)
+    result = run(*words)
+    answers = result.record["prompts"]
+    seeds = [answer["seed"] for answer in answers]
+    assert len(set(seeds)) == 9 == len({tuple(answer["token_ids"]) for answer in answers})
+    assert seeds == [derived_seed(result.record["base_seed"], number) for number in range(9)]
+    assert result.record["seed"] is None and "a seed for each" in result.err
+    assert all(f", seed {seed}) " in result.out for seed in seeds)
+    alone = run("generate", "hello", "--model", target, *SAMPLED, "--seed", str(seeds[7]))
+    assert alone.record["prompts"][0]["token_ids"] == answers[7]["token_ids"]
+
+
+def test_one_seed_for_a_list_gives_each_prompt_the_answer_it_gets_alone(
+    run: Run, target: str, write: Callable[..., str]
+) -> None:
+    words = ("--model", target, *SAMPLED, "--seed", "5")
+    both = run("generate", "--prompts", write({"prompt": "hello"}, {"prompt": "other"}), *words).record
+    alone = run("generate", "other", *words).record
+    assert both["seed"] == 5 == both["prompts"][1]["seed"] and "base_seed" not in both
+    assert both["prompts"][1]["token_ids"] == alone["prompts"][0]["token_ids"]
+
+
+def test_compared_prompts_tell_their_seeds(run: Run, target: str, write: Callable[..., str]) -> None:
+    file = write({"id": "a", "prompt": "hello"}, {"id": "b", "prompt": "hello"})
+    result = run("generate", "--prompts", file, "--model", target, "--compare", "--coupled", *SAMPLED)
+    assert result.record["identical"] is True
+    first, second = (each["seed"] for each in result.record["prompts"])
+    assert first != second and f"seeds: a: {first}, b: {second}" in result.out
+    assert "a seed for each prompt" in result.out
+
+
+def test_a_line_has_options_of_its_own(run: Run, target: str, write: Callable[..., str]) -> None:
+    own = {"prompt": "hello", "max_tokens": 5, "seed": 11, "temperature": 0.5, "top_p": None, "file": "is the user's"}
+    file = write(own, {"prompt": "hello"}, {"prompt": "hello", "stop_token_ids": list(range(257))})
+    record = run("generate", "--prompts", file, "--model", target, *SAMPLED).record
+    first, second, third = record["prompts"]
+    assert (len(first["token_ids"]), first["seed"], first["sampling"]["temperature"]) == (5, 11, 0.5)
+    assert (len(second["token_ids"]), second["sampling"]["temperature"]) == (12, 1.0)
+    assert (third["token_ids"], third["finish_reason"]) == ([], "stop")
+    alone = run("generate", "hello", "--model", target, *SAMPLED, "--seed", "11", "--temperature", "0.5").record
+    assert alone["prompts"][0]["token_ids"][:5] == first["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [
+        ({"prompt": "x", "max_tokens": "5"}, "line 1: max_tokens must be a whole number of 1 or more, got '5'"),
+        ({"prompt": "x", "max_token": 5}, "'max_token' is no option of a line; did you mean 'max_tokens'?"),
+        ({"prompt": "x", "drafter": "none"}, "'drafter' is no option of a line"),
+        ({"prompt": "x", "repetition_penalty": 1.1}, "'repetition_penalty' is no option of a line"),
+        ({"prompt": [True, 2]}, "(or a list of token ids)"),
+        ('{"prompt": ' + "[" * 100_000, "line 1: JSON that nobody can read"),
+        ('{"prompt": [' + "9" * 5000 + "]}", "line 1: JSON that nobody can read"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_line_cannot_say_is_refused_by_name(write: Callable[..., str], line: Any, phrase: str) -> None:
+    with pytest.raises(DataError) as refused:
+        read_prompts(None, write(line), own_options=True)
+    assert phrase in str(refused.value)
+
+
+def test_other_commands_take_no_options_from_lines(write: Callable[..., str]) -> None:
+    with pytest.raises(DataError, match="'seed' is one; remove it"):
+        read_prompts(None, write({"prompt": "x", "seed": 1}))
+
+
+def test_half_a_character_is_refused_with_its_line(write: Callable[..., str]) -> None:
+    with pytest.raises(PromptError, match="line 2 is not UTF-8 text"):
+        read_prompts(None, write({"prompt": "x"}, {"prompt": "\ud800"}))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one\r\ntwo\r\n"), ("a.jsonl", '{"prompt": "one"}\r\n{"prompt": "two"}\r\n')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+        assert [each.prompt for each in read_prompts(None, str(tmp_path / name))] == ["one", "two"]
+
+
+def test_the_home_of_nobody(run: Run) -> None:
+    result = run("generate", "--prompts", "~nobody-of-that-name/a.txt")
+    assert result.status == 2 and "names the home folder of nobody here" in result.err
