@@ -13,6 +13,7 @@ from cli.tiny import Result
 from truedraft.cli import answering, compare, export, info
 from truedraft.errors import ModelError
 from truedraft.text.tokenizer import Tokenizer
+from truedraft.training import distill
 
 Run = Callable[..., Result]
 
@@ -36,6 +37,17 @@ def test_an_error(run: Run, words: list[str], command: str, status: int) -> None
     result = run(*words, "--json")
     assert (result.status, result.record["command"], result.record["status"]) == (status, command, status)
     assert result.err == f"truedraft: error: {result.record['error']}\n"
+
+
+def test_an_interrupted_training(run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "train_draft", interrupt)
+    (tmp_path / "text.txt").write_text("some text\n" * 9)
+    words = ("--model", target, "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "new"), "--json")
+    result = run("train", "draft", *words)
+    assert (result.status, result.record) == (
+        130,
+        {"command": "train draft", "error": "interrupted", "status": 130},
+    )
 
 
 def interrupt(*_: object, **__: object) -> None:

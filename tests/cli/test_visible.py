@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from truedraft.cli.terminal import json_line
-from truedraft.cli.visible import from_escapes, visible
+from truedraft.cli.visible import from_escapes, json_line, visible
 from truedraft.errors import OptionError
 
 

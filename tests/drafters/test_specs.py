@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
 
-from truedraft.drafters import DraftModel, NoDrafter, PromptLookup, from_spec, specs
+from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup, Redrafter, from_spec
+from truedraft.drafters.specs import KINDS, drafter_help
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
+from truedraft.models import loading
 from truedraft.testing import MarkovModel
 
 
@@ -24,7 +29,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(f"{name} {dtype} {device}")
         return MarkovModel.random(6, seed=2)
 
-    monkeypatch.setattr(specs, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     return names
 
 
@@ -65,6 +70,8 @@ def test_auto_is_the_embedded_draft_only_for_the_embedded_target(target: MarkovM
         ("none,depth=3", UnknownOptionError, "depth"),
         ("prompt-lookup,min_ngram=5,max_ngram=2", OptionError, "min_ngram"),
         ("", UnknownOptionError, "drafter ''"),
+        ('draft:"a,b', OptionError, "a double quote without its second"),
+        ("draft,branching=2,branching=3", OptionError, "has branching twice"),
     ],
 )
 def test_bad_words_are_named(
@@ -77,3 +84,106 @@ def test_bad_words_are_named(
 def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(loaded: list[str]) -> None:
     with pytest.raises(VocabularyMismatchError, match=r"6 token ids .* 7"):
         from_spec("draft", MarkovModel.random(7, seed=1))
+
+
+def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: list[str]) -> None:
+    drafter = from_spec('draft:"a,b/c=d",num_speculative_tokens=3', target)
+    assert drafter.limits.depth == 3
+    assert from_spec('"draft:x,y",branching="2-2"', target).limits.width == 2
+    assert loaded == ["a,b/c=d float64 cpu", "x,y float64 cpu"]
+
+
+@pytest.mark.parametrize(
+    ("word", "made", "left_out"),
+    [
+        ("none", NoDrafter, ()),
+        ("prompt-lookup", PromptLookup, ()),
+        ("draft", DraftModel, ("model",)),
+        ("medusa", Medusa.load, ("folder", "trees")),
+        ("redrafter", Redrafter.load, ("folder",)),
+    ],
+)
+def test_the_table_of_words_has_the_options_of_the_drafters(word: str, made: object, left_out: tuple[str, ...]) -> None:
+    """With their defaults, where these are numbers; branching and tree are ways to say which trees."""
+    parameters = {name: each for name, each in inspect.signature(made).parameters.items() if name not in left_out}  # type: ignore[arg-type]
+    ways = {"branching", "tree"} if word == "medusa" else set()
+    assert set(KINDS[word].options) == set(parameters) | ways
+    for name, each in parameters.items():
+        if type(each.default) in (int, float):
+            assert float(KINDS[word].options[name]) == each.default, name
+
+
+def test_help_names_every_kind_and_option() -> None:
+    text = drafter_help()
+    for word, kind in KINDS.items():
+        assert f"\n\n{word}" in text and all(f"{name}=" in text for name in kind.options)
+
+
+OWN = """
+from truedraft.core.budget import Budget
+from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.drafters import Drafter
+
+
+class Mine(Drafter):
+    name = "mine"
+
+    def __init__(self, target, depth: int = 1, share: float = 0.5, loud: bool = False, word: str = "", sizes=()):
+        if depth == 0:
+            raise ZeroDivisionError("no depth")
+        self.limits = Budget(depth, 1, depth)
+        self.given = (target.vocab_size, depth, share, loud, word, sizes)
+
+    kinds = frozenset({DrawKind.DETERMINISTIC})
+
+    def propose(self, batch, budgets, noise):
+        return [Proposal.empty() for _ in batch]
+
+
+class Nameless(Mine):
+    name = None
+
+
+class Half(Drafter):
+    name = "half"
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working directory, of a name that no other test imports."""
+    (tmp_path / "own_drafters_here").mkdir()
+    (tmp_path / "own_drafters_here" / "first.py").write_text(OWN)
+    (tmp_path / "own_drafters_broken.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    return "own_drafters_here.first"
+
+
+def test_a_drafter_of_the_users_own(own: str, target: MarkovModel) -> None:
+    words = f'{own}:Mine,depth=3,share=0.25,loud=true,word=7,sizes="(1, 2)"'
+    drafter = from_spec(words, target)
+    assert drafter.name == "mine"
+    assert drafter.given == (6, 3, 0.25, True, "7", (1, 2))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "words"),
+    [
+        ("{}:Mine,deph=3", UnknownOptionError, "did you mean 'depth'"),
+        ("{}:Mine,depth=x", OptionError, "depth must be a whole number, got 'x'"),
+        ("{}:Mine,loud=yes", OptionError, "loud must be true or false, got 'yes'"),
+        ("{}:Mine,depth=0", OptionError, r"cannot be made \(ZeroDivisionError: no depth\)"),
+        ("{}:Yours", OptionError, "has no such name"),
+        ("{}:Budget", OptionError, "Budget as a type; name a class that extends"),
+        ("{}:Half", OptionError, "cannot be made .*abstract"),
+        ("{}:Nameless", OptionError, "needs a name"),
+        ("own_drafters_broken:Mine", OptionError, r"cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ("own_drafters_nowhere:Mine", UnknownOptionError, "unknown drafter 'own_drafters_nowhere'.*MODULE:CLASS"),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_sentence(
+    own: str, target: MarkovModel, spec: str, kind: type[TruedraftError], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as refused:
+        from_spec(spec.format(own), target)
+    assert "\n" not in str(refused.value)

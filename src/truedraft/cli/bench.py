@@ -14,6 +14,7 @@ from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, describe, say, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts, user_path
 from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, OptionError, PromptError, TruedraftError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _Drafters = Annotated[
     list[str] | None,
     opt.option(
         "--drafter",
-        "draft[:MODEL], prompt-lookup, ... as in generate; may be repeated. none: plain decoding alone.",
+        "What guesses, one of these; options stand behind it as ,option=value. May be repeated.\n\n" + drafter_help(),
         _WHAT,
         "D",
         show_default="auto",

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec
 
-from truedraft.cli.visible import visible
+from truedraft.cli.visible import json_line, visible
 from truedraft.errors import (
     CompositionError,
     DataError,
@@ -79,6 +79,19 @@ def telling(command: Callable[P, int]) -> Callable[P, int]:
             return command(*args, **kwargs)
         except KeyboardInterrupt as error:
             raise InterruptedCommandError("interrupted") from error
+
+    return run
+
+
+def interrupted_in_json(command: Callable[P, int]) -> Callable[P, int]:
+    """A command that says by itself what Ctrl-C left of its work; where JSON is asked for, that ends in it, too."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        status = command(*args, **kwargs)
+        if status == INTERRUPTED and kwargs.get("json"):
+            sys.stdout.write(json_line(error_record(f"train {command.__name__}", "interrupted", status)))
+        return status
 
     return run
 

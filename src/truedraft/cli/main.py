@@ -18,8 +18,8 @@ from truedraft.cli.failures import DONE, FAILED, describe, error_record, report,
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
 from truedraft.cli.standard_streams import output_is_open, output_was_taken, prepare_streams
-from truedraft.cli.terminal import json_line
 from truedraft.cli.train import train_app
+from truedraft.cli.visible import json_line
 
 
 def build_app() -> typer.Typer:

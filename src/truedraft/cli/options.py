@@ -6,6 +6,8 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from truedraft.drafters.specs import drafter_help
+
 
 def option(name: str, help_: str, panel: str, metavar: str | None = None, **more: Any) -> Any:
     """An option: its name, what it does, the heading it stands under, and what its value is called."""
@@ -27,7 +29,8 @@ PromptsFile: TypeAlias = Annotated[
     str | None,
     option(
         "--prompts",
-        'Many prompts: .jsonl with "prompt" or "text", .txt with one a line, or heldout: those that ship.',
+        'Many prompts: .jsonl with "prompt" or "text" (for generate also "max_tokens", "seed" and so on), .txt with '
+        "one a line, or heldout: those that ship.",
         _PROMPT,
         "FILE",
     ),
@@ -44,14 +47,20 @@ PadTo: TypeAlias = Annotated[
     option("--pad-to", "110M, 500M or 7B: the model's answers at the cost of a model of that size.", _MODEL, "SIZE"),
 ]
 Drafter: TypeAlias = Annotated[
-    str, option("--drafter", "auto, none, prompt-lookup or draft[:MODEL], each with [,option=value]...", _MODEL, "D")
+    str,
+    option(
+        "--drafter",
+        "What guesses, one of these; options stand behind it as ,option=value.\n\n" + drafter_help(),
+        _MODEL,
+        "D",
+    ),
 ]
 RuleWord: TypeAlias = Annotated[
     str,
     option(
         "--rule",
-        "speculative and block keep the target's law exactly; block judges a drafted chain as a whole. Lossy ones, by "
-        "name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3].",
+        "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as "
+        "a whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3].",
         _MODEL,
         "R",
     ),
@@ -69,13 +78,22 @@ MinP: TypeAlias = Annotated[
     float, option("--min-p", "Drop tokens less likely than P times the likeliest.", _ANSWER, "P")
 ]
 Seed: TypeAlias = Annotated[
-    int | None, option("--seed", "The same seed, the same answer.", _ANSWER, "S", show_default="drawn")
+    int | None,
+    option("--seed", "The same seed, the same answer.", _ANSWER, "S", show_default="drawn"),
 ]
 Coupled: TypeAlias = Annotated[
-    bool, flag("--coupled", "Make the tokens of a seed independent of the drafter.", _ANSWER)
+    bool,
+    flag(
+        "--coupled",
+        "Draw each token by noise that its seed, place and id decide, for target and drafter alike: then a seed gives "
+        "the same answer with every drafter and with none, at the cost of some accepted drafts. Without it a seed's "
+        "answer depends on the drafter, though its distribution does not.",
+        _ANSWER,
+    ),
 ]
 Stop: TypeAlias = Annotated[
-    list[str] | None, option("--stop", "End before this text; may be repeated.", _ANSWER, "TEXT")
+    list[str] | None,
+    option("--stop", r"End before this text, which may hold \n, \t, \\ and \uXXXX; may be repeated.", _ANSWER, "TEXT"),
 ]
 StopTokenId: TypeAlias = Annotated[
     list[int] | None, option("--stop-token-id", "End before this token; may be repeated.", _ANSWER, "N")

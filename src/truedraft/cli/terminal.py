@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.style import Style
 
-from truedraft.cli.visible import one_line, visible
+from truedraft.cli.visible import json_line, visible
 
 _PATIENCE_S = 2.0
-
-
-def json_line(record: dict[str, Any]) -> str:
-    """A JSON object as one line, line break included."""
-    return one_line(json.dumps(record, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 class Terminal:

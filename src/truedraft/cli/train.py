@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from truedraft.cli.failures import telling
+from truedraft.cli.failures import interrupted_in_json, telling
 from truedraft.cli.train_draft import draft
 from truedraft.cli.train_medusa import medusa
 from truedraft.cli.train_redrafter import redrafter
@@ -13,7 +13,6 @@ from truedraft.cli.train_redrafter import redrafter
 def train_app() -> typer.Typer:
     """The commands that train drafters."""
     app = typer.Typer(name="train", help="Train a drafter for a target.")
-    app.command()(telling(draft))
-    app.command()(telling(medusa))
-    app.command()(telling(redrafter))
+    for command in (draft, medusa, redrafter):
+        app.command()(telling(interrupted_in_json(command)))
     return app

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from truedraft.errors import OptionError
 
@@ -64,6 +67,6 @@ def typed_text(word: str) -> str:
         return word
 
 
-def one_line(encoded: str) -> str:
-    """A JSON text without the characters above ASCII that end a line or steer a terminal; it means the same."""
-    return encoded.translate(_IN_JSON)
+def json_line(record: Mapping[str, Any]) -> str:
+    """A JSON object as one line, break included, without raw characters that end a line or steer a terminal."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_IN_JSON) + "\n"

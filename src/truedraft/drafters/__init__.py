@@ -1,17 +1,46 @@
-"""Drafters: they guess the next tokens; the target decides. Also what one written by hand is made of."""
+"""Drafters: they guess the next tokens; the target decides. Also what one written by hand is made of.
 
-from truedraft.core.budget import Budget
-from truedraft.core.laws import draw
-from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.medusa import Medusa
-from truedraft.drafters.none import NoDrafter
-from truedraft.drafters.prompt_lookup import PromptLookup
-from truedraft.drafters.redrafter import Redrafter
-from truedraft.drafters.specs import from_spec
+Each name loads on first use, so that the words for drafters load alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from truedraft.core.budget import Budget
+    from truedraft.core.laws import draw
+    from truedraft.core.noise import Noise, Purpose
+    from truedraft.core.proposals import Draw, DrawKind, Proposal
+    from truedraft.core.trees import TokenTree
+    from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+    from truedraft.drafters.draft_model import DraftModel
+    from truedraft.drafters.medusa import Medusa
+    from truedraft.drafters.none import NoDrafter
+    from truedraft.drafters.prompt_lookup import PromptLookup
+    from truedraft.drafters.redrafter import Redrafter
+    from truedraft.drafters.specs import from_spec
+
+_HOMES = {
+    "Budget": "core.budget",
+    "DraftModel": "drafters.draft_model",
+    "DraftRequest": "drafters.base",
+    "Drafter": "drafters.base",
+    "Draw": "core.proposals",
+    "DrawKind": "core.proposals",
+    "Medusa": "drafters.medusa",
+    "NoDrafter": "drafters.none",
+    "Noise": "core.noise",
+    "PromptLookup": "drafters.prompt_lookup",
+    "Proposal": "core.proposals",
+    "Purpose": "core.noise",
+    "Redrafter": "drafters.redrafter",
+    "StepOutcome": "drafters.base",
+    "TokenTree": "core.trees",
+    "draw": "core.laws",
+    "from_spec": "drafters.specs",
+}
 
 __all__ = [
     "Budget",
@@ -32,3 +61,10 @@ __all__ = [
     "draw",
     "from_spec",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'truedraft.drafters' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"truedraft.{_HOMES[name]}"), name)

@@ -1,54 +1,66 @@
-"""Drafters by name: the one place where words become drafters."""
+"""Drafters by name: the one place where words become drafters, and where help takes its list of them from.
+
+Loads nothing heavy before a drafter is made.
+"""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from truedraft.core.rank_tree import RankTree
-from truedraft.drafters.base import Drafter
-from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.guess_trees import GREEDY, SAMPLED, FixedTrees
-from truedraft.drafters.medusa import Medusa
-from truedraft.drafters.none import NoDrafter
-from truedraft.drafters.prompt_lookup import PromptLookup
-from truedraft.drafters.redrafter import Redrafter
 from truedraft.embedded import embedded_heads
 from truedraft.errors import OptionError, UnknownOptionError
-from truedraft.heads.checkpoint import load_medusa
-from truedraft.models.base import LanguageModel
-from truedraft.models.loading import load_model
-from truedraft.models.padding import unpadded_name
 
-Options = Mapping[str, str]
+if TYPE_CHECKING:
+    from truedraft.core.rank_tree import RankTree
+    from truedraft.drafters.base import Drafter
+    from truedraft.models.base import LanguageModel
+
 _EMBEDDED_TARGET = "embedded:target"
 _COUNTED = "counted"
 
 
 @dataclass(frozen=True, slots=True)
-class _Spec:
+class Spec:
     """A parsed word: KIND[:PATH][,option=value]..."""
 
     kind: str
     path: str | None
-    options: dict[str, str]
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKind:
+    """A kind of drafters, as it is typed.
+
+    Attributes:
+        path: what the path behind its word is, as "DIR"; None where it takes none.
+        options: its options, each with a value as it is typed: the default, or an example of what else there is.
+        meaning: what it does, in a phrase.
+        make: the drafter, from a word whose options are known.
+    """
+
+    path: str | None
+    options: Mapping[str, str]
+    meaning: str
+    make: Callable[[Spec, LanguageModel], Drafter]
+
+    def usage(self, word: str) -> str:
+        """How it is typed, with its options; words that are short enough to be broken into lines."""
+        path = "" if self.path is None else f"[:{self.path}]"
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{word}{path}" + (f", options {options}" if options else "")
 
 
 def from_spec(spec: str, target: LanguageModel) -> Drafter:
-    """Make a drafter from its word, as `--drafter` takes it.
+    """Make a drafter from its word, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
-    `none`; `auto`, the embedded draft for the embedded target and prompt lookup for any other;
-    `prompt-lookup[,num_speculative_tokens=6][,max_ngram=4][,min_ngram=2]`;
-    `draft[:MODEL][,num_speculative_tokens=4][,branching=3-2-1][,min_probability=0]`, without MODEL the embedded one;
-    `medusa[:DIR][,nodes=N][,branching=4-3-2][,tree=counted|FILE]`, without DIR the embedded one: at each step the N
-    paths that the heads hold likeliest; or the first N nodes of a tree that is the same at each step: of all paths of
-    4, 3 and 2 ranks, of the tree that was counted for the heads, or of a JSON list of rank paths such as
-    `[[0], [0, 0], [1]]`;
-    `redrafter[:DIR][,beams=B][,length=L][,nodes=N][,sampled=true]`, without DIR the embedded one: B beams of L tokens,
-    merged and cut to the N likeliest nodes; with `sampled` they are drawn, for requests at a temperature.
+    `KINDS` has the kinds with their options. `auto` is the embedded draft for the embedded target and prompt lookup for
+    any other; `MODULE:CLASS` is a drafter of the user's own, see `truedraft.drafters.own`. Double quotes keep commas in
+    a path or a value: `draft:"a,b",num_speculative_tokens=3`.
 
     Raises:
         UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
@@ -56,41 +68,87 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
         ModelError: the draft model or the heads cannot be loaded.
         CompositionError: the draft does not share the target's tokenizer, or the heads are for another target.
     """
+    from truedraft.models.padding import unpadded_name
+
     parsed = _parse(spec)
     if parsed.kind == "auto":
         kind = "draft" if unpadded_name(target.name) == _EMBEDDED_TARGET else "prompt-lookup"
-        parsed = _Spec(kind, parsed.path, parsed.options)
-    if parsed.kind not in _MAKERS:
-        raise UnknownOptionError.nearest("drafter", parsed.kind, ("auto", *_MAKERS))
-    drafter = _MAKERS[parsed.kind](parsed, target)
+        parsed = Spec(kind, parsed.path, parsed.options)
+    drafter = _made(parsed, target)
     drafter.check(target)
     return drafter
 
 
-def _parse(spec: str) -> _Spec:
-    head, *parts = spec.split(",")
+def drafter_help() -> str:
+    """Every kind of drafters and its options, a paragraph each."""
+    own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
+    kinds = (f"{kind.usage(word)}: {kind.meaning}" for word, kind in KINDS.items())
+    auto = "auto: draft for the embedded target, prompt-lookup for any other"
+    return ".\n\n".join((auto, *kinds, own)) + "."
+
+
+def _made(parsed: Spec, target: LanguageModel) -> Drafter:
+    kind = KINDS.get(parsed.kind)
+    if kind is None:
+        from truedraft.drafters.own import own_drafter
+
+        own = own_drafter(parsed.kind, parsed.path, parsed.options, target)
+        if own is None:
+            raise UnknownOptionError.nearest("drafter", parsed.kind, ("auto", *KINDS, "MODULE:CLASS"))
+        return own
+    for name in parsed.options:
+        if name not in kind.options:
+            raise UnknownOptionError.nearest(
+                f"option of drafter {parsed.kind!r}", name, list(kind.options) or ["(none)"]
+            )
+    if parsed.path is not None and kind.path is None:
+        raise OptionError(f"drafter {parsed.kind!r} takes no path, got {parsed.path!r}")
+    return kind.make(parsed, target)
+
+
+def _parse(spec: str) -> Spec:
+    head, *parts = _split(spec)
     kind, _, path = head.partition(":")
     options: dict[str, str] = {}
     for part in parts:
-        name, equals, value = part.partition("=")
+        name, equals, value = (each.strip() for each in part.partition("="))
         if not equals or not name or not value:
             raise OptionError(f"drafter {spec!r}: {part!r} is not of the form option=value")
-        options[name.strip()] = value.strip()
-    return _Spec(kind.strip(), path or None, options)
+        if name in options:
+            raise OptionError(f"drafter {spec!r} has {name} twice; give it once")
+        options[name] = value
+    return Spec(kind.strip(), path or None, options)
 
 
-def _none(spec: _Spec, target: LanguageModel) -> Drafter:
-    _only(spec, NoDrafter)
+def _split(spec: str) -> list[str]:
+    """The parts between the commas that stand outside double quotes; the quotes go."""
+    parts = [""]
+    pieces = spec.split('"')
+    if len(pieces) % 2 == 0:
+        raise OptionError(f"drafter {spec!r} has a double quote without its second")
+    for number, piece in enumerate(pieces):
+        first, *others = [piece] if number % 2 else piece.split(",")
+        parts[-1] += first
+        parts += others
+    return parts
+
+
+def _none(spec: Spec, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.none import NoDrafter
+
     return NoDrafter()
 
 
-def _prompt_lookup(spec: _Spec, target: LanguageModel) -> Drafter:
-    _only(spec, PromptLookup)
+def _prompt_lookup(spec: Spec, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.prompt_lookup import PromptLookup
+
     return PromptLookup(**{name: _whole(name, value) for name, value in spec.options.items()})
 
 
-def _draft(spec: _Spec, target: LanguageModel) -> Drafter:
-    _only(spec, DraftModel)
+def _draft(spec: Spec, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.draft_model import DraftModel
+    from truedraft.models.loading import load_model
+
     options = dict(spec.options)
     branching = options.pop("branching", None)
     least = options.pop("min_probability", "0")
@@ -102,8 +160,12 @@ def _draft(spec: _Spec, target: LanguageModel) -> Drafter:
     return DraftModel(model, branching=widths, min_probability=_number("min_probability", least), **lengths)
 
 
-def _medusa(spec: _Spec, target: LanguageModel) -> Drafter:
-    _known(spec, ("nodes", "branching", "tree"))
+def _medusa(spec: Spec, target: LanguageModel) -> Drafter:
+    from truedraft.core.rank_tree import RankTree
+    from truedraft.drafters.guess_trees import GREEDY, SAMPLED, FixedTrees
+    from truedraft.drafters.medusa import Medusa
+    from truedraft.heads.checkpoint import load_medusa
+
     branching, file = spec.options.get("branching"), spec.options.get("tree")
     if branching is not None and file is not None:
         raise OptionError("drafter 'medusa' takes branching or tree, not both")
@@ -118,8 +180,9 @@ def _medusa(spec: _Spec, target: LanguageModel) -> Drafter:
     return Medusa.of(checkpoint, nodes=len(tree) if nodes is None else nodes, trees=trees)
 
 
-def _redrafter(spec: _Spec, target: LanguageModel) -> Drafter:
-    _known(spec, ("beams", "length", "nodes", "sampled"))
+def _redrafter(spec: Spec, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.redrafter import Redrafter
+
     sizes = {name: _whole(name, value) for name, value in spec.options.items() if name != "sampled"}
     sampled = spec.options.get("sampled", "false")
     if sampled not in ("true", "false"):
@@ -137,6 +200,8 @@ def _heads_folder(kind: str, path: str | None) -> str | Path:
 
 def _listed(file: str) -> RankTree:
     """A tree that somebody wrote by hand."""
+    from truedraft.core.rank_tree import RankTree
+
     try:
         paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError) as error:  # the last: the home of nobody, or lists without end
@@ -149,22 +214,8 @@ def _listed(file: str) -> RankTree:
     return RankTree.listed(paths)
 
 
-def _widths(branching: str) -> list[int]:
+def _widths(branching: str) -> Sequence[int]:
     return [_whole("branching", width) for width in branching.split("-")]
-
-
-def _only(spec: _Spec, drafter: type[Drafter]) -> None:
-    """Refuse options that the drafter does not have, and a path where it takes none."""
-    _known(spec, [name for name in inspect.signature(drafter).parameters if name != "model"])
-    if spec.path is not None and drafter is not DraftModel:
-        raise OptionError(f"drafter {spec.kind!r} takes no path, got {spec.path!r}")
-
-
-def _known(spec: _Spec, known: Sequence[str]) -> None:
-    """Refuse other options than these."""
-    for name in spec.options:
-        if name not in known:
-            raise UnknownOptionError.nearest(f"option of drafter {spec.kind!r}", name, known or ["(none)"])
 
 
 def _whole(name: str, value: str) -> int:
@@ -181,10 +232,35 @@ def _number(name: str, value: str) -> float:
         raise OptionError(f"{name} must be a number, got {value!r}") from error
 
 
-_MAKERS: dict[str, Callable[[_Spec, LanguageModel], Drafter]] = {
-    "none": _none,
-    "prompt-lookup": _prompt_lookup,
-    "draft": _draft,
-    "medusa": _medusa,
-    "redrafter": _redrafter,
+KINDS: Mapping[str, DrafterKind] = {
+    "none": DrafterKind(None, {}, "nothing is drafted, which is plain decoding", _none),
+    "prompt-lookup": DrafterKind(
+        None,
+        {"num_speculative_tokens": "6", "max_ngram": "4", "min_ngram": "2"},
+        "copies what followed the last time the text ended like this",
+        _prompt_lookup,
+    ),
+    "draft": DrafterKind(
+        "MODEL",
+        {"num_speculative_tokens": "4", "branching": "3-2-1", "min_probability": "0"},
+        "a smaller model with the same tokenizer, without MODEL the embedded one: a chain, or by branching a tree of "
+        "so many guesses at each depth; no further below a token of less than min_probability",
+        _draft,
+    ),
+    "medusa": DrafterKind(
+        "DIR",
+        {"nodes": "16", "branching": "4-3-2", "tree": "counted|FILE"},
+        "heads on the target's last vector, without DIR the embedded ones: at each step a tree of as many nodes as pay "
+        "here, or as you say; or the same tree at all steps, of so many ranks at each depth, the one that was counted "
+        "in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
+        _medusa,
+    ),
+    "redrafter": DrafterKind(
+        "DIR",
+        {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
+        "one recurrent head on that vector, without DIR the embedded one: beams, merged and cut to the likeliest "
+        "nodes, in sizes that pay here, or as you say; sampled draws them, for requests at a temperature",
+        _redrafter,
+    ),
 }
+"""The kinds of drafters by their words."""

@@ -1,0 +1,115 @@
+"""Drafters that a user wrote, by the name of their class: `MODULE:CLASS[,option=value]...`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from truedraft.core.budget import Budget
+from truedraft.drafters.base import Drafter
+from truedraft.errors import OptionError, TruedraftError, UnknownOptionError
+from truedraft.models.base import LanguageModel
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+def own_drafter(module: str, name: str | None, options: Mapping[str, str], target: LanguageModel) -> Drafter | None:
+    """Make a drafter of a class in a module, which may lie in the working directory.
+
+    Options go to its constructor by name, as the whole number, number, boolean (true or false) or text that is
+    annotated there, else as the Python literal that they are. A parameter called `target` is given the target.
+
+    Returns:
+        The drafter; None if there is no such module.
+
+    Raises:
+        UnknownOptionError: the constructor has no such option.
+        OptionError: the module cannot be imported, has no such drafter, or its constructor failed.
+    """
+    if name is None or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        return None
+    found = _module(module)
+    if found is None:
+        return None
+    spec = f"{module}:{name}"
+    made = getattr(found, name, None)
+    if not isinstance(made, type) or not issubclass(made, Drafter):
+        what = "has no such name" if made is None else f"has {name} as a {type(made).__name__}"
+        raise OptionError(f"drafter {spec!r}: the module {what}; name a class that extends truedraft.drafters.Drafter")
+    arguments = _arguments(made, spec, options)
+    if "target" in inspect.signature(made).parameters:
+        arguments["target"] = target
+    try:
+        drafter = made(**arguments)
+    except TruedraftError:
+        raise
+    except Exception as error:
+        raise OptionError(f"drafter {spec!r} cannot be made ({type(error).__name__}: {error})") from error
+    if not isinstance(getattr(drafter, "name", None), str) or not isinstance(getattr(drafter, "limits", None), Budget):
+        raise OptionError(f"drafter {spec!r} needs a name (a text) and limits (a Budget); see docs/adding_a_drafter.md")
+    return drafter
+
+
+def _module(name: str) -> ModuleType | None:
+    """An installed module, or one in the working directory; None if there is none."""
+    try:
+        with _working_directory_importable():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise OptionError(f"the module {name!r} of a drafter cannot be imported ({error})") from error
+    except Exception as error:
+        raise OptionError(
+            f"the module {name!r} of a drafter cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    """As in `python -m`; only while a module is imported."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
+
+
+def _arguments(made: type[Drafter], spec: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Options as the constructor wants them."""
+    parameters = inspect.signature(made).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    known = [name for name in parameters if name != "target"]
+    for name in options:
+        if name not in known and not takes_any:
+            raise UnknownOptionError.nearest(f"option of drafter {spec!r}", name, known or ["(none)"])
+    try:
+        hints = typing.get_type_hints(made.__init__)
+    except Exception:  # annotations that mean something to type checkers alone
+        hints = {}
+    return {name: _converted(name, value, hints.get(name)) for name, value in options.items()}
+
+
+def _converted(name: str, value: str, hint: object) -> Any:
+    converters: dict[object, Callable[[str], Any]] = {int: int, float: float, bool: _BOOLEANS.__getitem__, str: str}
+    convert = converters.get(hint)
+    if convert is None:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+    try:
+        return convert(value)
+    except (ValueError, KeyError) as error:
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}[hint]  # type: ignore[index]
+        raise OptionError(f"{name} must be {wanted}, got {value!r}") from error
