@@ -123,7 +123,7 @@ def test_bad_input(
     (folder / "prompts.txt").write_text("a file, not a folder\n")
     monkeypatch.chdir(folder)
     result = run(*base, *words)
-    assert result.status == 2 and not result.out
+    assert result.status == 2 and result.out.count("\n") == 1 and sentence in result.record["error"]
     assert sentence in result.err and len(result.err.splitlines()) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.cli import answering, compare, export, info
+from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training import distill
@@ -118,3 +120,15 @@ def test_many_threads_are_refused(run: Run) -> None:
     result = run("export", "--out", "nowhere", "--threads", "100000", "--json")
     assert result.status == 2 and "--threads must be at most" in result.record["error"]
     assert export.DONE == 0 and not Path("nowhere").exists()
+
+
+def test_a_warning_is_said_once_in_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings_as_lines():
+        for _ in range(2):
+            warn("the disk\nis full")
+            logging.getLogger("truedraft.models.anything").warning("the disk\nis full")
+        try:
+            raise ValueError("with a traceback")
+        except ValueError:
+            logging.getLogger("truedraft.engine").exception("another")
+    assert capsys.readouterr().err == "truedraft: warning: the disk is full\ntruedraft: error: another\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from support.tiny_models import noisy, packed
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.models.user_cache import could_not_be_kept
 from truedraft.planning import CostStore, Effort, Measured, costs, drafter_cost, identity, target_cost
+from truedraft.planning import store as store_module
 from truedraft.planning.store import CostKey
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
@@ -178,3 +182,18 @@ def test_what_is_kept_is_plain_json(store: CostStore) -> None:
 def test_costs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
     assert CostStore().folder == tmp_path / "own" / "costs"
+
+
+def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be said once for all costs."""
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store_module.tempfile, "NamedTemporaryFile", full)
+    stores = CostStore(), CostStore(tmp_path / "costs" / "short")
+    told = {store.save(CostKey(what, {}, {}), {}) for store in stores for what in ("one", "another")}
+    assert told == {could_not_be_kept(tmp_path, "No space left on device")}

@@ -312,6 +312,9 @@ def _tell(
     record = bench_record(
         summaries, circumstances, measured.points, results.failures, results.interrupted, parted, trees
     )
+    failed = results.failures or record["identical"] is False
+    status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
+    record["status"] = status
     best, notes = shown(summaries, lineup.best_of)
     notes = [*lineup.notes, *notes, *parted, *disturbance(results, circumstances.device)]
     wrong = [f"error: {failure}" for failure in results.failures]
@@ -327,8 +330,6 @@ def _tell(
     if folder is not None:
         report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record, trees)
         terminal.note(f"report: {report}")
-    failed = results.failures or record["identical"] is False
-    status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     if task.json:
-        terminal.json(record | {"status": status})
+        terminal.json(record)
     return status
