@@ -77,6 +77,12 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     mixed.write_text(json.dumps(GSM8K[0]) + "\n{broken\n")
     with pytest.raises(DataError, match="line 2: not JSON"):
         read_questions(mixed)
+    for endless in ("[" * 100_000, '{"question": ' + "9" * 5000 + ', "answer": ""}'):
+        mixed.write_text(json.dumps(GSM8K[0]) + "\n" + endless)
+        with pytest.raises(DataError, match="line 2: JSON that nobody can read"):
+            read_questions(mixed)
+        mixed.write_text(endless)
+        assert not is_question_file(mixed)
     mixed.write_text("[1]\n")
     with pytest.raises(DataError, match="line 1: a list, not an object"):
         read_questions(mixed)
@@ -102,6 +108,12 @@ def test_other_files_are_no_question_files(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     assert not is_question_file(path)
     assert not is_question_file(tmp_path / "absent.jsonl")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_question(tmp_path: Path) -> None:
+    path = write(tmp_path / "marked.jsonl", GSM8K)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert is_question_file(path) and read_questions(path).questions[0].text == "How many are 0?"
 
 
 def test_spread_is_even_and_in_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from collections.abc import Callable
@@ -69,6 +70,7 @@ BAD = [
     (["x", "--model", "./nowhere"], "there is no folder './nowhere'"),
     (["x", "--model", "folder"], "is a folder without config.json"),
     (["x", "--model", "good.txt"], "is a file"),
+    (["x", "--model", "~nobody-of-that-name/model"], "there is no home for the ~ of '~nobody-of-that-name/model'"),
     (["x", "--model", "embedded:targt"], "did you mean 'target'?"),
 ]
 
@@ -146,6 +148,17 @@ def test_a_fault_of_ours_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("TRUEDRAFT_DEBUG", "1")
     assert main(["generate", "x"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "report.md")
+
+    monkeypatch.setattr(generate, "_run", full)
+    assert main(["generate", "x"]) == 1
+    assert_one_line(capsys.readouterr().err, "error: cannot read or write report.md (No space left on device)")
 
 
 def test_an_interruption_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def is_question_file(path: Path) -> bool:
     try:
         first = next(line for line in _lines(path) if line.strip())
         return _format_of(json.loads(first)) is not None
-    except (StopIteration, json.JSONDecodeError, DataError):
+    except (StopIteration, ValueError, RecursionError, DataError):
         return False
 
 
@@ -161,6 +161,8 @@ def _record(line: str, place: str) -> Record:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: a {type(record).__name__}, not an object with a question in it")
     return record
@@ -169,7 +171,7 @@ def _record(line: str, place: str) -> Record:
 def _lines(path: Path) -> list[str]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
-        return raw.decode("utf-8").split("\n")
+        return raw.decode("utf-8-sig").split("\n")
     except FileNotFoundError as error:
         raise DataError(f"there is no question file {str(path)!r}; check the path") from error
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE
+from truedraft.cli.prompts import user_path
 
 _Out = Annotated[Path, opt.option("--out", "The folder to write; a new one, or an empty one.", "Report", "DIR")]
 
@@ -31,7 +32,7 @@ def export(
     set_threads(threads)
     started = time.perf_counter()
     with quiet_hub(), waiting(terminal.err, f"loading {model}") as show:
-        exported = export_model(model, out, pad_to=pad_to, dtype=dtype, on_stage=show)
+        exported = export_model(model, user_path(str(out)), pad_to=pad_to, dtype=dtype, on_stage=show)
     elapsed_s = time.perf_counter() - started
     size = f"{exported.parameters / 1e6:,.1f} M parameters, {exported.dtype}, {exported.bytes / 1e6:,.1f} MB"
     terminal.out.print(f"wrote {exported.folder}: {size}, in {elapsed_s:.1f} s", soft_wrap=True)

@@ -135,6 +135,8 @@ def describe(error: BaseException) -> str:
         return str(error)
     if _is_usage_error(error):
         return _describe_usage(error)
+    if isinstance(error, OSError) and error.strerror:  # a full disk, or a file that is another user's
+        return f"cannot read or write {error.filename or 'a file'} ({error.strerror})"
     return f"internal error: {type(error).__name__}: {error}; please report it ({_DEBUG}=1 shows where it happened)"
 
 

@@ -90,7 +90,10 @@ def resolve_source(name: str) -> str:
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"there is no home for the ~ of {name!r}; check the path") from error
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
