@@ -66,7 +66,7 @@ def test_temperature(run: Run, target: str, draft: str, extra: tuple[str, ...], 
     result = run("generate", "hello", "--model", target, *words)
     assert result.status == 0
     assert result.record["identical"] is identical
-    assert ("same law; tokens differ" in result.out) is (identical is None)
+    assert ("same distribution; tokens differ" in result.out) is (identical is None)
 
 
 def test_different_tokens_fail_and_are_explained(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def _verdict(comparison: Comparison) -> str:
     if not comparison.lossless:
         return f"lossy: {comparison.identical_prompts} of {len(comparison.pairs)} answers identical to plain decoding"
     if comparison.identical is None:
-        return "same law; tokens differ"
+        return "same distribution; tokens differ"
     word = "yes" if comparison.identical else "no"
     if len(comparison.pairs) == 1:
         return f"identical: {word}"
