@@ -109,15 +109,22 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """While a command runs, each distinct warning of this package is one line on standard error, said once."""
-    said: set[str] = set()
+    """While a command runs, each distinct warning of this package is one line on standard error, said once.
+
+    One with a traceback is the record of a failure that answers tell of as well: it waits for the command's end, and is
+    said where no other line had it.
+    """
+    said: dict[str, None] = {}
+    failures: dict[str, None] = {}
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage()
-            if message not in said:
-                said.add(message)
-                say(f"{record.levelname.lower()}: {message}")
+            line = f"{record.levelname.lower()}: {record.getMessage()}"
+            if record.exc_info:
+                failures[line] = None
+            elif line not in said:
+                said[line] = None
+                say(line)
 
     handler, logger = Lines(logging.WARNING), logging.getLogger("truedraft")
     logger.addHandler(handler)
@@ -125,6 +132,9 @@ def warnings_as_lines() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+        for line in failures:
+            if not any(other.startswith(line) for other in said):
+                say(line)
 
 
 def describe(error: BaseException) -> str:
