@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import Finding, Part, Stack, Status, certify, statistical, verdict
 from truedraft.certify.statistical import statistical_findings
 from truedraft.drafters import Drafter, Proposal, Purpose
+from truedraft.errors import DrafterError
 from truedraft.testing import MarkovModel
 from truedraft.verification import SpeculativeSampling
 
@@ -95,3 +98,54 @@ def looked_at(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Findin
 def test_what_the_page_warns_of_is_found(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
     found = looked_at(drafter, monkeypatch)
     assert found.status is Status.FAILS, found.summary
+
+
+def undrawn(laws: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Nothing for the token that was drawn first, all for the others."""
+    changed = laws.clone()
+    changed[0, tokens[0]] = 0.0
+    return changed / changed.sum(dim=-1, keepdim=True)
+
+
+NO_LAWS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
+    "zeros": lambda laws, tokens: torch.zeros_like(laws),
+    "log probabilities": lambda laws, tokens: laws.log(),
+    "half of it is missing": lambda laws, tokens: laws / 2,
+    "a drawn token has none": undrawn,
+    "no numbers": lambda laws, tokens: laws * torch.nan,
+}
+
+
+def storing(change: Callable[[Tensor, Sequence[int]], Tensor]) -> type[Drafter]:
+    """A drafter that draws as it should and stores something else than a law."""
+
+    class StoresNoLaw(Bigram):  # type: ignore[misc]
+        def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
+            made = super().chain(request, budget, noise)
+            if made.laws is None:
+                return made
+            return Proposal(made.tree, made.draws, change(made.laws, made.tree.token_list))
+
+    return StoresNoLaw
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
+@pytest.mark.parametrize("name", NO_LAWS)
+def test_a_drafter_that_names_no_law_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DrafterError, match="'bigram'"):
+        looked_at(storing(NO_LAWS[name]), monkeypatch)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
+def test_a_drafter_that_names_no_law_gets_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, 0.01)
+    stack = stack_of(storing(NO_LAWS["log probabilities"]))
+    certificate = certify(stack, TEXTS, WARM, batch=4, seconds=4.0)
+    assert not certificate.issued
+    for part in (Part.STATISTICAL, Part.INVARIANCE):
+        told = [finding.summary for finding in certificate.failures if finding.part is part]
+        assert any("drafter 'bigram' failed" in summary for summary in told), (part, verdict(certificate))
+    greedy = [finding for finding in certificate.findings if finding.part is Part.EQUALITY]
+    assert not {finding.status for finding in greedy} & {Status.FAILS}, "greedy requests are given candidates"
