@@ -63,7 +63,7 @@ class HeadRecipe:
             config = self.settings(options.device)
             if options.text is not None:
                 share_text(options.text, options.out)
-            result = self.train(TARGET, prompts(config), options.out, config, on_progress=_Progress())
+            result = self.train(TARGET, prompts(config), options.out, config, on_progress=Show())
         except TruedraftError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -113,16 +113,18 @@ def prompts(config: HeadTrainingConfig) -> PromptSets:
         cut_prompts(held_out, tokenizer, counts.tree, config.prompt_tokens),
         [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces[: counts.test]],
         as_stream(held_out, tokenizer),
+        source="Python's standard library",
     )
 
 
-class _Progress:
+class Show:
     """A line every twenty seconds."""
 
     def __init__(self) -> None:
         self._last = 0.0
 
     def __call__(self, what: str, done: int, total: int, remark: str) -> None:
+        """See `OnProgress`."""
         if done == total or time.time() - self._last > 20.0:
             self._last = time.time()
             _say(f"{what}: {done} of {total} {remark}")

@@ -58,7 +58,7 @@ def publish_heads(heads: Published, destination: Path, results: Path, *, total_s
     partial.mkdir(parents=True)
     for name in heads.files:
         shutil.copy(heads.folder / name, partial / name)
-    _card(heads, total_s, device).write(partial)
+    card_of(heads, total_s, device).write(partial)
     shutil.rmtree(destination, ignore_errors=True)
     partial.replace(destination)
     size = (destination / _WEIGHTS).stat().st_size
@@ -68,7 +68,8 @@ def publish_heads(heads: Published, destination: Path, results: Path, *, total_s
     keep_log(heads.folder / _LOG, heads.name)
 
 
-def _card(heads: Published, total_s: float, device: str) -> Card:
+def card_of(heads: Published, total_s: float, device: str) -> Card:
+    """The card of heads; arguments as in `publish_heads`."""
     facts = heads.facts
     rows = training_facts(
         parameters=heads.parameters,

@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 
+from support.head_models import SHARPENED
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
+from truedraft.core.survival import Survival
+from truedraft.drafters.calibration import Calibration, curves_of
 from truedraft.drafters.guess_trees import (
     MOST_NODES,
     MOST_RANKS,
@@ -18,7 +21,7 @@ from truedraft.drafters.guess_trees import (
     GuessTrees,
     LikeliestTrees,
     Promise,
-    curves_of,
+    trees_for,
 )
 from truedraft.errors import CompositionError, ModelError, OptionError
 from truedraft.models.ranking import Likeliest
@@ -27,6 +30,7 @@ from truedraft.theory.node_curve import NodeCurve
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+COUPLED = SamplingParams(temperature=1.0, coupled=True)
 FACTS = {"trees": {"greedy": {"likeliest": {"nodes": [1, 4], "tokens": [1.5, 1.8]}}, "sampled": {"nodes": 3}}}
 
 
@@ -50,6 +54,59 @@ def test_trees_follow_how_sure_the_heads_are() -> None:
         ([100, 101, 110], (-1, -1, 0)),
     ]
     assert [tree.tokens.tolist() for tree in trees] == [tree.token_list for tree in trees]
+
+
+def test_where_survival_is_calibrated_it_chooses() -> None:
+    """The unsure heads' first guesses survive at 0.9, 0.87 and 0.83, others hardly: a chain at temperature 0.
+
+    At temperature 1 nothing was calibrated. Coupled requests have a calibration of their own, which is raw here.
+    """
+    calibration = Calibration.of({"greedy": SHARPENED, "coupled": [[0, 0, 0, 1, 0]] * 2})
+    ways = LikeliestTrees(3, calibration=calibration)
+    requests = [(params, Budget(3, 2, 3)) for params in (GREEDY, SAMPLED, COUPLED)]
+    trees = ways.trees(guesses(UNSURE, UNSURE, UNSURE), requests)
+    assert [tree.shape.parents for tree in trees] == [(-1, 0, 1), (-1, -1, 0), (-1, -1, 0)]
+
+
+def test_calibration_between_temperatures() -> None:
+    cold, hot = [[2, -2, -1, 1, 0]], [[0, 0, 0, 2, -1]]
+    calibration = Calibration.of({"greedy": cold, "sampled": hot})
+    assert calibration(GREEDY) == Survival.of(cold)
+    assert calibration(SAMPLED) == calibration(SamplingParams(temperature=1.7)) == Survival.of(hot)
+    between = calibration(SamplingParams(temperature=0.5))
+    assert between == Survival.of([[1, -1, -0.5, 1.5, -0.5]])
+    assert calibration(SamplingParams(temperature=0.5)) is between, "made once"
+    assert calibration(COUPLED) is None and Calibration()(GREEDY) is None
+    raw_at_one = Calibration.of({"greedy": cold})
+    assert raw_at_one(SamplingParams(temperature=0.5)) == Survival.of([[1, -1, -0.5, 1, 0]])
+    assert raw_at_one(SAMPLED) is None and Calibration()(SamplingParams(temperature=0.5)) is None
+    with pytest.raises(ModelError, match="is damaged"):
+        Calibration.of({"greedy": [[1, 2]]})
+
+
+def test_the_better_trees_serve() -> None:
+    """As the training found; where it did not compare them, as both promised."""
+    counted = {"greedy": TREE, "sampled": STAR}
+    better = {"nodes": [8], "tokens": [1.9]}, [{"nodes": 8, "replayed": 2.0}]
+    for greedy, fixed in (
+        ({"chosen": "counted"}, True),
+        ({"chosen": "likeliest"}, False),
+        ({"likeliest": better[0], "promises": better[1]}, True),
+        ({"likeliest": better[0] | {"tokens": [2.1]}, "promises": better[1]}, False),
+        ({"chosen": "likeliest", "likeliest": better[0], "promises": better[1]}, False),
+        ({"promises": better[1]}, False),
+    ):
+        ways = trees_for(3, counted, {"trees": {"greedy": greedy}})
+        assert (ways.is_fixed(GREEDY), ways.is_fixed(SAMPLED)) == (fixed, False)
+        tree = ways.trees(guesses(SURE, SURE), [(GREEDY, Budget(3, 2, 3)), (SAMPLED, Budget(3, 2, 3))])
+        assert tree[0].shape.parents == ((-1, 0, -1) if fixed else (-1, 0, 1))
+        assert tree[1].shape.parents == (-1, 0, 1)
+        assert ways.wanted(GREEDY, Budget(3, 2, 3)) == (Budget(2, 2, 3) if fixed else Budget(3, 2, 3))
+        if fixed:
+            assert ways.promise(GREEDY) == FixedTrees(counted).promise(GREEDY)
+    assert not trees_for(3, {}, {"trees": {"greedy": {"chosen": "counted"}}}).is_fixed(GREEDY), "there is none"
+    with pytest.raises(OptionError, match="and there is none"):
+        LikeliestTrees(3, fixed_for=["greedy"])
 
 
 @pytest.mark.parametrize("ways", [LikeliestTrees(3), FixedTrees({"greedy": TREE, "sampled": STAR.first(2)})])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.head_models import MarkovWithEmbedding, MarkovWithHead, random_redrafter
+from support.head_models import SHARPENED, MarkovWithEmbedding, MarkovWithHead, random_redrafter
 from truedraft import SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
@@ -130,7 +130,9 @@ def test_nothing_is_drafted_without_a_vector_or_a_budget(target: MarkovWithEmbed
 
 
 def test_a_batch_makes_what_each_makes_alone(target: MarkovWithEmbedding, head: RedrafterHead) -> None:
-    drafter = drafter_of(head, target, beams=4, length=3, nodes=8, sampled=True)
+    facts = {"survival": {"greedy": SHARPENED}}  # for chosen beams of all but drawn ones
+    drafter = Redrafter(head, beams=4, length=3, nodes=8, sampled=True, facts=facts)
+    drafter.check(target)
     vectors = [target.vector_after([1, token]) for token in range(4)]
     params = [GREEDY, SAMPLED, COUPLED, GREEDY]
     budgets = [Budget(3, 4), Budget(2, 4), Budget(3, 2), Budget(3, 2, 4)]

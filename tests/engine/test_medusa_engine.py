@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy import stats
 
-from support.head_models import MarkovWithHead, fitted_heads, random_heads
+from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise, Noise
@@ -23,6 +23,7 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.calibration import Calibration
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.heads import MedusaHeads
 from truedraft.heads.original import published_tree
@@ -88,8 +89,9 @@ def medusa_scheme(target: MarkovWithHead, drafter: Medusa) -> Callable[[Prefix, 
 def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     world = MarkovWithHead.random(vocab, seed=3, sharpness=1.0)
     heads = random_heads(world, heads=3, spread=0.5)
-    if tree == "likeliest":
-        drafter = Medusa(heads, LikeliestTrees(3), nodes=6)
+    if tree in ("likeliest", "calibrated"):
+        calibration = Calibration.of({"sampled": SHARPENED} if tree == "calibrated" else {})
+        drafter = Medusa(heads, LikeliestTrees(3, calibration=calibration), nodes=6)
     else:
         drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
 
@@ -99,12 +101,12 @@ def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     return distance(emitted_law(rule, law, medusa_scheme(world, drafter), 4), target_law(law, 4))
 
 
-@pytest.mark.parametrize("tree", [*TREES, "likeliest"])
+@pytest.mark.parametrize("tree", [*TREES, "likeliest", "calibrated"])
 def test_the_lossless_rule_emits_the_targets_law_exactly(tree: str) -> None:
     assert off_by(SpeculativeSampling(), tree) < 1e-12
 
 
-@pytest.mark.parametrize("tree", ["chain", "mixed", "likeliest"])
+@pytest.mark.parametrize("tree", ["chain", "mixed", "likeliest", "calibrated"])
 def test_typical_acceptance_does_not(tree: str) -> None:
     assert off_by(TypicalAcceptance(), tree) > 0.05
 

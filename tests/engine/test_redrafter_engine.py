@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.head_models import MarkovWithEmbedding, fitted_redrafter, random_redrafter
+from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
@@ -23,6 +23,7 @@ from truedraft.verification import SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
 
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
+CALIBRATED = {"survival": {"greedy": SHARPENED, "sampled": SHARPENED}}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,19 @@ def drafter_of(
 
 
 # --- the law ---
+
+
+def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
+    """What is drawn may not depend on how likely it looks; the drawn beams' own law is held in test_sampled_beams."""
+    world, head = small()
+    for sampled in (False, True):
+        trees = []
+        for facts in ({}, CALIBRATED):
+            drafter = Redrafter(head, beams=3, length=3, nodes=4, sampled=sampled, facts=facts)
+            drafter.check(world)
+            made = [proposal_after(drafter, world, (first, last)) for first in range(4) for last in range(4)]
+            trees.append([(each.tree.token_list, each.tree.shape.parents) for each in made])
+        assert (trees[0] == trees[1]) is sampled
 
 
 @cache
@@ -81,10 +95,13 @@ def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Pr
     return scheme
 
 
+@pytest.mark.parametrize("facts", [{}, CALIBRATED], ids=["raw", "calibrated"])
 @pytest.mark.parametrize(("beams", "length", "nodes"), [(1, 2, 9), (3, 1, 9), (3, 2, 9), (4, 3, 5), (2, 3, 64)])
-def test_beams_emit_the_targets_law_exactly(beams: int, length: int, nodes: int) -> None:
+def test_beams_emit_the_targets_law_exactly(
+    beams: int, length: int, nodes: int, facts: dict[str, dict[str, list[list[float]]]]
+) -> None:
     world, head = small()
-    drafter = Redrafter(head, beams=beams, length=length, nodes=nodes)
+    drafter = Redrafter(head, beams=beams, length=length, nodes=nodes, facts=facts)
 
     def law(prefix: Prefix) -> Tensor:
         return world.law_after((0, *prefix))

@@ -13,6 +13,9 @@ from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 
+SHARPENED = [[3.0, -1.5, -1.4, 1.0, -1.0], [2.0, -1.0, -0.8, 0.9, -0.5]]
+"""Odds of acceptance as they are at temperature 0 where laws are flat; see `core.survival.Odds`."""
+
 
 class MarkovWithHead(MarkovModel):
     """A Markov table whose hidden vector is the one-hot of the last two tokens, and whose LM head is its table."""

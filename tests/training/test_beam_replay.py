@@ -9,9 +9,10 @@ from functools import cache
 import pytest
 import torch
 
-from support.head_models import MarkovWithEmbedding, fitted_redrafter, random_redrafter
+from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.counters import Counters
+from truedraft.core.survival import Survival
 from truedraft.drafters import Redrafter
 from truedraft.engine import Answer
 from truedraft.heads.redrafter import RedrafterHead
@@ -51,13 +52,29 @@ def traces_of(
     return found
 
 
-def promises_for(traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4) -> list[BeamPromise]:
-    return promises_of_beams(RedrafterRunner(head(steps), target()), traces, widths, LENGTH)
+def promises_for(
+    traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4, survival: Survival | None = None
+) -> list[BeamPromise]:
+    return promises_of_beams(RedrafterRunner(head(steps), target()), traces, widths, LENGTH, survival)
 
 
 def measured(drafter: Redrafter, params: SamplingParams) -> float:
     answers = Engine(target(), drafter).generate(PROMPTS, params)
     return sum((answer.stats for answer in answers), Counters()).mean_acceptance_length
+
+
+def test_so_it_does_for_calibrated_beams() -> None:
+    """The odds are not those of this head: they only must choose the same beams in replay and engine."""
+    params, survival = SamplingParams(max_tokens=60), Survival.of(SHARPENED)
+    traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))
+    calibrated, raw = (promises_for(traces, (4, 8), survival=each) for each in (survival, None))
+    assert [each.tokens for each in calibrated] != [each.tokens for each in raw]
+    for each in calibrated[LENGTH - 1 :: LENGTH]:
+        for nodes, tokens in zip(each.nodes, each.tokens, strict=True):
+            sizes = {"beams": each.beams, "length": each.length, "nodes": nodes}
+            drafter = Redrafter(head(4), **sizes, facts={"survival": {"greedy": SHARPENED}})
+            assert tokens == pytest.approx(measured(drafter, params)), sizes
+            assert each.at(nodes) == tokens
 
 
 @pytest.mark.parametrize("steps", [0, 4], ids=["random", "fitted"])
@@ -94,7 +111,7 @@ def test_so_it_does_along_sampled_answers() -> None:
         assert stats.accepted_tokens > 0
 
 
-def test_a_stop_ends_a_step_and_is_not_emitted() -> None:
+def test_a_stop_ends_a_step_and_counts() -> None:
     plain = Engine(target()).generate(PROMPTS, SamplingParams(max_tokens=30))
     stop = plain[0].token_ids[9]
     params = SamplingParams(max_tokens=60, stop_token_ids=(stop,))

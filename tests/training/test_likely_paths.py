@@ -12,13 +12,14 @@ import torch
 from truedraft.core.likeliest_paths import likeliest_paths
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.guess_trees import LikeliestTrees, curves_of
+from truedraft.drafters.calibration import curves_of
+from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.errors import OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.lm_head import LmHead, LogitFinish
 from truedraft.training.guesses import guesses_along, true_ranks
 from truedraft.training.head_trees import CountedTree
-from truedraft.training.likely_paths import CURVE_NODES, LikelyTable
+from truedraft.training.likely_paths import CURVE_NODES, HeadGuesses, LikelyTable
 from truedraft.training.traces import Trace
 from truedraft.training.walks import Walk
 
@@ -48,6 +49,10 @@ def make_traces(stopped: bool = False) -> list[Trace]:
         )
         for n in LENGTHS
     ]
+
+
+def guesses(traces: list[Trace] | None = None) -> HeadGuesses:
+    return HeadGuesses.along(make_heads(), make_lm_head(), make_traces() if traces is None else traces, 64)
 
 
 def accepted_by_trees(nodes: int, stopped: bool) -> list[int]:
@@ -81,14 +86,15 @@ def accepted_by_trees(nodes: int, stopped: bool) -> list[int]:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_tree_accepts_what_the_table_says(logits_at_once: int, stopped: bool) -> None:
     traces = make_traces(stopped)
-    table = LikelyTable.of(make_heads(), make_lm_head(), traces, limit=LIMIT, logits_at_once=logits_at_once)
+    found = HeadGuesses.along(make_heads(), make_lm_head(), traces, LIMIT, logits_at_once)
+    table = LikelyTable.of(found, limit=LIMIT)
     assert table.nodes.shape == (sum(length - 1 for length in LENGTHS), HEADS)
     assert all((late >= early).all() for early, late in pairwise(table.nodes.unbind(1)))
     for nodes in range(1, LIMIT + 1):
         expected = accepted_by_trees(nodes, stopped)
         assert table.accepted(nodes).tolist() == expected
         calls, place = 0, 0
-        emitted = -sum(length > 1 for length in LENGTHS) if stopped else 0  # a stop is not emitted
+        emitted = 0  # a stop counts, too: a call gave it
         for length in LENGTHS:
             end = place + length - 1
             while place < end:
@@ -100,15 +106,15 @@ def test_a_tree_accepts_what_the_table_says(logits_at_once: int, stopped: bool) 
 
 
 def test_points_are_those_that_were_asked_for() -> None:
-    table = LikelyTable.of(make_heads(), make_lm_head(), make_traces(), limit=LIMIT)
+    table = LikelyTable.of(guesses(), limit=LIMIT)
     assert [nodes for nodes, _ in table.points()] == [nodes for nodes in CURVE_NODES if nodes <= LIMIT]
     assert dict(table.points((3, 99))) == {3: table.replay(3)}
-    assert LikelyTable.of(make_heads(), make_lm_head(), make_traces()).points()[-1][0] == 64
+    assert LikelyTable.of(guesses()).points()[-1][0] == 64
 
 
 def test_the_points_are_kept_with_the_heads_and_sized_by() -> None:
     """What a training writes down is what the drafter reads."""
-    table = LikelyTable.of(make_heads(), make_lm_head(), make_traces(), limit=8)
+    table = LikelyTable.of(guesses(), limit=8)
     counted = CountedTree(RankTree(((0,),), (0.5,)), (), (), 1, table.points())
     assert counted.promised_by_likeliest(8) == table.replay(8)
     facts = json.loads(json.dumps({"trees": {"greedy": counted.as_dict()}}))
@@ -117,9 +123,9 @@ def test_the_points_are_kept_with_the_heads_and_sized_by() -> None:
 
 
 def test_nothing_to_look_at() -> None:
-    assert math.isnan(LikelyTable.of(make_heads(), make_lm_head(), []).replay(4))
+    assert math.isnan(LikelyTable.of(guesses([])).replay(4))
     with pytest.raises(OptionError, match="1 or more"):
-        LikelyTable.of(make_heads(), make_lm_head(), make_traces(), limit=0)
+        LikelyTable.of(guesses(), limit=0)
 
 
 def test_ranks_of_true_tokens() -> None:
@@ -130,8 +136,8 @@ def test_ranks_of_true_tokens() -> None:
 
 def test_walks_by_hand() -> None:
     """Rows 0 to 3 and 4 to 5; a step that accepts 2 at row 0 is followed by one at row 3, which ends the trace."""
-    walk = Walk((0, 4, 6), stops=1)
+    walk = Walk((0, 4, 6))
     accepted = torch.tensor([2, 0, 0, 1, 0, 0])
     assert walk.visited(accepted).tolist() == [0, 3, 4, 5]
-    assert walk.mean_length(accepted) == pytest.approx(5 / 4)
-    assert Walk.along(make_traces(stopped=True)) == Walk((0, 8, 9, 25, 25, 29, 68), 5)
+    assert walk.mean_length(accepted) == pytest.approx(6 / 4)
+    assert Walk.along(make_traces(stopped=True)) == Walk((0, 8, 9, 25, 25, 29, 68))

@@ -16,6 +16,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.drafters.calibration import Calibration
+from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.heads.checkpoint import load_medusa
@@ -97,6 +99,15 @@ def test_what_it_leaves_behind(trained, target_folder):
     assert checkpoint.fingerprint == target.fingerprint and checkpoint.target_name == str(target_folder)
     assert checkpoint.trees.keys() == {"greedy", "sampled"}
     assert checkpoint.facts["served"] == [each.as_dict() for each in result.heads.served]
+    for kind, tree in checkpoint.facts["trees"].items():
+        compared = tree["compared"]
+        best = max(compared, key=lambda way: compared[way], default="calibrated")
+        assert tree["chosen"] == ("counted" if best == "counted" else "likeliest")
+        drafter = Medusa.load(out, nodes=4)
+        params = SamplingParams(temperature=0.0 if kind == "greedy" else 1.0)
+        assert drafter.is_fixed(params) == (best == "counted")
+        promise = drafter.promise(params)
+        assert promise is not None and promise.measured_on == "the target's answers to 10 held-out prompts"
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["command"] and record["versions"]["torch"] and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 7
@@ -107,7 +118,9 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     target = load_model(target_folder)
     for served in result.heads.served:
         params = SamplingParams(max_tokens=64, temperature=served.temperature, seed=0)  # half of the context
-        trees = load_medusa(out).trees if served.trees == "counted" else None
+        kept = load_medusa(out)
+        chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.facts["survival"]))
+        trees = kept.trees if served.trees == "counted" else chosen
         drafter = Medusa.load(out, nodes=served.nodes, trees=trees)
         answers = Engine(target, drafter).generate(list(prompts.test), params)
         emitted = sum(answer.stats.emitted_tokens for answer in answers)

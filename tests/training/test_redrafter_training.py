@@ -122,7 +122,13 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
         assert (served.emitted_tokens, served.target_calls) == (emitted, calls)
         assert served.mean_acceptance_length == pytest.approx(emitted / calls)
         assert 0.9 < served.promised <= 4.0
-    assert {kind: len(of_kind) for kind, of_kind in result.head.promises.items()} == {"greedy": 18, "sampled": 18}
+    assert {kind: len(of_kind.promises) for kind, of_kind in result.head.replayed.items()} == {
+        "greedy": 18,
+        "sampled": 18,
+    }
+    assert load_redrafter(out).facts["survival"].keys() <= {"greedy", "sampled"}
+    plan = Redrafter.load(out).size_plans(SamplingParams())[0]
+    assert plan.promise.measured_on == "the target's answers to 7 held-out prompts"
     assert load_redrafter(out).facts["beams"].keys() == {"greedy", "sampled"}
     assert Redrafter.load(out).size_plans(SamplingParams(max_tokens=ANSWER))
 

@@ -8,17 +8,20 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from support.head_models import SHARPENED
 from support.tiny_models import PROMPTS, VOCAB, packed, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.counters import Counters
+from truedraft.core.survival import Survival
 from truedraft.core.trees import chain_shape
+from truedraft.drafters.calibration import Calibration
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
-from truedraft.training.likely_paths import LikelyTable
+from truedraft.training.likely_paths import HeadGuesses, LikelyTable
 from truedraft.training.rank_paths import count_rank_paths
 from truedraft.training.traces import Trace
 from truedraft.training.tree_choice import choose_tree
@@ -95,10 +98,15 @@ def test_the_engine_keeps_the_promise_call_by_call(way: str, nodes: int) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depths", [None, SHARPENED], ids=["raw", "calibrated"])
 @pytest.mark.parametrize("nodes", [1, 6, 24])
-def test_so_it_does_for_trees_that_are_chosen_at_each_step(way: str, nodes: int) -> None:
-    table = LikelyTable.of(heads(way), lm_head(), traces(way), limit=32)
-    engine = Engine(target(), Medusa(heads(way), LikeliestTrees(HEADS), nodes=nodes))
+def test_so_it_does_for_trees_that_are_chosen_at_each_step(
+    way: str, nodes: int, depths: list[list[float]] | None
+) -> None:
+    survival = None if depths is None else Survival.of(depths)
+    table = LikelyTable.of(HeadGuesses.along(heads(way), lm_head(), traces(way), 32), survival, limit=32)
+    calibration = Calibration({} if survival is None else {way: survival})
+    engine = Engine(target(), Medusa(heads(way), LikeliestTrees(HEADS, calibration=calibration), nodes=nodes))
     answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
     assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]
     stats = sum((answer.stats for answer in answers), Counters())

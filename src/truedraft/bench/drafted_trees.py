@@ -11,7 +11,7 @@ from truedraft.bench.lineup import Lineup
 from truedraft.bench.summary import Summary
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.guess_trees import FixedTrees, kind_of
+from truedraft.drafters.calibration import kind_of
 from truedraft.drafters.medusa import Medusa
 from truedraft.planning import sized
 from truedraft.theory import TargetCost, expected_tokens_if_independent
@@ -41,6 +41,7 @@ class DraftedTree:
         measured: mean acceptance length in the benchmark; None where it did not run.
         product: what the tree would promise if heads erred independently; None where that was not kept with them.
         chosen: those that are drafted instead of `tree`; None where it is drafted itself.
+        promised_on: the text on which promises were measured, in words; the benchmark's own is `measured`.
     """
 
     contestant: str
@@ -48,6 +49,7 @@ class DraftedTree:
     measured: float | None
     product: float | None = None
     chosen: ChosenTrees | None = None
+    promised_on: str = ""
 
     @property
     def nodes(self) -> int:
@@ -69,6 +71,10 @@ class DraftedTree:
         """How much of the promise came true."""
         return None if self.measured is None or self.promised is None else self.measured / self.promised
 
+    @property
+    def _on(self) -> str:
+        return f" (on {self.promised_on})" if self.promised_on else ""
+
     def describe(self) -> str:
         """In one line."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
@@ -77,7 +83,7 @@ class DraftedTree:
         else:
             told = [f"{self.contestant}: trees of {nodes}, chosen at each step"]
         if self.promised is not None:
-            told.append(f"promised {self.promised:.2f} tokens per target call")
+            told.append(f"promised {self.promised:.2f} tokens per target call{self._on}")
         if self.chosen is not None and self.counted is not None:
             told.append(f"{self.counted:.2f} by the counted tree")
         if self.product is not None:
@@ -95,6 +101,7 @@ class DraftedTree:
             "trees": "fixed" if self.chosen is None else "likeliest",
             "nodes": self.nodes,
             "promised": self.promised,
+            "promised_on": self.promised_on,
             "counted": self.counted,
             "product": self.product,
             "measured": self.measured,
@@ -135,13 +142,15 @@ def drafted_trees(lineup: Lineup, summaries: Sequence[Summary], params: Sampling
         whole = drafter.tree_for(params)
         if whole is not None:
             tree, product = whole.first(drafter.nodes), _product(drafter, whole.first(drafter.nodes), params)
-            found.append(DraftedTree(each.name, tree, measured.get(each.name), product, _chosen(drafter, params)))
+            promise, chosen = drafter.promise(params), _chosen(drafter, params)
+            text = "" if promise is None else promise.measured_on
+            found.append(DraftedTree(each.name, tree, measured.get(each.name), product, chosen, text))
     return found
 
 
 def _chosen(drafter: Medusa, params: SamplingParams) -> ChosenTrees | None:
     """None for a drafter of fixed trees."""
-    if drafter.tree_kind == FixedTrees.name:
+    if drafter.is_fixed(params):
         return None
     promise = drafter.promise(params)
     return ChosenTrees(drafter.nodes, None if promise is None else promise.tokens(drafter.nodes))

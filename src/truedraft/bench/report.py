@@ -45,11 +45,11 @@ _LOSSY = """\
   over all emitted tokens; *of greedy* is what taking the likeliest token at the same places would have.
 """
 _PROMISE = """\
-*promised*: tokens per target call that trees of so many nodes bring on held-out text of the target, walked as decoding
+*promised*: tokens per target call that trees of so many nodes bring on the text that is named below, walked as decoding
 walks: of trees that are chosen at each step where these are drafted, else of the counted tree in the picture; *if
-independent*: what the heads' accuracies alone would promise, as if they did not err together. Neither looked
-at this run. In the pictures a node's number is the rank of the head's guess, its colour and size how often it was
-accepted on the counting text.
+independent*: what the heads' accuracies alone would promise there, as if they did not err together. Neither looked at
+this run; *measured* is of its own prompts. In the pictures a node's number is the rank of the head's guess, its colour
+and size how often it was accepted on the counting text.
 """
 
 
@@ -79,6 +79,7 @@ def markdown(
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n\n{_CAPTIONS[name]}" for name in pictures]
     if trees:
         parts += ["## Token trees", _table(tree_table([tree for tree, _ in trees])), _PROMISE.rstrip()]
+        parts += [f"- {tree.contestant}: promised on {tree.promised_on}" for tree, _ in trees if tree.promised_on]
         parts += [f"![The token tree of {tree.contestant}]({name}.svg)" for tree, name in trees]
     meanings = _MEANINGS + ("" if circumstances.lossless else _LOSSY)
     parts += ["## How to read it", meanings.rstrip(), "## Where it was run", _where(circumstances)]

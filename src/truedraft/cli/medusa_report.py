@@ -67,6 +67,7 @@ def _print_heads(terminal: Terminal, heads: TrainedHeads) -> None:
         shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted.accuracy)
         say(f"heads right {_KINDS[kind]} with their first guess / one of five: {shares}")
     say("tokens per target call: measured in the engine, promised by the trees, and as if heads erred independently")
+    say(f"promised and independent: on {heads.promised_on}; other text brings more or less")
     columns = ("temperature", "nodes", "trees", "measured", "promised", "independent")
     table = Table(*columns, box=None, pad_edge=False)
     for each in heads.served:
@@ -81,3 +82,6 @@ def _print_heads(terminal: Terminal, heads: TrainedHeads) -> None:
             products.get(each.nodes, "") if each.trees == "counted" else "",
         )
     terminal.out.print(table)
+    for kind, counted in heads.trees.items():
+        if counted.chosen == "counted":
+            say(f"{_KINDS[kind]} the counted tree is used: on text that neither was fitted to it brought more")

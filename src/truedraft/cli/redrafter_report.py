@@ -41,6 +41,7 @@ def _print_head(terminal: Terminal, head: TrainedRedrafter) -> None:
     shares = iter(head.accuracy.values())
     pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
     _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")
+    _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
     table = Table("temperature", "nodes", "beams", "tokens per target call", "promised", box=None, pad_edge=False)
     for each in head.served:
         beams = f"{each.beams} of {each.length}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from truedraft.core import transfers
@@ -15,13 +16,14 @@ from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.likeliest_paths import likeliest_paths
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
+from truedraft.core.survival import Survival
 from truedraft.core.trees import TokenTree
+from truedraft.drafters.calibration import FACT, GREEDY, SAMPLED, Calibration, curves_of, fixed_for, kind_of
 from truedraft.drafters.size_plans import Promise
-from truedraft.errors import CompositionError, ModelError, OptionError
+from truedraft.errors import CompositionError, OptionError
 from truedraft.models.ranking import Likeliest
 from truedraft.theory.node_curve import NodeCurve
 
-GREEDY, SAMPLED = "greedy", "sampled"
 MOST_RANKS = 64
 """Guesses of a head that a tree chosen at each step may take up."""
 MOST_NODES = 256
@@ -77,6 +79,10 @@ class GuessTrees(ABC):
     @abstractmethod
     def counted(self, params: SamplingParams) -> RankTree | None:
         """The whole tree of ranks for requests with such options; None where there is none."""
+
+    @abstractmethod
+    def is_fixed(self, params: SamplingParams) -> bool:
+        """Whether requests with such options are drafted by the tree that `counted` gives."""
 
     @abstractmethod
     def promise(self, params: SamplingParams) -> Promise | None:
@@ -144,6 +150,10 @@ class FixedTrees(GuessTrees):
         """See `GuessTrees.counted`."""
         return self._trees[kind_of(params)]
 
+    def is_fixed(self, params: SamplingParams) -> bool:
+        """See `GuessTrees.is_fixed`."""
+        return True
+
     def promise(self, params: SamplingParams) -> Promise | None:
         """See `GuessTrees.promise`: how often each node was accepted."""
         tree = self.counted(params)
@@ -162,27 +172,42 @@ class FixedTrees(GuessTrees):
 
 
 class LikeliestTrees(GuessTrees):
-    """At each step the rank paths that the heads then hold likeliest, by the product of their probabilities.
+    """At each step the rank paths that are then likeliest to be accepted, as far as is known before.
 
-    The heads' own laws at temperature 1 choose, whatever the request's options are. They are functions of the vector
-    and the token that are known before the draw that judges, so the candidates are as deterministic as fixed ones, and
-    the rule is as exact. On a device the guesses come to the host once: one wait more in a step than with fixed trees.
+    That is the product of their tokens' calibrated survivals, or of the heads' own probabilities at temperature 1 where
+    nothing was calibrated. Both are functions of the vector and the token that are known before the draw that judges,
+    so the candidates are as deterministic as fixed ones, and the rule is as exact. On a device the guesses come to the
+    host once: one wait more in a step than with fixed trees.
 
     Args:
         heads: that guess.
         curves: by the kind of requests, "greedy" and "sampled", the tokens that so many nodes bring; where one is
             missing, the fixed tree's counts stand in for it.
         fixed: the heads' counted trees, if there are any.
+        calibration: survival of guesses; None takes the heads' probabilities.
+        fixed_for: kinds of requests that get the fixed tree, for it was measured to be the better one.
+
+    Raises:
+        OptionError: fixed trees are to be used, and there are none.
     """
 
     name: ClassVar[str] = "likeliest"
 
     def __init__(
-        self, heads: int, curves: Mapping[str, NodeCurve] | None = None, fixed: FixedTrees | None = None
+        self,
+        heads: int,
+        curves: Mapping[str, NodeCurve] | None = None,
+        fixed: FixedTrees | None = None,
+        calibration: Calibration | None = None,
+        fixed_for: Collection[str] = (),
     ) -> None:
+        if fixed_for and fixed is None:
+            raise OptionError(f"requests of the kind {sorted(fixed_for)} get a fixed tree, and there is none; give one")
         self._heads = heads
         self._curves = dict(curves or {})
         self._fixed = fixed
+        self._calibration = calibration or Calibration()
+        self._fixed_for = frozenset(fixed_for)
 
     def extent(self, nodes: int) -> Budget:
         """See `GuessTrees.extent`."""
@@ -199,6 +224,9 @@ class LikeliestTrees(GuessTrees):
 
     def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
         """See `GuessTrees.wanted`."""
+        fixed = self._tree_of(params)
+        if fixed is not None:
+            return fixed.wanted(params, budget)
         if budget.is_zero:
             return NO_DRAFT
         nodes = budget.nodes
@@ -206,19 +234,30 @@ class LikeliestTrees(GuessTrees):
 
     def trees(self, guesses: Likeliest, requests: Sequence[Wanted]) -> list[TokenTree]:
         """See `GuessTrees.trees`."""
-        ids, log_probs = _on_host(guesses)
-        alike: dict[Budget, list[int]] = {}
-        for row, (params, budget) in enumerate(requests):
-            alike.setdefault(self.wanted(params, budget), []).append(row)
         found: dict[int, TokenTree] = {}
-        for wanted, rows in alike.items():
-            every = slice(None) if len(alike) == 1 else rows  # a view, where there is nothing to pick out
-            chosen = likeliest_paths(log_probs[: wanted.depth, every, : wanted.width], wanted.nodes)
-            own = ids[: wanted.depth, every, : wanted.width].transpose(1, 0, 2).reshape(len(rows), -1)
-            tokens = own[np.arange(len(rows))[:, None], chosen.places].tolist()
-            for row, of_row, shape in zip(rows, tokens, chosen.shapes, strict=True):
-                found[row] = TokenTree.of_ids(of_row, shape)
+        alike: dict[tuple[Budget, Survival | None], list[int]] = {}
+        for row, (params, budget) in enumerate(requests):
+            fixed = self._tree_of(params)
+            if fixed is not None:
+                own = Likeliest(guesses.ids[:, row : row + 1], guesses.log_probs[:, row : row + 1])
+                found[row] = fixed.trees(own, [(params, budget)])[0]
+            else:
+                alike.setdefault((self.wanted(params, budget), self._calibration(params)), []).append(row)
+        if alike:
+            ids, log_probs = _on_host(guesses)
+            for (wanted, survival), rows in alike.items():
+                every = slice(None) if len(rows) == len(requests) else rows  # a view, where all are alike
+                within = slice(wanted.depth), every, slice(wanted.width)
+                found.update(zip(rows, _likeliest(ids[within], log_probs[within], wanted.nodes, survival), strict=True))
         return [found[row] for row in range(len(requests))]
+
+    def _tree_of(self, params: SamplingParams) -> FixedTrees | None:
+        """Fixed trees, where requests with such options get one."""
+        return self._fixed if kind_of(params) in self._fixed_for else None
+
+    def is_fixed(self, params: SamplingParams) -> bool:
+        """See `GuessTrees.is_fixed`."""
+        return self._tree_of(params) is not None
 
     def counted(self, params: SamplingParams) -> RankTree | None:
         """See `GuessTrees.counted`."""
@@ -227,31 +266,39 @@ class LikeliestTrees(GuessTrees):
     def promise(self, params: SamplingParams) -> Promise | None:
         """See `GuessTrees.promise`."""
         curve = self._curves.get(kind_of(params))
-        if curve is None:
+        if curve is None or self.is_fixed(params):
             return None if self._fixed is None else self._fixed.promise(params)
         gains = curve.gains
         return Promise(gains, tuple(min(nodes, self._heads) for nodes in range(len(gains) + 1)))
 
 
-def curves_of(facts: Mapping[str, Any]) -> dict[str, NodeCurve]:
-    """The curves in what was found out about heads when they were trained; none where nobody measured them.
+def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, Any]) -> LikeliestTrees:
+    """What heads draft by unless somebody says otherwise: trees chosen at each step where these were not worse.
+
+    Args:
+        heads: that guess.
+        counted: trees that were counted for them, by the kind of requests; none for those of other projects.
+        facts: what was found out about them.
 
     Raises:
-        ModelError: there is something else in their place.
+        ModelError: the facts are damaged.
     """
-    try:
-        trees = facts.get("trees", {}).items()
-        kept = {kind: tree["likeliest"] for kind, tree in trees if "likeliest" in tree}
-        return {kind: NodeCurve.fit(zip(each["nodes"], each["tokens"], strict=True)) for kind, each in kept.items()}
-    except (AttributeError, KeyError, TypeError, ValueError, OptionError) as error:
-        raise ModelError(
-            f"what was measured of the trees of these heads is damaged ({error}); fetch or train them again"
-        ) from error
+    calibration = Calibration.of(facts.get(FACT, {}))
+    if not counted:
+        return LikeliestTrees(heads, curves_of(facts), None, calibration)
+    return LikeliestTrees(heads, curves_of(facts), FixedTrees(counted), calibration, fixed_for(facts))
 
 
-def kind_of(params: SamplingParams) -> str:
-    """Which of the trees is for requests with such options."""
-    return GREEDY if params.greedy else SAMPLED
+def _likeliest(ids: NDArray[Any], log_probs: NDArray[Any], nodes: int, survival: Survival | None) -> list[TokenTree]:
+    """The trees of the best paths among guesses `[depth, requests, ranks]`."""
+    if survival is not None:
+        scores = torch.from_numpy(log_probs)
+        log_probs = torch.stack([survival(own, depth) for depth, own in enumerate(scores, 1)]).numpy()
+    chosen = likeliest_paths(log_probs, nodes)
+    rows = ids.shape[1]
+    own = ids.transpose(1, 0, 2).reshape(rows, -1)
+    tokens = own[np.arange(rows)[:, None], chosen.places].tolist()
+    return [TokenTree.of_ids(of_row, shape) for of_row, shape in zip(tokens, chosen.shapes, strict=True)]
 
 
 def _on_host(guesses: Likeliest) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +18,9 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.coupled_guesses import coupled_guesses
-from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees, curves_of
+from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, trees_for
 from truedraft.drafters.last_vectors import LastVectors
-from truedraft.drafters.size_plans import Promise, SizePlan
+from truedraft.drafters.size_plans import PROMISED_ON, Promise, SizePlan
 from truedraft.drafters.trained_for import TrainedFor
 from truedraft.errors import DrafterError, OptionError
 from truedraft.heads.checkpoint import MedusaCheckpoint, load_medusa
@@ -140,7 +140,7 @@ class Medusa(Drafter):
         Args:
             folder: with the heads.
             nodes: as for `Medusa`.
-            trees: as for `Medusa`; None chooses them at each step, see `LikeliestTrees`.
+            trees: as for `Medusa`; None takes what was found best on held-out text, see `trees_for`.
 
         Raises:
             ModelError: there are no heads, or their files are damaged.
@@ -158,8 +158,7 @@ class Medusa(Drafter):
     ) -> Medusa:
         """Heads of a checkpoint; see `load`."""
         if trees is None:
-            fixed = FixedTrees(checkpoint.trees) if checkpoint.trees else None
-            trees = LikeliestTrees(checkpoint.heads.config.heads, curves_of(checkpoint.facts), fixed)
+            trees = trees_for(checkpoint.heads.config.heads, checkpoint.trees, checkpoint.facts)
         return cls(
             checkpoint.heads,
             trees,
@@ -198,13 +197,18 @@ class Medusa(Drafter):
     def tree_for(self, params: SamplingParams) -> RankTree | None:
         """The whole tree of ranks for requests with these sampling options, all of its nodes; None if there is none.
 
-        With `tree_kind` "fixed" it is what they are drafted by; otherwise what was counted for these heads.
+        Where `is_fixed` says so, it is what they are drafted by; otherwise what was counted for these heads.
         """
         return self._trees.counted(params)
 
+    def is_fixed(self, params: SamplingParams) -> bool:
+        """Whether that tree is what requests with these options are drafted by; otherwise each step chooses one."""
+        return self._trees.is_fixed(params)
+
     def promise(self, params: SamplingParams) -> Promise | None:
         """What nodes are expected to bring to requests with these options; None where nobody measured it."""
-        return self._trees.promise(params)
+        promise = self._trees.promise(params)
+        return None if promise is None else replace(promise, text=str(self.facts.get(PROMISED_ON, "")))
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
         """One, unless the number of nodes was chosen; see `Drafter.size_plans`."""

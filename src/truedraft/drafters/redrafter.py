@@ -17,13 +17,15 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
+from truedraft.core.survival import scores_for
 from truedraft.core.trees import TokenTree, narrowed
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.beam_curves import beam_curves
 from truedraft.drafters.beam_search import beam_search, with_dropped
+from truedraft.drafters.calibration import FACT, Calibration
 from truedraft.drafters.last_vectors import LastVectors
 from truedraft.drafters.sampled_beams import SampledBeams
-from truedraft.drafters.size_plans import Promise, SizePlan
+from truedraft.drafters.size_plans import PROMISED_ON, Promise, SizePlan
 from truedraft.drafters.trained_for import TrainedFor
 from truedraft.errors import DrafterError, OptionError
 from truedraft.heads.redrafter import RedrafterHead
@@ -43,8 +45,9 @@ class Redrafter(Drafter):
     """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
 
     The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
-    the likeliest continuations; with those that it drops on the way they are merged into a tree wherever they share
-    prefixes, and the tree's likeliest nodes are proposed.
+    the best continuations; with those that it drops on the way they are merged into a tree wherever they share
+    prefixes, and the tree's best nodes are proposed. Best is what is likeliest to be accepted, by the survival that was
+    calibrated for this head (`core.survival`), or else by its own probabilities.
     Beams were chosen, not drawn, so the rule follows the child that carries the token it draws from the target's law:
     exact at every temperature. (Accepting beams as if they had been drawn, as the published code does, is not.)
 
@@ -75,6 +78,7 @@ class Redrafter(Drafter):
 
     Raises:
         OptionError: beams outside 1 to 256, length outside 1 to 32, or nodes outside 0 to 1,024.
+        ModelError: the calibration among the facts is damaged.
     """
 
     name: ClassVar[str] = "redrafter"
@@ -105,6 +109,7 @@ class Redrafter(Drafter):
         self.sizes = astuple(head.config)
         self.note = note
         self.facts = dict(facts or {})
+        self._calibration = Calibration.of(self.facts.get(FACT, {}))
         self._head = head
         config = head.config
         self._target = TrainedFor("recurrent heads", config.width, config.vocab_size, target_name, fingerprint)
@@ -192,7 +197,8 @@ class Redrafter(Drafter):
             longest = max(other.length for other in curves if other.beams == each.beams)
             timed.setdefault(each.beams, self.with_sizes(each.beams, longest, each.beams * longest))
             gains = each.curve.gains
-            promise = Promise(gains, (0, *[each.length] * len(gains)))
+            text = str(self.facts.get(PROMISED_ON, ""))
+            promise = Promise(gains, (0, *[each.length] * len(gains)), text)
             sized = functools.partial(self.with_sizes, each.beams, each.length)
             plans.append(SizePlan(f"{each.beams} beams of {each.length}", promise, timed[each.beams], sized))
         return plans
@@ -241,13 +247,14 @@ class Redrafter(Drafter):
     def _choose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """The likeliest beams, merged and cut."""
+        """The beams that are likeliest to be accepted, merged and cut."""
         hidden, drawn = self._ends(batch)
         depths = [min(budget.depth, self.length) for budget in budgets]
         steps: list[Beams] = []
         merged: list[MergedBeams] = []
         order: list[int] = []
-        growing = beam_search(self._running, hidden, drawn, self._width)
+        scores = scores_for([self._calibration(request.params) for request in batch], hidden.device)
+        growing = beam_search(self._running, hidden, drawn, self._width, scores)
         for length, beams in enumerate(itertools.islice(growing, max(depths)), 1):
             steps.append(beams)
             # One length, but for requests near their end; a shorter search ends earlier, as it does alone.

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter
 
+PROMISED_ON = "promised_on"
+"""Among what was found out about heads: the text on which promises were measured, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Promise:
@@ -18,10 +21,18 @@ class Promise:
     Attributes:
         gains: for each node, in the order in which a budget takes them, the tokens per target call that it adds.
         depths: of the trees of 0, 1, ... nodes; what drafting them costs goes by these.
+        text: on which it was measured, in words; empty where nobody wrote it down. On other text nodes bring more or
+            less.
     """
 
     gains: tuple[float, ...]
     depths: tuple[int, ...]
+    text: str = ""
+
+    @property
+    def measured_on(self) -> str:
+        """The text, in words that say so where nobody knows."""
+        return self.text or "text like that of its training"
 
     def tokens(self, nodes: int) -> float:
         """Tokens per target call with so many nodes; with all of them where there are fewer."""

@@ -162,7 +162,8 @@ def _draft(spec: Spec, target: LanguageModel) -> Drafter:
 
 def _medusa(spec: Spec, target: LanguageModel) -> Drafter:
     from truedraft.core.rank_tree import RankTree
-    from truedraft.drafters.guess_trees import GREEDY, SAMPLED, FixedTrees
+    from truedraft.drafters.calibration import GREEDY, SAMPLED
+    from truedraft.drafters.guess_trees import FixedTrees
     from truedraft.drafters.medusa import Medusa
     from truedraft.heads.checkpoint import load_medusa
 

@@ -72,7 +72,7 @@ class NodeBudget:
         sizes = f"{self.plan.name}, {nodes}" if self.plan.name else nodes
         return (
             f"{sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
-            f"{best.speedup:.2f} times plain decoding predicted"
+            f"{best.speedup:.2f} times plain decoding predicted; the promise is of {self.plan.promise.measured_on}"
         )
 
 

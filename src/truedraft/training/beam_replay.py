@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from truedraft.core.beams import Beams, merge
+from truedraft.core.survival import Survival, scores_for
 from truedraft.drafters.beam_search import beam_search, with_dropped
 from truedraft.heads.redrafter_runner import RedrafterRunner
 from truedraft.training.likely_paths import CURVE_NODES, tree_depths
+from truedraft.training.survival_fit import Guesses
 from truedraft.training.traces import Trace
 from truedraft.training.walks import Walk
 
@@ -47,6 +49,11 @@ class BeamPromise:
     listed: int
     merged: float
 
+    def at(self, nodes: int) -> float:
+        """Tokens per target call with so many nodes or, where the beams never come to that, with all of them."""
+        points = list(zip(self.nodes, self.tokens, strict=True))
+        return next(tokens for at, tokens in reversed(points) if at <= nodes)
+
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return asdict(self)
@@ -57,6 +64,7 @@ def promises_of_beams(
     traces: Sequence[Trace],
     widths: Sequence[int],
     length: int,
+    survival: Survival | None = None,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[BeamPromise]:
@@ -67,6 +75,7 @@ def promises_of_beams(
         traces: written at the temperature of use.
         widths: numbers of beams; of those above the number of token ids as many are kept.
         length: the longest.
+        survival: what beams are chosen by; None takes the head's own probabilities.
         on_progress: called with the widths that are done, and all.
 
     Returns:
@@ -80,7 +89,7 @@ def promises_of_beams(
     for done, width in enumerate(widths):
         on_progress(done, len(widths))
         kept = min(width, runner.vocab_size)
-        orders, merged = _orders(runner, traces, kept, length)
+        orders, merged = _orders(runner, traces, kept, length, survival)
         for number in numbers:
             order = _at_depths(orders[:number], depths[number - 1])
             nodes = tuple(each for each in CURVE_NODES if each <= width * number)
@@ -107,7 +116,7 @@ def _at_depths(orders: Sequence[Tensor], depths: Tensor) -> Tensor:
 
 
 def _orders(
-    runner: RedrafterRunner, traces: Sequence[Trace], width: int, length: int
+    runner: RedrafterRunner, traces: Sequence[Trace], width: int, length: int, survival: Survival | None
 ) -> tuple[list[Tensor], list[float]]:
     """For each length, at each position, the place of the true continuation's prefixes in the order of nodes.
 
@@ -116,6 +125,7 @@ def _orders(
         traces: of which one has two tokens or more.
         width: beams that are kept, at most as many as there are token ids.
         length: the longest.
+        survival: what beams are chosen by.
 
     Returns:
         For each length `[positions, length]`, int64, `_NO_NODE` where a prefix is no node; and the mean number of nodes
@@ -131,7 +141,8 @@ def _orders(
         drawn = torch.tensor([int(trace.tokens[step]) for trace, step in some])
         truth = torch.stack([_behind(trace, step, length) for trace, step in some])
         device = runner.device
-        growing = beam_search(runner, hidden.to(device), drawn.to(device), width)
+        scores = scores_for([survival], device)
+        growing = beam_search(runner, hidden.to(device), drawn.to(device), width, scores)
         steps: list[Beams] = []
         for number, longest in enumerate(itertools.islice(growing, length)):
             steps.append(longest)
@@ -140,6 +151,40 @@ def _orders(
             orders[number].append(_order_of(beams, node_of, truth[:, : number + 1].to(device)).cpu())
             merged[number] += float(merge(longest, longest.tokens[0].numel()).counts.sum())
     return [torch.cat(each) for each in orders], [each / len(places) for each in merged]
+
+
+@torch.inference_mode()
+def beam_guesses(runner: RedrafterRunner, traces: Sequence[Trace], length: int, count: int) -> list[Guesses]:
+    """What a head gave to its guesses behind the text's own tokens, at depth 1, 2, ... up to `length`.
+
+    Args:
+        runner: of the head, with the target that wrote the traces.
+        traces: written at the temperature of use.
+        length: the largest depth.
+        count: guesses that are kept at each depth, at most as many as there are token ids.
+    """
+    places = [(trace, step) for trace in traces for step in range(trace.steps)]
+    log_probs = [torch.zeros(length, 0, count)]
+    ranks = [torch.zeros(0, length, dtype=torch.int64)]
+    for start in range(0, len(places), _ROWS):
+        some = places[start : start + _ROWS]
+        truth = torch.stack([_behind(trace, step, length) for trace, step in some])
+        tokens = torch.cat([torch.tensor([[int(trace.tokens[step])] for trace, step in some]), truth], dim=1)
+        tokens = tokens.to(runner.device)
+        context, state = (
+            runner.context(torch.stack([trace.hidden[step] for trace, step in some]).to(runner.device)),
+            None,
+        )
+        of_depth = []
+        for depth in range(length):
+            state = runner.advance(state, tokens[:, depth].clamp(min=0))
+            found = runner.likeliest(context, state, count)
+            right = (found.ids == tokens[:, depth + 1, None]).to(torch.uint8)
+            rank = torch.where(right.bool().any(dim=1), right.argmax(dim=1), count)
+            of_depth.append((found.log_probs, rank.masked_fill(tokens[:, depth + 1] < 0, -1)))
+        log_probs.append(torch.stack([each for each, _ in of_depth]).float().cpu())
+        ranks.append(torch.stack([each for _, each in of_depth], dim=1).cpu())
+    return Guesses.along(torch.cat(log_probs, dim=1), torch.cat(ranks))
 
 
 def _behind(trace: Trace, step: int, length: int) -> Tensor:

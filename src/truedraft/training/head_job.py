@@ -156,7 +156,9 @@ def _prompts_of(
     if not data:
         return standard_library_prompts(tokenizer, config.prompts, config.prompt_tokens)
     others = read_texts(held_out) if held_out else ()
-    return split_prompts(read_texts(data), others, tokenizer, config.prompts, config.prompt_tokens)
+    found = split_prompts(read_texts(data), others, tokenizer, config.prompts, config.prompt_tokens)
+    names = ", ".join(path.name for path in held_out or data)
+    return replace(found, source=names if held_out else f"the end of {names}")
 
 
 def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.training.likely_paths import LikelyTable
-from truedraft.training.rank_paths import count_rank_paths
+from truedraft.core.survival import Survival
+from truedraft.drafters.calibration import COUNTED, COUPLED, LIKELIEST
+from truedraft.drafters.guess_trees import MOST_RANKS
+from truedraft.training.coupled_noise import coupled_along
+from truedraft.training.likely_paths import HeadGuesses, LikelyTable
+from truedraft.training.rank_paths import PathCounts, table_of
+from truedraft.training.survival_fit import Guesses, fit_survival
 from truedraft.training.tree_choice import TreePromise, choose_tree, promises
 
 if TYPE_CHECKING:
@@ -17,9 +23,12 @@ if TYPE_CHECKING:
 
 TREE_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 """At which temperature the answers are drawn that each kind of tree is counted on."""
+CALIBRATED, RAW = "calibrated", "raw"
+"""What trees are chosen by at each step: survival fitted to text, or the heads' own probabilities."""
 BUDGETS = (8, 32)
 """Numbers of nodes that reports speak of."""
 _TOP = 5
+_COUPLED = 3000  # positions at which noise is drawn for every token id, about
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,12 @@ class CountedTree:
         positions: how many were counted.
         likeliest: what trees that are chosen at each step are expected to bring instead: (nodes, tokens per target
             call), replayed, for rising numbers of nodes.
+        survival: what these are chosen by; None takes the heads' own probabilities.
+        coupled: the same for requests that share their noise with the target.
+        chosen: which trees serve: "likeliest", or "counted" where that was the better.
+        compared: what decided it, tokens per target call, the mean over `BUDGETS`: of trees chosen by calibrated
+            survival ("calibrated"), by probability ("raw"), and counted, each fitted to one half of the text and
+            replayed on the other; empty where a half is too short.
     """
 
     tree: RankTree
@@ -40,6 +55,10 @@ class CountedTree:
     accuracy: tuple[tuple[float, ...], ...]
     positions: int
     likeliest: tuple[tuple[int, float], ...]
+    survival: Survival | None = None
+    coupled: Survival | None = None
+    chosen: str = LIKELIEST
+    compared: Mapping[str, float] = field(default_factory=dict)
 
     def promised(self, nodes: int) -> float:
         """Tokens per target call that the first `nodes` nodes promise; of all, where there are fewer."""
@@ -57,11 +76,20 @@ class CountedTree:
             "promises": [asdict(each) for each in self.promises],
             "accuracy": [{"top_1": ranks[0], f"top_{_TOP}": sum(ranks[:_TOP])} for ranks in self.accuracy],
             "rank_accuracy": [list(ranks) for ranks in self.accuracy],
-            "likeliest": {
+            LIKELIEST: {
                 "nodes": [nodes for nodes, _ in self.likeliest],
                 "tokens": [tokens for _, tokens in self.likeliest],
             },
+            "chosen": self.chosen,
+            "compared": dict(self.compared),
         }
+
+
+def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, Survival]:
+    """What trees are chosen by, for each kind of requests where it was calibrated."""
+    found = {kind: each.survival for kind, each in trees.items()}
+    found[COUPLED] = next((each.coupled for each in trees.values() if each.coupled is not None), None)
+    return {kind: survival for kind, survival in found.items() if survival is not None}
 
 
 def count_trees(heads: MedusaHeads, lm_head: LmHead, text: SelfText) -> dict[str, CountedTree]:
@@ -78,9 +106,64 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: SelfText) -> dict[str
     found = {}
     for kind, temperature in TREE_TEMPERATURES.items():
         traces = text.traces(temperature)
-        counts = count_rank_paths(heads, lm_head, traces)
-        tree = choose_tree(counts)
-        sizes = tuple(sorted({min(nodes, len(tree)) for nodes in BUDGETS}))
-        points = LikelyTable.of(heads, lm_head, traces).points()
-        found[kind] = CountedTree(tree, tuple(promises(counts, tree, sizes)), counts.accuracy, counts.positions, points)
+        halves = [HeadGuesses.along(heads, lm_head, traces[first::2], MOST_RANKS) for first in range(2)]
+        coupled = None
+        if temperature:
+            some = traces[:: max(1, sum(trace.steps for trace in traces) // _COUPLED)]
+            heard = [coupled_along(heads, lm_head, some[first::2], MOST_RANKS, first) for first in range(2)]
+            worse = raw_is_kept(compare(heard), 0.0)  # what the noise decides is as sure as greedy choice
+            coupled = None if worse else _survival(HeadGuesses.joined(heard))
+        found[kind] = _count(halves, temperature, coupled)
     return found
+
+
+def _count(halves: Sequence[HeadGuesses], temperature: float, coupled: Survival | None) -> CountedTree:
+    """From what heads guessed to the trees for one kind of requests."""
+    guesses, compared = HeadGuesses.joined(halves), compare(halves)
+    counts = PathCounts.of(table_of(guesses))
+    tree = choose_tree(counts)
+    sizes = tuple(sorted({min(nodes, len(tree)) for nodes in BUDGETS}))
+    promised = tuple(promises(counts, tree, sizes))
+    survival = None if raw_is_kept(compared, temperature) else _survival(guesses)
+    points = LikelyTable.of(guesses, survival).points()
+    best = max(compared, key=lambda way: compared[way], default=CALIBRATED)  # of equal ones the first
+    chosen = COUNTED if best == COUNTED else LIKELIEST
+    return CountedTree(tree, promised, counts.accuracy, counts.positions, points, survival, coupled, chosen, compared)
+
+
+def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: float = 0.01) -> bool:
+    """Whether trees are chosen by the heads' own probabilities.
+
+    At temperature 1 heads learned the very laws that tokens are drawn from, so there these stay unless calibration
+    brings a hundredth more; at other temperatures unless it brings less.
+
+    Args:
+        compared: see `CountedTree.compared`.
+        temperature: of the requests.
+        least: share of what raw probabilities bring.
+    """
+    least = least if temperature else 0.0
+    return bool(compared) and compared[CALIBRATED] < compared[RAW] * (1.0 + least)
+
+
+def _survival(guesses: HeadGuesses) -> Survival:
+    return fit_survival(Guesses.along(guesses.log_probs, guesses.ranks))
+
+
+def compare(halves: Sequence[HeadGuesses]) -> dict[str, float]:
+    """What each way to make trees brings on text that it was not fitted to; see `CountedTree.compared`."""
+    tables = [table_of(half) for half in halves]
+    if not all(len(table.whole) for table in tables):
+        return {}
+    found = dict.fromkeys((CALIBRATED, RAW, COUNTED), 0.0)
+    for fitted, other in ((0, 1), (1, 0)):
+        tree = choose_tree(PathCounts.of(tables[fitted]))
+        ways = {
+            CALIBRATED: LikelyTable.of(halves[other], _survival(halves[fitted])),
+            RAW: LikelyTable.of(halves[other]),
+        }
+        for nodes in BUDGETS:
+            found[COUNTED] += tables[other].replay(tree.first(nodes))
+            for way, table in ways.items():
+                found[way] += table.replay(nodes)
+    return {way: total / (2 * len(BUDGETS)) for way, total in found.items()}

@@ -14,18 +14,79 @@ import torch
 from torch import Tensor
 
 from truedraft.core.likeliest_paths import CandidatePaths, Numbers, candidate_paths
+from truedraft.core.survival import Survival
 from truedraft.drafters.guess_trees import MOST_RANKS
 from truedraft.training.guesses import LOGITS, guesses_along, true_ranks
 from truedraft.training.traces import Trace
 from truedraft.training.walks import Walk
 
 if TYPE_CHECKING:
-    from truedraft.heads.medusa import MedusaHeads
+    from truedraft.heads.medusa import MedusaConfig, MedusaHeads
     from truedraft.models.lm_head import LmHead
 
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of nodes at which trees are replayed."""
 _ROWS = 1024  # at once
+
+
+@dataclass(frozen=True)
+class HeadGuesses:
+    """What heads guessed at each position of some traces, and how they ranked what the target said there.
+
+    Attributes:
+        log_probs: float32 `[heads, positions, guesses]`: logs of the probabilities of the likeliest guesses, falling.
+        ranks: int64 `[positions, heads]`: ids that rank before the true token; -1 where none is drafted.
+        depths: `[positions]`: how deep a tree may be there, see `tree_depths`.
+        walk: along the traces.
+    """
+
+    log_probs: Tensor
+    ranks: Tensor
+    depths: Numbers
+    walk: Walk
+
+    @classmethod
+    def along(
+        cls, heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], count: int, logits_at_once: int = LOGITS
+    ) -> HeadGuesses:
+        """Look at every position.
+
+        Args:
+            heads: guess; they compute on their own device and in their own dtype.
+            lm_head: of the target that wrote the traces.
+            traces: written at the temperature at which the heads are to draft, by the target alone or losslessly.
+            count: guesses of a head that are kept; of fewer ids all.
+            logits_at_once: the largest number of logits that is held at a time.
+        """
+        return guessed(guesses_along(heads, lm_head, traces, logits_at_once), traces, heads.config, count)
+
+    @classmethod
+    def joined(cls, parts: Sequence[HeadGuesses]) -> HeadGuesses:
+        """Those of several traces behind another."""
+        log_probs = torch.cat([each.log_probs for each in parts], dim=1)
+        depths = np.concatenate([each.depths for each in parts])
+        return cls(log_probs, torch.cat([each.ranks for each in parts]), depths, Walk.joined([p.walk for p in parts]))
+
+
+def guessed(
+    logits: Iterable[tuple[Tensor, Tensor]], traces: Sequence[Trace], config: MedusaConfig, count: int
+) -> HeadGuesses:
+    """The likeliest guesses among logits at every position of some traces, a part after another.
+
+    Args:
+        logits: as `guesses_along` yields them.
+        traces: on whose positions they are.
+        config: of the heads.
+        count: guesses of a head that are kept; of fewer ids all.
+    """
+    count = min(count, config.vocab_size)
+    log_probs = [torch.zeros(config.heads, 0, count)]
+    ranks = [torch.zeros(0, config.heads, dtype=torch.int64)]
+    for own, tokens in logits:
+        log_probs.append(_log_probs(own, count).cpu())
+        ranks.append(torch.where(tokens < 0, -1, true_ranks(own, tokens)).cpu())
+    depths = tree_depths(traces, config.heads)
+    return HeadGuesses(torch.cat(log_probs, dim=1), torch.cat(ranks), depths, Walk.along(traces))
 
 
 @dataclass(frozen=True)
@@ -44,39 +105,29 @@ class LikelyTable:
     limit: int
 
     @classmethod
-    def of(
-        cls,
-        heads: MedusaHeads,
-        lm_head: LmHead,
-        traces: Sequence[Trace],
-        *,
-        limit: int = CURVE_NODES[-1],
-        logits_at_once: int = LOGITS,
-    ) -> LikelyTable:
-        """Look at every position of some traces.
+    def of(cls, guesses: HeadGuesses, survival: Survival | None = None, *, limit: int = CURVE_NODES[-1]) -> LikelyTable:
+        """Look at every position.
 
         Args:
-            heads: guess; they compute on their own device and in their own dtype.
-            lm_head: of the target that wrote the traces.
-            traces: written at the temperature at which the heads are to draft, by the target alone or losslessly.
+            guesses: at each position, as many of each head as a tree of `limit` nodes may take up (`MOST_RANKS`).
+            survival: what paths are chosen by; None takes the heads' own probabilities.
             limit: as kept.
-            logits_at_once: the largest number of logits that is held at a time.
 
         Raises:
             OptionError: a limit below 1.
         """
-        places = _Places(heads.config.heads, min(limit, MOST_RANKS, heads.config.vocab_size), limit)
-        depths = tree_depths(traces, heads.config.heads)
-        found = [torch.zeros(0, heads.config.heads, dtype=torch.int64)]
-        done = 0
-        for logits, tokens in guesses_along(heads, lm_head, traces, logits_at_once):
-            true, log_probs = true_ranks(logits, tokens).cpu().numpy(), _log_probs(logits, places.ranks).cpu().numpy()
-            for first in range(0, len(true), _ROWS):
-                rows = slice(first, first + _ROWS)
-                here = places(log_probs[:, rows], true[rows], depths[done + first :][: len(true[rows])])
-                found.append(torch.from_numpy(here))
-            done += len(true)
-        return cls(torch.cat(found), Walk.along(traces), limit)
+        heads, positions, count = guesses.log_probs.shape
+        places = _Places(heads, min(limit, MOST_RANKS, count), limit)
+        found = [torch.zeros(0, heads, dtype=torch.int64)]
+        for first in range(0, positions, _ROWS):
+            rows = slice(first, first + _ROWS)
+            scores = guesses.log_probs[:, rows, : places.ranks]
+            if survival is not None:
+                scores = torch.stack([survival(own, depth) for depth, own in enumerate(scores, 1)])
+            ranks = guesses.ranks[rows]
+            true = torch.where(ranks < 0, count, ranks).numpy()
+            found.append(torch.from_numpy(places(scores.numpy(), true, guesses.depths[rows])))
+        return cls(torch.cat(found), guesses.walk, limit)
 
     def accepted(self, nodes: int) -> Tensor:
         """Tokens that a step at each position would accept from a tree of so many nodes, at most `limit`: int64."""

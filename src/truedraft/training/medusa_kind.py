@@ -65,6 +65,6 @@ class MedusaKind:
         served = measure_served(
             model, saved, counted, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
         )
-        found = TrainedHeads(counted, served)
+        found = TrainedHeads(counted, served, job.prompts.promised_on)
         save_medusa(trained.out, heads, trained.target, trained.fingerprint, trees, facts | found.as_dict())
         return found

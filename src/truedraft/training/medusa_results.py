@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truedraft.drafters.calibration import FACT
+from truedraft.drafters.size_plans import PROMISED_ON
+from truedraft.training.head_trees import survival_of
+
 if TYPE_CHECKING:
     from truedraft.training.head_trees import CountedTree
     from truedraft.training.served import Served
@@ -19,16 +23,20 @@ class TrainedHeads:
     Attributes:
         trees: for "greedy" and "sampled" requests, with what each kind of trees promises.
         served: acceptance, measured in the engine on prompts that neither training nor trees have seen.
+        promised_on: the text on which the promises were replayed, in words.
     """
 
     trees: Mapping[str, CountedTree]
     served: Sequence[Served]
+    promised_on: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "trees": {kind: counted.as_dict() for kind, counted in self.trees.items()},
+            FACT: {kind: survival.depths for kind, survival in survival_of(self.trees).items()},
             "served": [each.as_dict() for each in self.served],
+            PROMISED_ON: self.promised_on,
         }
 
 

@@ -30,6 +30,7 @@ class PromptSets:
         test: acceptance is measured, at the end, in answering these.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
         apart: about how many of `train` share no text; None is all of them.
+        source: what the held-out prompts were cut from, in words; empty where nobody says.
     """
 
     train: Sequence[Sequence[int]]
@@ -37,6 +38,13 @@ class PromptSets:
     test: Sequence[Sequence[int]]
     text: NDArray[np.uint32]
     apart: int | None = None
+    source: str = ""
+
+    @property
+    def promised_on(self) -> str:
+        """On which text promises are made, in words: they hold for text like it."""
+        source = f" from {self.source}" if self.source else ""
+        return f"the target's answers to {len(self.tree)} held-out prompts{source}"
 
     def __post_init__(self) -> None:
         """No side is empty.

@@ -22,7 +22,8 @@ from torch import Tensor
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.errors import DataError, OptionError
 from truedraft.theory import expected_tokens_if_independent, expected_tokens_of_paths
-from truedraft.training.guesses import LOGITS, guesses_along, true_ranks
+from truedraft.training.guesses import LOGITS
+from truedraft.training.likely_paths import HeadGuesses
 from truedraft.training.traces import Trace
 from truedraft.training.walks import Walk
 
@@ -45,13 +46,11 @@ class RankTable:
             or is the trace's last or beyond it, which the engine never drafts.
         starts: for each trace the row of its first position, then the number of rows; a trace of n tokens has n - 1.
         limit: ranks that are told apart.
-        stops: traces whose last token is no part of the answer.
     """
 
     ranks: Tensor
     starts: tuple[int, ...]
     limit: int
-    stops: int = 0
 
     @property
     def heads(self) -> int:
@@ -65,7 +64,7 @@ class RankTable:
     @property
     def walk(self) -> Walk:
         """Along the traces."""
-        return Walk(self.starts, self.stops)
+        return Walk(self.starts)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -211,17 +210,20 @@ def rank_table(
     Raises:
         OptionError: ranks below 1, or so many that paths cannot be numbered.
     """
-    count = heads.config.heads
+    return table_of(HeadGuesses.along(heads, lm_head, traces, 1, logits_at_once), ranks)
+
+
+def table_of(guesses: HeadGuesses, ranks: int = 10) -> RankTable:
+    """The ranks of true tokens, of which the first `ranks` are told apart.
+
+    Raises:
+        OptionError: ranks below 1, or so many that paths cannot be numbered.
+    """
+    count = guesses.ranks.shape[1]
     if ranks < 1 or ranks**count >= 1 << 62:
         raise OptionError(f"ranks must be 1 or more, and ranks ** heads below 2 ** 62; got {ranks} and {count} heads")
-    found = [
-        true_ranks(logits, tokens).clamp(max=ranks).cpu()
-        for logits, tokens in guesses_along(heads, lm_head, traces, logits_at_once)
-    ]
-    walk = Walk.along(traces)
-    return RankTable(
-        torch.cat(found) if found else torch.zeros(0, count, dtype=torch.int64), walk.starts, ranks, walk.stops
-    )
+    found = torch.where(guesses.ranks < 0, ranks, guesses.ranks).clamp(max=ranks)
+    return RankTable(found, guesses.walk.starts, ranks)
 
 
 def _code(path: RankPath, limit: int) -> int:

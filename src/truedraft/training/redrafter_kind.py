@@ -71,10 +71,10 @@ class RedrafterKind:
         accuracy = HeldOutAccuracy.on(trainee, trained.held_out, len(trained.held_out.tokens))()
         model = load_model(trained.target, device=self.config.device)
         head = load_redrafter(trained.out).head
-        promises = replay_beams(model, head, trained.held_out, on_progress=job.following("replaying beams"))
+        replayed = replay_beams(model, head, trained.held_out, on_progress=job.following("replaying beams"))
         served = measure_redrafter(
-            model, head, promises, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
+            model, head, replayed, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
         )
-        found = TrainedRedrafter(accuracy, promises, served)
+        found = TrainedRedrafter(accuracy, replayed, served, job.prompts.promised_on)
         save_redrafter(*where, facts | found.as_dict())
         return found

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.drafters.beam_curves import FACT
+from truedraft.drafters.size_plans import PROMISED_ON
+from truedraft.training.redrafter_served import facts_of
 
 if TYPE_CHECKING:
     from truedraft.training.medusa_results import Effort
-    from truedraft.training.redrafter_served import Promises, ServedBeams
+    from truedraft.training.redrafter_served import ReplayedBeams, ServedBeams
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,24 @@ class TrainedRedrafter:
     Attributes:
         accuracy: `place_K_top_1` and `place_K_top_5`, K from 1: the share of held-out positions at which the token at
             a place was the head's first guess, or one of five, given the tokens before it.
-        promises: for "greedy" and "sampled" requests, what beams of each width and length are expected to bring,
-            replayed on held-out text.
+        replayed: for "greedy" and "sampled" requests, by what beams are chosen, and what those of each width and length
+            are expected to bring.
         served: acceptance, measured in the engine on prompts that were not trained on.
+        promised_on: the text on which the promises were replayed, in words.
     """
 
     accuracy: Mapping[str, float]
-    promises: Promises
+    replayed: Mapping[str, ReplayedBeams]
     served: Sequence[ServedBeams]
+    promised_on: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "accuracy": dict(self.accuracy),
-            FACT: {kind: [each.as_dict() for each in of_kind] for kind, of_kind in self.promises.items()},
+            **facts_of(self.replayed),
             "served": [each.as_dict() for each in self.served],
+            PROMISED_ON: self.promised_on,
         }
 
 

@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from truedraft.drafters.calibration import COUNTED, LIKELIEST, Calibration
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.training.acceptance import count_answers
-from truedraft.training.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree
+from truedraft.training.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree, survival_of
 
 if TYPE_CHECKING:
     from truedraft.heads.medusa import MedusaHeads
     from truedraft.models.base import LanguageModel
-
-LIKELIEST, COUNTED = "likeliest", "counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def measure_served(
         CompositionError: the heads do not fit the target.
     """
     ways: dict[str, GuessTrees] = {
-        LIKELIEST: LikeliestTrees(heads.config.heads),
+        LIKELIEST: LikeliestTrees(heads.config.heads, calibration=Calibration(survival_of(trees))),
         COUNTED: FixedTrees({kind: counted.tree for kind, counted in trees.items()}),
     }
     rounds = [each for kind, temperature in TREE_TEMPERATURES.items() for each in _rounds(trees[kind], temperature)]

@@ -51,6 +51,7 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
         cut_prompts(held_out, tokenizer, counts.tree, length),
         test,
         as_stream(held_out, tokenizer),
+        source="Python's standard library",
     )
 
 

@@ -19,17 +19,22 @@ class Walk:
 
     Attributes:
         starts: for each trace the row of its first position, then the number of rows; a trace of n tokens has n - 1.
-        stops: traces whose last token is no part of the answer.
     """
 
     starts: tuple[int, ...]
-    stops: int = 0
 
     @classmethod
     def along(cls, traces: Sequence[Trace]) -> Walk:
         """Of all positions of some traces, one for each token but a trace's last."""
-        starts = tuple(itertools.accumulate((trace.steps for trace in traces), initial=0))
-        return cls(starts, sum(trace.stopped and trace.steps > 0 for trace in traces))
+        return cls(tuple(itertools.accumulate((trace.steps for trace in traces), initial=0)))
+
+    @classmethod
+    def joined(cls, walks: Sequence[Walk]) -> Walk:
+        """Along the traces of several walks, whose rows stand one behind another."""
+        starts = [0]
+        for walk in walks:
+            starts += [starts[-1] + start for start in walk.starts[1:]]
+        return cls(tuple(starts))
 
     def visited(self, accepted: Tensor) -> Tensor:
         """Rows `[steps]` at which decoding starts its steps.
@@ -47,8 +52,8 @@ class Walk:
         return torch.tensor(rows, dtype=torch.int64)
 
     def mean_length(self, accepted: Tensor) -> float:
-        """Mean acceptance length of decoding the traces: tokens emitted per target call; arguments as in `visited`.
+        """Mean acceptance length of decoding the traces, tokens that end answers included; arguments as in `visited`.
 
         Exact at temperature 0, and for traces drawn at the temperature of use. NaN where no trace has two tokens.
         """
-        return (len(accepted) - self.stops) / len(self.visited(accepted)) if len(accepted) else math.nan
+        return len(accepted) / len(self.visited(accepted)) if len(accepted) else math.nan
