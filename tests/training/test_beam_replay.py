@@ -68,13 +68,15 @@ def test_so_it_does_for_calibrated_beams() -> None:
     params, survival = SamplingParams(max_tokens=60), Survival.of(SHARPENED)
     traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))
     calibrated, raw = (promises_for(traces, (4, 8), survival=each) for each in (survival, None))
-    assert [each.tokens for each in calibrated] != [each.tokens for each in raw]
-    for each in calibrated[LENGTH - 1 :: LENGTH]:
-        for nodes, tokens in zip(each.nodes, each.tokens, strict=True):
-            sizes = {"beams": each.beams, "length": each.length, "nodes": nodes}
-            drafter = Redrafter(head(4), **sizes, facts={"survival": {"greedy": SHARPENED}})
-            assert tokens == pytest.approx(measured(drafter, params)), sizes
-            assert each.at(nodes) == tokens
+    parted = 0
+    for each, other in zip(calibrated, raw, strict=True):
+        for nodes, tokens, without in zip(each.nodes, each.tokens, other.tokens, strict=True):
+            if tokens != without:  # elsewhere nothing would show
+                sizes = {"beams": each.beams, "length": each.length, "nodes": nodes}
+                drafter = Redrafter(head(4), **sizes, facts={"survival": {"greedy": SHARPENED}})
+                assert tokens == pytest.approx(measured(drafter, params)), sizes
+                parted += 1
+    assert parted > 1
 
 
 @pytest.mark.parametrize("steps", [0, 4], ids=["random", "fitted"])
