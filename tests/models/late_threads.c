@@ -58,8 +58,8 @@ static Caller *new_caller(void) {
     Caller *c = calloc(1, sizeof *c);
     const int64_t stride = model.stride;
     c->scratch = (Scratch){random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0),
-                           random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0), random_numbers(SETS * MOST_ROWS * stride, 0),
-                           random_numbers(8 * 2 * TILE * 256, 0), NULL, MOST_ROWS, 256, SETS};
+                           random_numbers(MOST_ROWS * stride, 0), random_numbers(ALL * MOST_ROWS * stride, 0), random_numbers(ALL * MOST_ROWS * stride, 0),
+                           random_numbers(ALL * 2 * TILE * 256, 0), NULL, MOST_ROWS, 256};
     for (int i = 0; i < LAYERS; i++) {
         c->keys[i] = random_numbers(KV * HEAD * 256, 0);
         c->values[i] = random_numbers(KV * HEAD * 256, 0);
@@ -97,7 +97,7 @@ static void *call(void *given) {
         forward(c, count, i, c->logits, 2 + i % (ALL - 1));
         if (differ(c, count)) { puts("another result"); exit(1); }
     }
-    truedraft_settle(c->scratch.inputs, c->scratch.inputs + SETS * MOST_ROWS * model.stride);
+    truedraft_settle(c->scratch.inputs, c->scratch.inputs + ALL * MOST_ROWS * model.stride);
     return c;
 }
 
@@ -125,7 +125,7 @@ int main(void) {
         taken += __atomic_load_n(&stopped, __ATOMIC_SEQ_CST) > before;
         if (i % 2) __atomic_store_n(&released, __atomic_load_n(&stopped, __ATOMIC_SEQ_CST), __ATOMIC_SEQ_CST);
         if (differ(c, count)) { puts("another result"); return 1; }
-        if (i % 2) truedraft_settle(c->scratch.inputs, c->scratch.inputs + SETS * MOST_ROWS * model.stride);
+        if (i % 2) truedraft_settle(c->scratch.inputs, c->scratch.inputs + ALL * MOST_ROWS * model.stride);
     }
     __atomic_store_n(&released, 1 << 30, __ATOMIC_SEQ_CST);
 

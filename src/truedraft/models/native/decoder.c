@@ -126,21 +126,31 @@ typedef struct {
     const Segment *segment;
 } Batch;
 
-/* Numbers on the way: rows that all threads share, gathered inputs of `sets` regions, and scores of each thread. */
+/* Numbers on the way: rows that all threads share, then what each thread has for itself. */
 typedef struct {
-    element *stream, *projected, *mixed, *active, *normed;
-    cell *inputs; /* [sets][rows][stride] */
+    element *stream, *projected, *mixed, *active;
+    element *fetched; /* [threads][rows][stride] */
+    cell *inputs;     /* [threads][rows][stride] */
     float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
     const int32_t *slots; /* 0, 1, 2, ... keys */
-    int64_t rows, keys, sets;
+    int64_t rows, keys;
 } Scratch;
 
-enum { STORE, ADD, GATE, RESIDUAL, ATTEND, RANK };
+enum { STORE, ADD, GATE, RESIDUAL, ATTEND, PICK, RANK };
 
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
 static int64_t tile_rows(int64_t rows) {
     const int64_t tiles = (rows + ROWS - 1) / ROWS;
     return rows ? (rows + tiles - 1) / tiles : 1;
+}
+
+/* Copies rows, which another thread may be writing over: what a thread that comes late reads is of no use to it, nor used. */
+__attribute__((noinline, no_sanitize("thread"))) static void fetch(
+    const element *x, int64_t x_stride, int64_t rows, int64_t width, element *to, int64_t stride) {
+    typedef lanes some __attribute__((may_alias, aligned(4)));
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < width; i += (int64_t)(sizeof(some) / sizeof *x))
+            *(some *)(to + r * stride + i) = *(const volatile some *)(x + r * x_stride + i);
 }
 
 /* Rows of x `[rows][stride]` as `[tiles][cells][rows of the tile]`: a product then reads them one behind another. */
@@ -520,48 +530,46 @@ typedef struct {
 typedef struct {
     int64_t rows, vocab, ranks;
     double factor;
-    const element *hidden;     /* [rows][wide] */
-    element *vectors, *logits; /* [2][used rows][wide], [used rows][outputs, up to whole units] */
-    float *values;             /* [used rows][ranks] */
-    int64_t *ids;              /* likewise */
+    const element *hidden; /* [rows][wide] */
+    element *logits;       /* [used rows][outputs, up to whole units] */
+    float *values;         /* [used rows][ranks] */
+    int64_t *ids;          /* likewise */
 } Asked;
 
 typedef struct Job Job;
 
 /* What the threads of a job do at a time: products of a unit of outputs with all rows each, a group of rows at a time;
- * or attention, or ranking, some items to a unit. */
+ * or attention, norms, or ranking, some items to a unit. */
 typedef struct {
     int kind;
     int64_t units, parts;
-    Linear one;
     const Linear *linear; /* layers of equal sizes, each for rows of its own: one, or those of several heads */
     int64_t each;         /* units of a layer, or items of a unit */
-    const element *x;
+    const element *x, *norm; /* norm: weights of one that comes before the product, or NULL */
     element *y;
-    const cell *inputs;
+    const cell *inputs; /* what this thread made of x */
+    int64_t sources; /* layers whose rows are not those of the first */
     int64_t x_stride, y_stride, x_apart, y_apart, inputs_apart; /* apart: what lies between two layers' rows */
     int64_t rows, size, group;
-    const Job *job;
+    float eps;
     int64_t number; /* of the decoder layer */
 } Region;
 
-/* A forward, or a run of heads, up to its `step`-th region. */
+/* A forward, or a run of heads: `steps` regions. Late threads have copies, and may use no more than the model, heads and
+ * numbers on the way; the rest is gone when the job is over. */
 struct Job {
-    int (*next)(Job *, Region *, cell *inputs); /* says what the next region is; 0: there is none */
-    int64_t step;
-    const Scratch *scratch;
-    int64_t stride;
+    void (*describe)(const Job *, int64_t step, Region *);
+    int64_t steps, stride;
     const Model *model;
-    const Batch *batch;
+    Scratch scratch;
+    Batch batch;
+    Heads heads;
+    Asked asked;
     element *logits, *hidden;
-    const Heads *heads;
-    const Asked *asked;
 };
 
 static int64_t units_of(const Linear *l) { return (l->outputs + UNIT - 1) / UNIT; }
 static int is_in_parts(const Region *r) { return r->kind < ATTEND; }
-static cell *inputs_of(const Job *job, int set) { return job->scratch->inputs + set * job->scratch->rows * job->stride / PER_CELL; }
-static int next_region(Job *job, Region *r, cell *inputs) { return job->next(job, r, inputs); }
 
 static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
     const int64_t which = r->each == r->units ? 0 : at / r->each;
@@ -577,69 +585,85 @@ static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[S
            r->y + which * r->y_apart + first * r->y_stride, r->y_stride, at - which * r->each);
 }
 
+/* Makes a thread's own inputs of the products of a region. */
+static void prepare(const Job *job, Region *r, int me) {
+    const Scratch *s = &job->scratch;
+    const int64_t stride = job->stride, width = r->linear->read, room = me * s->rows * stride;
+    element *rows = s->fetched + room;
+    cell *inputs = s->inputs + room / PER_CELL;
+    r->inputs = inputs;
+    for (int64_t i = 0; i < r->sources; i++) {
+        fetch(r->x + i * r->x_apart, r->x_stride, r->rows, width, rows, stride);
+        if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, width, rows + t * stride);
+        gather(rows, stride, r->rows, width / PER_CELL, inputs + i * r->inputs_apart);
+    }
+}
+
 static void rank(const Job *job, int64_t row) {
-    const Asked *a = job->asked;
-    const element *logits = a->logits + row * units_of(job->heads->lm_head) * UNIT;
+    const Asked *a = &job->asked;
+    const element *logits = a->logits + row * units_of(job->heads.lm_head) * UNIT;
     largest(logits, a->vocab, a->ranks, a->values + row * a->ranks, a->ids + row * a->ranks);
     log_probabilities(logits, a->vocab, a->ranks, (float)a->factor, a->values + row * a->ranks);
 }
 
-static void whole_unit(const Region *r, int64_t at, int me) {
-    const Job *job = r->job;
+/* The norm of a row that is wanted, for the LM head and for the caller. */
+static void pick(const Job *job, int64_t row) {
+    const Model *m = job->model;
+    element *hidden = job->hidden + row * m->width;
+    norm(job->scratch.stream + job->batch.rows[row] * job->stride, m->norm, m->eps, m->width, hidden);
+    memcpy(job->scratch.mixed + row * job->stride, hidden, m->width * sizeof *hidden);
+}
+
+static void whole_unit(const Job *job, const Region *r, int64_t at, int me) {
     for (int64_t w = at * r->each; w < r->rows && w < (at + 1) * r->each; w++)
         if (r->kind == RANK) rank(job, w);
+        else if (r->kind == PICK) pick(job, w);
         else {
             const int64_t groups = job->model->kv_heads;
-            attend(job->model, job->model->layer + r->number, job->batch, job->batch->segment + w / groups, r->number, w % groups, job->scratch, me);
+            attend(job->model, job->model->layer + r->number, &job->batch, job->batch.segment + w / groups, r->number, w % groups, &job->scratch, me);
         }
 }
 
 #include "team.h"
 
 /* y = x W (STORE), y += x W (ADD), silu(gate) * up (GATE), or x + silu(x W) (RESIDUAL). */
-static int products(Region *r, const Linear *l, int kind, const element *x, int64_t x_stride, element *y, int64_t y_stride, int64_t rows, cell *inputs) {
+static void products(Region *r, const Linear *l, int kind, const element *x, int64_t x_stride, element *y, int64_t y_stride, int64_t rows) {
     const int64_t size = tile_rows(rows), group = GROUP / size * size;
-    *r = (Region){.kind = kind, .units = units_of(l), .parts = (rows + group - 1) / group, .one = *l, .linear = &r->one,
-                  .each = units_of(l), .x = x, .y = y, .inputs = inputs, .x_stride = x_stride, .y_stride = y_stride,
-                  .rows = rows, .size = size, .group = group};
-    gather(x, x_stride, rows, l->read / PER_CELL, inputs);
-    return 1;
+    *r = (Region){.kind = kind, .units = units_of(l), .parts = (rows + group - 1) / group, .linear = l, .each = units_of(l), .x = x,
+                  .y = y, .sources = 1, .x_stride = x_stride, .y_stride = y_stride, .rows = rows, .size = size, .group = group};
 }
 
 /* So many items, in as many units as can be counted. */
-static int items(Region *r, int kind, const Job *job, int64_t number, int64_t count) {
+static void items(Region *r, int kind, int64_t number, int64_t count) {
     const int64_t each = count / MOST_UNITS + 1;
-    *r = (Region){.kind = kind, .units = (count + each - 1) / each, .each = each, .rows = count, .job = job, .number = number};
-    return 1;
+    *r = (Region){.kind = kind, .units = (count + each - 1) / each, .each = each, .rows = count, .number = number};
 }
 
-static int next_of_forward(Job *job, Region *r, cell *inputs) {
-    enum { QKV, MIX, OUT, GATE_UP, DOWN, PARTS };
+enum { QKV, MIX, OUT, GATE_UP, DOWN, OF_A_LAYER };
+
+static void describe_forward(const Job *job, int64_t step, Region *r) {
     const Model *m = job->model;
-    const Batch *b = job->batch;
-    const Scratch *s = job->scratch;
-    const int64_t stride = m->stride, number = job->step / PARTS;
-    const int part = (int)(job->step % PARTS);
+    const Scratch *s = &job->scratch;
+    const int64_t stride = job->stride, rows = job->batch.total, number = step / OF_A_LAYER;
     const Layer *l = m->layer + number;
-    if (!job->step++)
-        for (int64_t t = 0; t < b->total; t++)
-            memcpy(s->stream + t * stride, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
     if (number == m->layers) {
-        if (part || !b->wanted) return 0;
-        for (int64_t row = 0; row < b->wanted; row++)
-            norm(s->stream + b->rows[row] * stride, m->norm, m->eps, m->width, job->hidden + row * m->width);
-        return products(r, &m->lm_head, STORE, job->hidden, m->width, job->logits, units_of(&m->lm_head) * UNIT, b->wanted, inputs);
+        const int64_t wanted = job->batch.wanted;
+        if (step % OF_A_LAYER == 0) items(r, PICK, number, wanted);
+        else products(r, &m->lm_head, STORE, s->mixed, stride, job->logits, units_of(&m->lm_head) * UNIT, wanted);
+        return;
     }
-    if (part == QKV || part == GATE_UP)
-        for (int64_t t = 0; t < b->total; t++)
-            norm(s->stream + t * stride, part == QKV ? l->before_attention : l->before_mlp, part == QKV ? l->attention_eps : l->mlp_eps,
-                 m->width, s->normed + t * stride);
-    switch (part) {
-        case QKV: return products(r, &l->qkv, STORE, s->normed, stride, s->projected, stride, b->total, inputs);
-        case MIX: return items(r, ATTEND, job, number, b->segments * m->kv_heads);
-        case OUT: return products(r, &l->out, ADD, s->mixed, stride, s->stream, stride, b->total, inputs);
-        case GATE_UP: return products(r, &l->gate_up, GATE, s->normed, stride, s->active, stride, b->total, inputs);
-        default: return products(r, &l->down, ADD, s->active, stride, s->stream, stride, b->total, inputs);
+    switch (step % OF_A_LAYER) {
+        case QKV:
+            products(r, &l->qkv, STORE, s->stream, stride, s->projected, stride, rows);
+            r->norm = l->before_attention, r->eps = l->attention_eps;
+            break;
+        case MIX: items(r, ATTEND, number, job->batch.segments * m->kv_heads); break;
+        case OUT: products(r, &l->out, ADD, s->mixed, stride, s->stream, stride, rows); break;
+        case GATE_UP:
+            products(r, &l->gate_up, GATE, s->stream, stride, s->active, stride, rows);
+            r->norm = l->before_mlp, r->eps = l->mlp_eps;
+            break;
+        case DOWN: products(r, &l->down, ADD, s->active, stride, s->stream, stride, rows); break;
     }
 }
 
@@ -649,33 +673,43 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
     for (int64_t r = 0; r < b->wanted; r++)
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
-    Job job = {.next = next_of_forward, .scratch = scratch, .stride = m->stride, .model = m, .batch = b, .logits = logits, .hidden = hidden};
+    for (int64_t t = 0; t < b->total; t++)
+        memcpy(scratch->stream + t * m->stride, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
+    const Job job = {.describe = describe_forward, .steps = m->layers * OF_A_LAYER + (b->wanted ? 2 : 0), .stride = m->stride, .model = m,
+                     .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
     run_together(&job, threads);
     return 0;
 }
 
-static int next_of_heads(Job *job, Region *r, cell *inputs) {
-    const Heads *h = job->heads;
-    const Asked *a = job->asked;
-    const int64_t all_rows = h->used * a->rows, each = a->rows * h->wide, n = job->step++;
-    const element *from = n ? a->vectors + (n - 1) % 2 * h->used * each : a->hidden;
-    if (n > h->layers) return n == h->layers + 1 && a->ranks ? items(r, RANK, job, 0, all_rows) : 0;
-    if (n == h->layers)
-        return products(r, h->lm_head, STORE, from, h->wide, a->logits, units_of(h->lm_head) * UNIT, all_rows, inputs);
-    const Linear *l = h->block + n * h->heads;
-    const int64_t cells = a->rows * (l->read / PER_CELL);
-    for (int64_t k = 1; n && k < h->used; k++) gather(from + k * each, h->wide, a->rows, l->read / PER_CELL, inputs + k * cells);
-    products(r, l, RESIDUAL, from, h->wide, a->vectors + n % 2 * h->used * each, h->wide, a->rows, inputs);
-    r->linear = l;
+static void describe_heads(const Job *job, int64_t step, Region *r) {
+    const Heads *h = &job->heads;
+    const Asked *a = &job->asked;
+    const Scratch *s = &job->scratch;
+    const int64_t stride = job->stride, all_rows = h->used * a->rows, each = a->rows * stride;
+    const element *from = step == 0 ? s->stream : step % 2 ? s->mixed : s->active;
+    if (step > h->layers) {
+        items(r, RANK, 0, all_rows);
+        return;
+    }
+    if (step == h->layers) {
+        products(r, h->lm_head, STORE, from, stride, a->logits, units_of(h->lm_head) * UNIT, all_rows);
+        return;
+    }
+    const Linear *l = h->block + step * h->heads;
+    products(r, l, RESIDUAL, from, stride, step % 2 ? s->active : s->mixed, stride, a->rows);
     r->units *= h->used;
-    r->x_apart = n ? each : 0;
     r->y_apart = each;
-    r->inputs_apart = n ? cells : 0;
-    return 1;
+    if (!step) return;
+    r->sources = h->used;
+    r->x_apart = each;
+    r->inputs_apart = a->rows * (l->read / PER_CELL);
 }
 
 /* Runs heads; without layers and with one head, the LM head alone. `stride` is that of the scratch. */
 void truedraft_heads(const Heads *heads, const Asked *asked, const Scratch *scratch, int64_t stride, int threads) {
-    Job job = {.next = next_of_heads, .scratch = scratch, .stride = stride, .heads = heads, .asked = asked};
+    for (int64_t r = 0; r < asked->rows; r++)
+        memcpy(scratch->stream + r * stride, asked->hidden + r * heads->wide, heads->wide * sizeof(element));
+    const Job job = {.describe = describe_heads, .steps = heads->layers + 1 + (asked->ranks > 0), .stride = stride, .scratch = *scratch,
+                     .heads = *heads, .asked = *asked};
     run_together(&job, threads);
 }

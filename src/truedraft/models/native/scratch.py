@@ -12,7 +12,6 @@ from truedraft.models.native import structs
 
 _CPU = torch.device("cpu")
 _TILE = 8
-_MOST_SETS = 4
 _MOST_THREADS = 128  # that team.h uses
 
 
@@ -44,14 +43,14 @@ class Scratch:
             rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
             self.settle()
             self._room = (rows, keys, threads)
-            span, sets = -(-keys // 32) * 32 + 64, min(threads, _MOST_SETS)
-            shared = [self._zeros(rows, self._stride) for _ in range(5)]
-            inputs = self._zeros(sets, rows, self._stride)
+            span = -(-keys // 32) * 32 + 64
+            shared = [self._zeros(rows, self._stride) for _ in range(4)]
+            fetched, inputs = (self._zeros(threads, rows, self._stride) for _ in range(2))
             scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
             slots = torch.arange(span, dtype=torch.int32, device=_CPU)
-            self._memory = [*shared, inputs, scores, slots]
+            self._memory = [*shared, fetched, inputs, scores, slots]
             self._inputs = (inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes)
-            self._struct = structs.Scratch(*(each.data_ptr() for each in self._memory), rows, span, sets)
+            self._struct = structs.Scratch(*(each.data_ptr() for each in self._memory), rows, span)
         return self._struct
 
     def settle(self) -> None:

@@ -97,13 +97,12 @@ class Scratch(Structure):
         ("projected", c_void_p),
         ("mixed", c_void_p),
         ("active", c_void_p),
-        ("normed", c_void_p),
+        ("fetched", c_void_p),
         ("inputs", c_void_p),
         ("scores", c_void_p),
         ("slots", c_void_p),
         ("rows", c_int64),
         ("keys", c_int64),
-        ("sets", c_int64),
     )
 
 
@@ -129,7 +128,6 @@ class Asked(Structure):
         ("ranks", c_int64),
         ("factor", c_double),
         ("hidden", c_void_p),
-        ("vectors", c_void_p),
         ("logits", c_void_p),
         ("values", c_void_p),
         ("ids", c_void_p),

@@ -2,20 +2,19 @@
  *
  * A region is a number of units of work, in any order. Each thread begins with a share of its own and then takes what
  * is left of the others' shares, from behind, so a thread that has no processor loses its units. A region is over when
- * its units are, and whoever sees that first opens the next.
+ * its units are; each thread sees that for itself and goes on to the next, which it describes and prepares for itself, too.
  *
  * A thread may lose its processor in the middle of a unit. Most units are therefore computed into the thread's own
  * memory, in parts, and written in one short moment: to that end a thread announces what it computes, and whoever has
  * waited long enough computes it, too. The first to turn the announcement from COMPUTING to WRITING writes; the other
- * forgets what it has. A thread that has lost may still be computing when the region, or the forward, is over. What it
- * reads meanwhile, the region's description, its inputs, and weights, is left as it is until it has stopped:
- * `reading` names the inputs, `open_next` uses others, and `truedraft_settle` waits before memory is given back.
+ * forgets what it has. A thread that has lost may still be computing when the region, or the forward, is over, and one
+ * that wakes late may prepare from rows that others are writing. Neither does harm: what it needs is its own or stays
+ * (`reading`; `truedraft_settle` waits before memory is given back), and nothing comes of it, for whatever is claimed or
+ * written is claimed by a word that carries the region's epoch: while a region has units that are not over, its
+ * inputs are as they were, and when it has none there is nothing left to claim.
  *
- * Every number that says where a region stands carries the region's epoch, so that a thread that wakes late cannot take
- * a unit of a region that it does not know.
- *
- * The file that includes this says what a Region and a Job are, and gives `next_region`, `compute_part`, `write_part`
- * and `whole_unit`.
+ * The file that includes this says what a Region and a Job are, and gives `prepare`, `compute_part`, `write_part` and
+ * `whole_unit`.
  */
 #include <pthread.h>
 #include <sched.h>
@@ -24,7 +23,6 @@
 
 #define MOST_THREADS 128
 #define TEAMS 8     /* callers at once; further ones work alone */
-#define SETS 4      /* regions, and inputs, that may be in use at once */
 #define SPINS 2000  /* looks at memory before a waiting thread offers its processor to others */
 #ifndef LEAST_PATIENCE_NS
 #define LEAST_PATIENCE_NS 20000 /* before a part is computed that another thread is at */
@@ -49,11 +47,11 @@ typedef struct {
     _Alignas(128) uint64_t share; /* epoch 28 | first unit that nobody has taken 18 | behind the last 18 */
     uint64_t task;                /* epoch 28 | unit 18 | part 16 | COMPUTING or WRITING 2: where it stands */
     uint64_t finished;            /* epoch 28 | units that it has finished 36 */
-    const void *reading;          /* inputs of the region that it is in; NULL outside */
+    const void *reading;          /* inputs of the job that it is in; NULL outside */
     void *team;
 } Member;
 
-enum { OVER, CLOSED, OPEN };
+enum { OVER, OPEN };
 enum { COMPUTING = 1, WRITING = 2 };
 #define TAG(epoch) ((epoch) & ((1u << 28) - 1))
 #define MOST_UNITS ((1 << 18) - 1)
@@ -61,23 +59,21 @@ enum { COMPUTING = 1, WRITING = 2 };
 #define FIRST(share) (int64_t)((share) >> 18 & MOST_UNITS)
 #define BEHIND(share) (int64_t)((share) & MOST_UNITS)
 
-/* The word says which region is open: epoch 52 | set 2 | threads 8 | OVER, CLOSED or OPEN 2. */
-#define WORD(epoch, set, threads, state) ((uint64_t)(epoch) << 12 | (uint64_t)(set) << 10 | (uint64_t)(threads) << 2 | (state))
+/* The word says which job is on: epoch of its first region 52 | threads 8 | OVER or OPEN 4. */
+#define WORD(epoch, threads, state) ((uint64_t)(epoch) << 12 | (uint64_t)(threads) << 4 | (state))
 #define EPOCH(word) ((word) >> 12)
-#define SET(word) (int)((word) >> 10 & 3)
-#define THREADS(word) (int)((word) >> 2 & 255)
-#define STATE(word) (int)((word) & 3)
+#define THREADS(word) (int)((word) >> 4 & 255)
+#define STATE(word) (int)((word) & 15)
 
 typedef struct {
     _Alignas(128) uint64_t word;
-    const void *inputs[SETS]; /* of the region in each set */
-    Job *job;
-    _Alignas(128) Region region[SETS];
-    Member member[MOST_THREADS];
+    const void *inputs; /* of the job */
+    Job job;
     int busy, started; /* started: threads that there are, the caller's included */
     int sleeping;
     pthread_mutex_t lock;
     pthread_cond_t more;
+    Member member[MOST_THREADS];
 } Team;
 
 static Team teams[TEAMS];
@@ -118,8 +114,8 @@ static void count_finished(Member *m, uint64_t tag) {
 }
 
 /* A unit from one of its parts on. */
-static void do_unit(Member *m, const Region *r, uint64_t tag, int64_t unit, int64_t part, int me) {
-    if (!is_in_parts(r)) whole_unit(r, unit, me);
+static void do_unit(Member *m, const Job *job, const Region *r, uint64_t tag, int64_t unit, int64_t part, int me) {
+    if (!is_in_parts(r)) whole_unit(job, r, unit, me);
     else {
         lanes sum[GROUP][SUMS];
         for (; part < r->parts; part++) {
@@ -135,7 +131,7 @@ static void do_unit(Member *m, const Region *r, uint64_t tag, int64_t unit, int6
 }
 
 /* Computes a part that another thread announced and has not written; returns 0 where there is none. */
-static int do_anothers(Team *t, int me, const Region *r, uint64_t tag, int threads) {
+static int do_anothers(Team *t, int me, const Job *job, const Region *r, uint64_t tag, int threads) {
     lanes sum[GROUP][SUMS];
     for (int i = 1; i < threads; i++) {
         uint64_t *theirs = &t->member[(me + i) % threads].task;
@@ -145,108 +141,83 @@ static int do_anothers(Team *t, int me, const Region *r, uint64_t tag, int threa
         compute_part(r, unit, part, sum);
         if (swap_if(theirs, task, task - COMPUTING + WRITING)) {
             write_part(r, unit, part, sum);
-            do_unit(t->member + me, r, tag, unit, part + 1, me);
+            do_unit(t->member + me, job, r, tag, unit, part + 1, me);
         }
         return 1;
     }
     return 0;
 }
 
-static int all_finished(Team *t, const Region *r, uint64_t tag, int threads) {
+/* By how many regions a thread may go on: 0 while this one is not over, more than one where others are ahead. */
+static int64_t over_by(Team *t, const Region *r, uint64_t tag, int threads) {
     int64_t units = 0;
     for (int i = 0; i < threads; i++) {
-        const uint64_t done = LOAD(&t->member[i].finished);
-        if (done >> 36 == tag) units += (int64_t)(done & (((uint64_t)1 << 36) - 1));
+        const uint64_t done = LOAD(&t->member[i].finished), ahead = TAG((done >> 36) - tag);
+        if (ahead == 0) units += (int64_t)(done & (((uint64_t)1 << 36) - 1));
+        else if (ahead < 1u << 27) return (int64_t)ahead;
     }
     return units == r->units;
 }
 
-/* Whether a thread is at work with inputs from `from` up to `to`. */
-static int is_read(const void *from, const void *to) {
+/* Whether a thread, other than of a team, is at work with inputs from `from` up to `to`. */
+static int is_read(const void *from, const void *to, const Team *but) {
     for (int i = 0, threads; i < TEAMS && (threads = LOAD(&teams[i].started)); i++)
-        for (int n = 0; n < threads; n++) {
+        for (int n = 1; n < threads && teams + i != but; n++) {
             const void *reading = LOAD_IN_ORDER(&teams[i].member[n].reading);
             if (reading >= from && reading < to) return 1;
         }
     return 0;
 }
 
-/* Inputs of a job that no thread is at work with; `after` those of this number. */
-static int free_inputs(const Job *job, int after) {
-    for (int tries = 1, rounds = 0;; tries++) {
-        const int set = (after + tries) % (int)job->scratch->sets;
-        const cell *inputs = inputs_of(job, set);
-        if (!is_read(inputs, inputs + 1)) return set;
-        rest(&rounds);
-    }
-}
-
-static int is_described(Team *t, int set) {
-    for (int n = 0; n < t->started; n++)
-        if (t->inputs[set] && LOAD_IN_ORDER(&t->member[n].reading) == t->inputs[set]) return 1;
-    return 0;
-}
-
-/* Opens the next region of the job, or ends it; by the thread alone that closed the last. */
-static void open_next(Team *t, uint64_t closed) {
-    const uint64_t epoch = EPOCH(closed) + 1;
-    const int threads = THREADS(closed);
-    int set = free_inputs(t->job, SET(closed)), rounds = 0;
-    while (is_described(t, set)) {
-        rest(&rounds);
-        set = free_inputs(t->job, set);
-    }
-    Region *r = t->region + set;
-    cell *inputs = inputs_of(t->job, set);
-    if (t->inputs[set] != inputs) __atomic_store_n(t->inputs + set, inputs, __ATOMIC_RELAXED);
-    if (!next_region(t->job, r, inputs)) {
-        STORE_IN_ORDER(&t->word, WORD(epoch, set, threads, OVER));
-        return;
-    }
-    STORE_IN_ORDER(&t->word, WORD(epoch, set, threads, OPEN));
-}
-
-/* Works at a region until it is closed; returns whether this thread closed it. `began`: when it was free for it. */
-static int work(Team *t, int me, uint64_t word, const Region *r, int64_t *began) {
-    const uint64_t tag = TAG(EPOCH(word));
-    const int threads = THREADS(word);
+/* Works at a region until it is over; returns by how many to go on. `began`: when this thread was free for it. */
+static int64_t work(Team *t, int me, const Job *job, const Region *r, uint64_t tag, int threads, int64_t *began) {
     Member *m = t->member + me;
-    int64_t unit, units = 0;
+    int64_t unit, units = 0, ahead;
     for (int i = 0; i < threads; i++) {
         const int whose = (me + i) % threads;
         const uint64_t whole = whole_share(r, tag, whose, threads);
-        while ((unit = take(&t->member[whose].share, whole, i)) >= 0) do_unit(m, r, tag, unit, 0, me), units++;
+        while ((unit = take(&t->member[whose].share, whole, i)) >= 0) do_unit(m, job, r, tag, unit, 0, me), units++;
     }
     const int64_t waiting = now_ns(), each = units ? (waiting - *began) / units : 0;
     const int64_t patience = 2 * each > LEAST_PATIENCE_NS ? 2 * each : LEAST_PATIENCE_NS;
     *began = waiting;
-    for (int rounds = 0; LOAD(&t->word) == word; rest(&rounds)) {
-        if (all_finished(t, r, tag, threads)) return swap_if(&t->word, word, word - OPEN + CLOSED);
-        if (rounds % 32 == 31 && is_in_parts(r) && now_ns() - waiting > patience && do_anothers(t, me, r, tag, threads)) rounds = 0;
-    }
-    return 0;
+    for (int rounds = 0; !(ahead = over_by(t, r, tag, threads)); rest(&rounds))
+        if (rounds % 32 == 31 && is_in_parts(r) && now_ns() - waiting > patience && do_anothers(t, me, job, r, tag, threads)) rounds = 0;
+    return ahead;
 }
 
-/* Works at a team's regions until there are no more for this thread. */
-static void take_part(Team *t, int me) {
-    Member *m = t->member + me;
+/* Works at a job's regions until there are no more. */
+static void take_part(Team *t, int me, uint64_t word, const Job *job) {
     int64_t began = now_ns();
-    int rounds = 0;
-    for (;;) {
-        const uint64_t word = LOAD(&t->word);
-        if (STATE(word) == OVER || me >= THREADS(word)) return;
-        if (STATE(word) == CLOSED) {
-            rest(&rounds);
-            continue;
+    for (int64_t step = 0; LOAD(&t->word) == word;) {
+        if (step >= job->steps) {
+            swap_if(&t->word, word, WORD(EPOCH(word) + job->steps, THREADS(word), OVER));
+            return;
         }
-        rounds = 0;
-        for (size_t line = 0; line < sizeof(Region); line += 64) __builtin_prefetch((const char *)(t->region + SET(word)) + line);
-        STORE_IN_ORDER(&m->reading, __atomic_load_n(t->inputs + SET(word), __ATOMIC_RELAXED));
-        /* Had the region been closed before the others could see that it is read, it may be another by now. */
-        const int closed = LOAD_IN_ORDER(&t->word) == word && work(t, me, word, t->region + SET(word), &began);
-        STORE_IN_ORDER(&m->reading, NULL);
-        if (closed) open_next(t, word);
+        Region r;
+        job->describe(job, step, &r);
+        if (is_in_parts(&r)) prepare(job, &r, me);
+        step += work(t, me, job, &r, TAG(EPOCH(word) + step), THREADS(word), &began);
     }
+}
+
+/* A job as it is known to other threads, which may be changing; whoever copies it looks at the word afterwards. */
+__attribute__((noinline, no_sanitize("thread"))) static void copy_job(Job *to, const Job *from) {
+    typedef uint64_t some __attribute__((may_alias));
+    for (size_t i = 0; i < sizeof *to / sizeof(some); i++) ((some *)to)[i] = ((const volatile some *)from)[i];
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+}
+
+/* The same for a thread that is not the caller's. */
+static void join(Team *t, Member *m) {
+    Job job;
+    const uint64_t word = LOAD(&t->word);
+    if (STATE(word) == OVER) return;
+    STORE_IN_ORDER(&m->reading, __atomic_load_n(&t->inputs, __ATOMIC_RELAXED));
+    copy_job(&job, &t->job);
+    /* Had the job ended before the others could see that this thread reads, its memory might be gone. */
+    if (LOAD_IN_ORDER(&t->word) == word) take_part(t, (int)(m - t->member), word, &job);
+    STORE_IN_ORDER(&m->reading, NULL);
 }
 
 static int is_wanted(Team *t, int me) {
@@ -268,7 +239,7 @@ static void *live(void *given) {
             __atomic_add_fetch(&t->sleeping, -1, __ATOMIC_SEQ_CST);
             pthread_mutex_unlock(&t->lock);
         }
-        take_part(t, me);
+        join(t, m);
     }
     return NULL;
 }
@@ -300,7 +271,7 @@ static void begin_again(void) {
     for (int i = 0; i < TEAMS; i++) {
         Team *t = teams + i;
         t->busy = t->started = t->sleeping = 0;
-        t->word = WORD(EPOCH(t->word) + 1, 0, 0, OVER);
+        t->word = WORD(EPOCH(t->word) + 1, 0, OVER);
         for (int n = 0; n < MOST_THREADS; n++) t->member[n].reading = NULL;
         pthread_mutex_init(&t->lock, NULL);
         pthread_cond_init(&t->more, NULL);
@@ -314,21 +285,23 @@ __attribute__((constructor)) static void prepare_teams(void) {
 #endif
 }
 
-static void run_alone(Job *job) {
+static void run_alone(const Job *job) {
     lanes sum[GROUP][SUMS];
-    const int set = free_inputs(job, 0);
     Region r;
-    while (next_region(job, &r, inputs_of(job, set)))
+    for (int64_t step = 0; step < job->steps; step++) {
+        job->describe(job, step, &r);
+        if (is_in_parts(&r)) prepare(job, &r, 0);
         for (int64_t unit = 0; unit < r.units; unit++)
-            if (!is_in_parts(&r)) whole_unit(&r, unit, 0);
+            if (!is_in_parts(&r)) whole_unit(job, &r, unit, 0);
             else for (int64_t part = 0; part < r.parts; part++) {
                 compute_part(&r, unit, part, sum);
                 write_part(&r, unit, part, sum);
             }
+    }
 }
 
 /* Runs a job on this thread and as many others as make up `threads`. */
-static void run_together(Job *job, int threads) {
+static void run_together(const Job *job, int threads) {
     Team *t = teams;
     while (threads > 1 && t < teams + TEAMS && __atomic_exchange_n(&t->busy, 1, __ATOMIC_ACQUIRE)) t++;
     if (threads < 2 || t == teams + TEAMS) {
@@ -337,20 +310,26 @@ static void run_together(Job *job, int threads) {
     }
     start(t, threads < MOST_THREADS ? threads : MOST_THREADS);
     if (t->started < threads) threads = t->started;
-    t->job = job;
-    const uint64_t word = LOAD(&t->word);
-    for (int i = 0; i < threads; i++) STORE_TO(&t->member[i].share, TAG(EPOCH(word)) << 36);
-    open_next(t, WORD(EPOCH(word), SET(word), threads, CLOSED));
+    /* Threads' own memory goes by their numbers: a late one of another team may have one of the same. */
+    for (int rounds = 0; is_read(job->scratch.inputs, job->scratch.inputs + 1, t);) rest(&rounds);
+    const uint64_t epoch = EPOCH(LOAD(&t->word)) + 1, word = WORD(epoch, threads, OPEN);
+    t->job = *job;
+    __atomic_store_n(&t->inputs, job->scratch.inputs, __ATOMIC_RELAXED);
+    for (int i = 0; i < threads; i++) {
+        STORE_TO(&t->member[i].share, TAG(epoch - 1) << 36);
+        STORE_TO(&t->member[i].finished, TAG(epoch - 1) << 36);
+    }
+    STORE_IN_ORDER(&t->word, word);
     if (LOAD_IN_ORDER(&t->sleeping)) {
         pthread_mutex_lock(&t->lock);
         pthread_cond_broadcast(&t->more);
         pthread_mutex_unlock(&t->lock);
     }
-    take_part(t, 0);
+    take_part(t, 0, word, job);
     STORE_TO(&t->busy, 0);
 }
 
 /* Returns when no thread is at work with inputs from `from` up to `to`; then the weights that go with them may go. */
 void truedraft_settle(const void *from, const void *to) {
-    for (int rounds = 0; is_read(from, to); ) rest(&rounds);
+    for (int rounds = 0; is_read(from, to, NULL);) rest(&rounds);
 }
