@@ -1,12 +1,14 @@
 /* Runs decoder.c, in float32, with threads that are late when it suits the test worst, and compares every number.
  *
- * A late thread stops in the middle of a unit that it has announced and stays there until the forward that it belongs
+ * A late thread stops in the middle of a unit that it has announced, or before it reads the rows of a region that it is to
+ * work at, and stays there until the forward that it belongs
  * to has returned. If the forward waited for it, this program would never end. Prints "as alone" where all forwards gave
  * the bits of one thread.
  */
 #include <stdint.h>
-static void stop_here(int me);
-#define ANNOUNCED(me) stop_here(me);
+static void stop_here(int me, int where);
+#define LATE_IN_A_UNIT(me) stop_here(me, 0);
+#define LATE_IN_A_REGION(me) stop_here(me, 1);
 #define LEAST_PATIENCE_NS 1000
 #include DECODER
 
@@ -15,12 +17,12 @@ static void stop_here(int me);
 
 enum { WIDTH = 64, HEADS = 2, KV = 1, HEAD = 32, INNER = 192, LAYERS = 2, VOCAB = 400, MOST_ROWS = 100, ALL = 4, CALLERS = 3, FORWARDS = 60, TAKEN = 24 };
 
-static int late = -1;                  /* the thread that is to stop; -1: none */
+static int late = -1, place;           /* the thread that is to stop, -1: none; and where */
 static int stopped, released, taken;   /* how often one stopped, and up to which time it may go on */
 
-static void stop_here(int me) {
+static void stop_here(int me, int where) {
     int who = me;
-    if (!__atomic_compare_exchange_n(&late, &who, -1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return;
+    if (where != __atomic_load_n(&place, __ATOMIC_SEQ_CST) || !__atomic_compare_exchange_n(&late, &who, -1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return;
     const int mine = __atomic_add_fetch(&stopped, 1, __ATOMIC_SEQ_CST);
     if (!me) { /* the caller, who cannot return by itself */
         while (STATE(LOAD(&teams->word)) != OVER) sched_yield();
@@ -119,6 +121,7 @@ int main(void) {
         const int64_t count = 1 + i * 37 % MOST_ROWS;
         forward(c, count, i, c->expected, 1);
         const int before = __atomic_load_n(&stopped, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&place, i / ALL % 2, __ATOMIC_SEQ_CST);
         __atomic_store_n(&late, i % ALL, __ATOMIC_SEQ_CST);
         forward(c, count, i, c->logits, ALL);
         __atomic_store_n(&late, -1, __ATOMIC_SEQ_CST);

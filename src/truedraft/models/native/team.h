@@ -27,8 +27,9 @@
 #ifndef LEAST_PATIENCE_NS
 #define LEAST_PATIENCE_NS 20000 /* before a part is computed that another thread is at */
 #endif
-#ifndef ANNOUNCED
-#define ANNOUNCED(me) /* tests make threads late here */
+#ifndef LATE_IN_A_UNIT /* tests make threads late here */
+#define LATE_IN_A_UNIT(me)
+#define LATE_IN_A_REGION(me)
 #endif
 #define AWAKE_NS 300000         /* how long a thread looks for the next forward before it sleeps */
 
@@ -41,14 +42,14 @@ static inline int swap_if(uint64_t *at, uint64_t was, uint64_t now) {
     return __atomic_compare_exchange_n(at, &was, now, 0, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);
 }
 
-/* What a thread shows the others, in one line of the processor's cache. Epochs are cut to 28 bits here: a thread would
+/* What a thread shows the others; those who wait look at a line of the processor's cache of its own. Epochs are cut to 28 bits here: a thread would
  * have to sleep through 2^28 regions and wake within the same few instructions of the very next to be misled. */
 typedef struct {
     _Alignas(128) uint64_t share; /* epoch 28 | first unit that nobody has taken 18 | behind the last 18 */
     uint64_t task;                /* epoch 28 | unit 18 | part 16 | COMPUTING or WRITING 2: where it stands */
-    uint64_t finished;            /* epoch 28 | units that it has finished 36 */
     const void *reading;          /* inputs of the job that it is in; NULL outside */
     void *team;
+    _Alignas(128) uint64_t finished; /* epoch 28 | units that it has finished 36 */
 } Member;
 
 enum { OVER, OPEN };
@@ -121,7 +122,7 @@ static void do_unit(Member *m, const Job *job, const Region *r, uint64_t tag, in
         for (; part < r->parts; part++) {
             const uint64_t task = tag << 36 | (uint64_t)unit << 18 | (uint64_t)part << 2;
             STORE_TO(&m->task, task | COMPUTING);
-            ANNOUNCED(me)
+            LATE_IN_A_UNIT(me)
             compute_part(r, unit, part, sum);
             if (!swap_if(&m->task, task | COMPUTING, task | WRITING)) return; /* another thread has it */
             write_part(r, unit, part, sum);
@@ -196,6 +197,7 @@ static void take_part(Team *t, int me, uint64_t word, const Job *job) {
         }
         Region r;
         job->describe(job, step, &r);
+        LATE_IN_A_REGION(me)
         if (is_in_parts(&r)) prepare(job, &r, me);
         step += work(t, me, job, &r, TAG(EPOCH(word) + step), THREADS(word), &began);
     }
@@ -209,14 +211,15 @@ __attribute__((noinline, no_sanitize("thread"))) static void copy_job(Job *to, c
 }
 
 /* The same for a thread that is not the caller's. */
-static void join(Team *t, Member *m) {
+static void join(Team *t, int me) {
     Job job;
+    Member *m = t->member + me;
     const uint64_t word = LOAD(&t->word);
-    if (STATE(word) == OVER) return;
+    if (STATE(word) == OVER || me >= THREADS(word)) return;
     STORE_IN_ORDER(&m->reading, __atomic_load_n(&t->inputs, __ATOMIC_RELAXED));
     copy_job(&job, &t->job);
     /* Had the job ended before the others could see that this thread reads, its memory might be gone. */
-    if (LOAD_IN_ORDER(&t->word) == word) take_part(t, (int)(m - t->member), word, &job);
+    if (LOAD_IN_ORDER(&t->word) == word) take_part(t, me, word, &job);
     STORE_IN_ORDER(&m->reading, NULL);
 }
 
@@ -239,7 +242,7 @@ static void *live(void *given) {
             __atomic_add_fetch(&t->sleeping, -1, __ATOMIC_SEQ_CST);
             pthread_mutex_unlock(&t->lock);
         }
-        join(t, m);
+        join(t, me);
     }
     return NULL;
 }
