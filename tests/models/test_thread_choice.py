@@ -18,7 +18,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.native import NativeBody
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.stock import StockBody
-from truedraft.models.threads import ThreadChoice
+from truedraft.models.threads import ThreadChoice, forward_threads, torch_on_all_threads, torch_on_one_thread
 
 
 class Machine:
@@ -139,3 +139,21 @@ def test_bits_are_the_same_on_any_number_of_threads(
             cache.rollback(0)
         torch.set_num_threads(before)
         assert all(found[0].equal(each) for each in found[1:]), f"{rows} rows"
+
+
+def test_while_torch_has_one_thread_forwards_have_all() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with torch_on_one_thread():
+            assert (torch.get_num_threads(), forward_threads()) == (1, 3)
+            with torch_on_one_thread():  # as a step within a measurement
+                assert (torch.get_num_threads(), forward_threads()) == (1, 3)
+            with torch_on_all_threads():
+                assert torch.get_num_threads() == forward_threads() == 3
+            assert (torch.get_num_threads(), forward_threads()) == (1, 3)
+        assert torch.get_num_threads() == forward_threads() == 3
+        with torch_on_all_threads():
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

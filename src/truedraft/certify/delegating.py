@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
@@ -49,6 +50,10 @@ class DelegatingModel(LanguageModel):
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """As the inner model."""
         return self.inner.forward(segments)
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """As the inner model."""
+        return self.inner.stepping()
 
     def unembed(self, vectors: Tensor) -> Tensor:
         """As the inner model."""

@@ -244,7 +244,7 @@ class Engine:
         if self._turns.mine:
             raise TruedraftError("a step was asked for from inside a step; ask for it when `step` is over")
         try:
-            with self._turns:
+            with self._turns, self.target.stepping():
                 self._close_cancelled()
                 self._step_all()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -109,6 +110,10 @@ class LanguageModel(ABC):
         Raises:
             ModelError: the model failed.
         """
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Held while an engine steps: what is computed between forwards keeps out of their way."""
+        return nullcontext()
 
     def unembed(self, vectors: Tensor) -> Tensor:
         """What the LM head makes of vectors, as if the model's layers had made them.

@@ -45,11 +45,13 @@ class Body(ABC):
             and a row must not depend on how many share its forward (DESIGN section 2, row invariance).
         any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
             changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
+        own_threads: whether forwards run on threads that are not torch's.
     """
 
     fast_paths: tuple[str, ...]
     least_rows: int
     any_threads: bool = False
+    own_threads: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.

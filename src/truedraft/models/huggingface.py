@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,7 @@ from truedraft.models.probe import probe_patterns
 from truedraft.models.ranking import Likeliest
 from truedraft.models.selftest import rows_depend_on_their_number
 from truedraft.models.stock import StockBody
-from truedraft.models.threads import ThreadChoice
+from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
 
 _ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
@@ -140,12 +141,22 @@ class HuggingFaceModel(LanguageModel):
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward; see `LanguageModel.forward`."""
         with self._lock:
-            if self._threads is None:
+            if self._body.own_threads:
                 logits, hidden = self._body.forward(segments, self.device)
             else:
-                rows = sum(len(segment.tokens) for segment in segments)
-                logits, hidden = self._threads.run(rows, lambda: self._body.forward(segments, self.device))
+                logits, hidden = self._on_torch_threads(segments)
         return ForwardOutput(logits[:, : self.vocab_size], hidden)
+
+    def _on_torch_threads(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        with torch_on_all_threads():
+            if self._threads is None:
+                return self._body.forward(segments, self.device)
+            rows = sum(len(segment.tokens) for segment in segments)
+            return self._threads.run(rows, lambda: self._body.forward(segments, self.device))
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """See `LanguageModel.stepping`."""
+        return torch_on_one_thread() if self._body.own_threads else nullcontext()
 
     @torch.inference_mode()
     def unembed(self, vectors: Tensor) -> Tensor:

@@ -142,6 +142,10 @@ class _Rehearsal:
 
     def step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
         """One step; returns the proposal and the seconds that the drafter took."""
+        with self._target.stepping():
+            return self._step(depth, accepted_share)
+
+    def _step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
         request = self._request
         if request is None or len(request.tokens) + depth + 1 > self._limit:
             request = self._start()

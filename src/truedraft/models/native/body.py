@@ -27,6 +27,7 @@ from truedraft.models.patterns import AttentionPattern, Full
 from truedraft.models.plan import ForwardPlan, SegmentPlan
 from truedraft.models.ranking import Likeliest
 from truedraft.models.rotary import RotaryTable
+from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
 _MOST_HEAD = 256
@@ -73,6 +74,7 @@ class NativeBody(Body):
         self._scratch = Scratch(library, model.dtype, self._stride)
         self._lm_head = NativeLmHead(library, self._model, model.dtype, self._scratch)
         self.least_rows = 1
+        self.own_threads = True
         self.fast_paths = ("native forward", "packed weights")
 
     def __del__(self) -> None:
@@ -150,7 +152,7 @@ class NativeBody(Body):
         trees = [_slots_of(part) for part in plan.segments]  # held, for `_own_slots` may forget them meanwhile
         segments = (structs.Segment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(part.length + len(part.segment.shape) for part in plan.segments)
-        threads = torch.get_num_threads()
+        threads = forward_threads()
         batch = structs.Batch(
             total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             self._rotary.table.data_ptr(), first.data_ptr(), segments,

@@ -14,6 +14,7 @@ from truedraft.models.native import structs
 from truedraft.models.native.scratch import Scratch
 from truedraft.models.native.weights import UNIT, packed, padded_bias
 from truedraft.models.ranking import Likeliest
+from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
 _NOTHING = (structs.Linear * 0)()
@@ -72,7 +73,7 @@ class NativeLmHead:
         hidden = (
             pad(hidden, (0, heads.wide - hidden.shape[1])) if heads.wide != hidden.shape[1] else hidden.contiguous()
         )
-        total, threads = heads.used * rows, torch.get_num_threads()
+        total, threads = heads.used * rows, forward_threads()
         logits = torch.empty(total, -(-outputs // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
         ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)

@@ -31,7 +31,7 @@
 #define LATE_IN_A_UNIT(me)
 #define LATE_IN_A_REGION(me)
 #endif
-#define AWAKE_NS 300000         /* how long a thread looks for the next forward before it sleeps */
+#define AWAKE_NS 2000000 /* how long a thread looks for the next forward before it sleeps: a step computes other things between two */
 
 #define LOAD(p) __atomic_load_n(p, __ATOMIC_ACQUIRE)
 #define STORE_TO(p, v) __atomic_store_n(p, v, __ATOMIC_RELEASE)
