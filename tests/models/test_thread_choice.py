@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from support.tiny_models import build
+from truedraft import Engine, SamplingParams
 from truedraft.core.trees import chain_shape
 from truedraft.models.base import Segment
 from truedraft.models.bodies import BodyMaker
@@ -17,6 +18,7 @@ from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.native import NativeBody
 from truedraft.models.packed_linear import can_pack
+from truedraft.models.patterns import Full
 from truedraft.models.stock import StockBody
 from truedraft.models.threads import ThreadChoice, forward_threads, torch_on_all_threads, torch_on_one_thread
 
@@ -155,5 +157,27 @@ def test_while_torch_has_one_thread_forwards_have_all() -> None:
         assert torch.get_num_threads() == forward_threads() == 3
         with torch_on_all_threads():
             assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("body", "torch_threads"), [(NativeBody, 1), (StockBody, 2)])
+def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(body: BodyMaker, torch_threads: int) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    made = build(config, seed=0, spread=0.05, dtype=torch.float32)
+    if body is NativeBody and not NativeBody.fits(made, [Full()]):
+        pytest.skip("decoder.c cannot be compiled here")
+    engine = Engine(HuggingFaceModel(made, None, "model", body))
+    seen: list[tuple[int, int]] = []
+    engine.on_step = lambda _: seen.append((torch.get_num_threads(), forward_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.generate([1, 2], SamplingParams(max_tokens=3))
+        assert seen == [(torch_threads, 2)] * 3
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
