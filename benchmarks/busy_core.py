@@ -1,4 +1,4 @@
-"""Forwards on all threads while another process takes one core: `make bench-busy`.
+"""Forwards, or whole steps of an engine, on all threads while another process takes one core: `make bench-busy`.
 
 Systems take turns of about a second: idle, then beside each kind of load, round after round, so that a slow moment of
 the machine meets all of them. Another checkout of this repository may take its turns too (`--against`). Adds a line of
@@ -16,11 +16,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
 
 CONTEXT = 256
+ANSWER = 64  # tokens
 LOADS = {
     "idle": "",
     "a loop": "while True: pass",
@@ -41,13 +45,16 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["500M"], help="padding sizes, or own")
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--drafter", help="measure the steps of an engine with it (or none), in place of forwards")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of an engine's requests")
+    parser.add_argument("--requests", type=int, default=1, help="of an engine at once")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turn-s", type=float, default=1.0)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--as-system", nargs=3, metavar=("SIZE", "THREADS", "BODY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_system:
-        be_measured(*options.as_system, rows=options.rows)
+        be_measured(options)
         return
     found = measure(options)
     with options.out.open("a") as file:
@@ -55,29 +62,57 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def be_measured(size: str, threads: str, body: str, rows: int) -> None:
-    """Load a model; then for each line of standard input run forwards for so many seconds, print how many a second."""
+def be_measured(options: argparse.Namespace) -> None:
+    """Load a model; then for each line of standard input compute for so many seconds, print how much a second."""
     import torch
 
     from truedraft import load_model
-    from truedraft.core.trees import chain_shape
-    from truedraft.models.base import Segment
 
+    size, threads, body = options.as_system
     torch.set_num_threads(int(threads))
     model = load_model("embedded:target", pad_to=None if size == "own" else size, fast_paths=body != "stock")
-    ids = torch.arange(CONTEXT + rows) * 7919 % model.vocab_size
-    cache = model.new_cache()
-    model.forward([Segment(cache, ids[:CONTEXT], chain_shape(CONTEXT), ())])
-    cache.commit(range(CONTEXT))
+    compute = forwards_of(model, options.rows) if options.drafter is None else steps_of(model, options)
     print(json.dumps({"fast_paths": model.fast_paths, "dtype": str(model.dtype)}), flush=True)
     for line in sys.stdin:
         began, count, times = time.perf_counter(), 0, []
         while (now := time.perf_counter()) - began < float(line):
-            model.forward([Segment(cache, ids[CONTEXT:], chain_shape(rows), range(rows))])
-            cache.rollback(CONTEXT)
-            times.append(time.perf_counter() - now)
-            count += 1
+            done = compute()
+            times.append((time.perf_counter() - now) / done)
+            count += done
         print(json.dumps([count / (time.perf_counter() - began), statistics.median(times)]), flush=True)
+
+
+def forwards_of(model: LanguageModel, rows: int) -> Callable[[], int]:
+    """One forward behind a text; returns how many that were."""
+    import torch
+
+    from truedraft.core.trees import chain_shape
+    from truedraft.models.base import Segment
+
+    ids = torch.arange(CONTEXT + rows) * 7919 % model.vocab_size
+    cache = model.new_cache()
+    model.forward([Segment(cache, ids[:CONTEXT], chain_shape(CONTEXT), ())])
+    cache.commit(range(CONTEXT))
+
+    def compute() -> int:
+        model.forward([Segment(cache, ids[CONTEXT:], chain_shape(rows), range(rows))])
+        cache.rollback(CONTEXT)
+        return 1
+
+    return compute
+
+
+def steps_of(model: LanguageModel, options: argparse.Namespace) -> Callable[[], int]:
+    """Answers of an engine, all together; returns the target calls of the longest one."""
+    from truedraft import Engine, SamplingParams
+    from truedraft.drafters import from_spec
+
+    engine = Engine(model, from_spec(options.drafter, model))
+    prompts = [
+        [(place * 7919 + number) % model.vocab_size for place in range(16)] for number in range(options.requests)
+    ]
+    params = SamplingParams(max_tokens=ANSWER, temperature=options.temperature, seed=1, ignore_eos=True)
+    return lambda: max(answer.stats.target_calls for answer in engine.generate(prompts, params))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for threads in options.threads:
             for word, folder in checkouts.items():
                 name = f"{word}{size}, threads {threads}"
-                systems[name] = start(folder, size, threads, options.body, options.rows)
+                systems[name] = start(folder, size, threads, options)
                 told[name] = answer(systems[name])
     speeds: dict[str, dict[str, list[float]]] = {name: {load: [] for load in options.loads} for name in systems}
     middle: dict[str, dict[str, list[float]]] = {name: {load: [] for load in options.loads} for name in systems}
@@ -107,8 +142,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         process.stdin.close()
         process.wait()
     return {
-        "what": f"forwards of {options.rows} rows a second, behind {CONTEXT} tokens; medians over turns of "
-        f"{options.turn_s} s, and of the ratio to the same round's idle turn; step_s is the median forward",
+        "what": f"{unit(options)}; medians over turns of {options.turn_s} s, and of the ratio to the same round's idle "
+        "turn; step_s is the median one",
         "machine": machine(),
         "rounds": options.rounds,
         "body": options.body,
@@ -137,10 +172,22 @@ def summary(speeds: dict[str, list[float]], middle: dict[str, list[float]]) -> d
     }
 
 
-def start(folder: Path, size: str, threads: int, body: str, rows: int) -> subprocess.Popen[str]:
+def unit(options: argparse.Namespace) -> str:
+    """What is counted a second."""
+    if options.drafter is None:
+        return f"forwards of {options.rows} rows a second, behind {CONTEXT} tokens"
+    return (
+        f"target calls a second of {options.requests} requests at once, {ANSWER} tokens, drafter {options.drafter}, "
+        f"temperature {options.temperature}"
+    )
+
+
+def start(folder: Path, size: str, threads: int, options: argparse.Namespace) -> subprocess.Popen[str]:
     """A system of a checkout, loaded."""
-    command = [sys.executable, __file__, "--rows", str(rows), "--as-system", size, str(threads), body]
-    environment = os.environ | BODIES[body] | {"PYTHONPATH": str(folder / "src")}
+    words = ["--rows", options.rows, "--temperature", options.temperature, "--requests", options.requests]
+    words += ["--drafter", options.drafter] if options.drafter else []
+    command = [sys.executable, __file__, *map(str, words), "--as-system", size, str(threads), options.body]
+    environment = os.environ | BODIES[options.body] | {"PYTHONPATH": str(folder / "src")}
     environment.pop("OMP_NUM_THREADS", None)
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -152,7 +199,7 @@ def answer(system: subprocess.Popen[str]) -> Any:
 
 
 def turn(system: subprocess.Popen[str], seconds: float) -> tuple[float, float]:
-    """Forwards a second in a turn, and the seconds of the median one."""
+    """Forwards or steps a second in a turn, and the seconds of the median one."""
     assert system.stdin is not None
     system.stdin.write(f"{seconds}\n")
     system.stdin.flush()
