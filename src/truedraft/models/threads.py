@@ -43,7 +43,7 @@ def torch_on_one_thread() -> Iterator[None]:
     """Torch's own kernels on one thread for a while, forwards on as many as before.
 
     Behind each kernel that they share, torch's threads look for the next one for milliseconds, on processors that the
-    threads of the native forward need: a step of the embedded target with its draft took 1.4 to 1.8 times as long.
+    threads of the native forward need: a step of the embedded target with its draft took half as long again.
     """
     threads = torch.get_num_threads()
     if threads == 1:
