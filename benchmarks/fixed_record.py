@@ -110,6 +110,13 @@ def record(only: str) -> Iterator[tuple[str, Any]]:
                 yield case, facts(answers_of(engine, options, batch))
 
 
+def differences(before: Any, what: Any) -> str:
+    """Which facts of a case differ."""
+    if not isinstance(before, dict) or not isinstance(what, dict):
+        return f"{before} before, {what} now"
+    return ", ".join(name for name in what if before[name] != what[name])
+
+
 def machine() -> str:
     """What the numbers depend on beside the code."""
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
@@ -139,7 +146,11 @@ def main() -> int:
         found += 1
         if (before := wanted.get(case)) != what:
             different += 1
-            names = [name for name in what if before is None or before[name] != what[name]] if isinstance(what, dict) else []
+            names = (
+                [name for name in what if before is None or before[name] != what[name]]
+                if isinstance(what, dict)
+                else []
+            )
             print(f"DIFFERENT {case}: {', '.join(names) or what}")
     missing = len(wanted) - found
     print(f"{found} cases compared, {different} different" + (f", {missing} missing" if missing else ""))

@@ -133,8 +133,8 @@ def speed(target: LanguageModel, drafter: Drafter, way: Way, prompts: list[str])
     """Against plain decoding in turns, prompt by prompt: the median of the ratios; and drafting beside a plain pass."""
     engines = {"plain": Engine(target, NoDrafter()), "drafted": Engine(target, drafter)}
     draft_s, pass_s = [], []
-    engines["drafted"].on_step = lambda step: draft_s.append(step.draft_s) if step.nodes else None
-    engines["plain"].on_step = lambda step: None if step.prefill else pass_s.append(step.target_s)
+    engines["drafted"].listeners.append(lambda step: draft_s.append(step.draft_s) if step.nodes else None)
+    engines["plain"].listeners.append(lambda step: None if step.prefill else pass_s.append(step.target_s))
     params = dataclasses.replace(way.params, max_tokens=64, ignore_eos=True)
     for engine in engines.values():
         engine.generate(prompts[0], dataclasses.replace(params, max_tokens=4))

@@ -6,19 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
+from support.records import step_record
 from truedraft.bench.breakdown import Breakdown, break_down, is_impossible, shares
 from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
 from truedraft.bench.lineup import Lineup
-from truedraft.engine import StepTimes
 from truedraft.testing import MarkovModel
 from truedraft.theory import DraftCost, DraftPoint, TargetCost
 
-PREFILL = StepTimes(
-    requests=1, rows=20, contexts=(0,), nodes=0, prefill=True, draft_s=0.0, target_s=0.9, verify_s=0.05, total_s=1.0
-)
-STEP = StepTimes(
-    requests=1, rows=5, contexts=(20,), nodes=4, prefill=False, draft_s=0.4, target_s=1.1, verify_s=0.1, total_s=1.7
-)
+PREFILL = step_record(20, 0, prefill=True, target_s=0.9, verify_s=0.05, total_s=1.0)
+STEP = step_record(5, 20, 4, draft_s=0.4, target_s=1.1, verify_s=0.1, total_s=1.7)
 
 
 class FlatCosts:

@@ -123,4 +123,4 @@ def test_our_engine_tells_of_a_prompt_that_fails() -> None:
     contestant = OurEngine("plain", Engine(MarkovModel.random(8, seed=3)))
     with pytest.raises(ModelError, match="token id 99 is outside"):
         contestant.answer([[1], [99]], GREEDY)
-    assert contestant.engine.on_step is None
+    assert contestant.engine.listeners == []

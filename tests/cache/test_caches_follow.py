@@ -12,7 +12,7 @@ import torch
 from support.tiny_models import PROMPTS, noisy, packed
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
-from truedraft.control import Controller, Observation
+from truedraft.control import Controller, Decision, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import Proposal
@@ -49,9 +49,12 @@ class Script(Controller):
     def __init__(self, *budgets: Budget | None) -> None:
         self._budgets: Iterator[Budget | None] = cycle(budgets)
 
-    def decide(self, observation: Observation) -> Budget:
-        budget = next(self._budgets)
-        return observation.limits if budget is None else budget
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        decisions = []
+        for (name, limits), *_ in (view.limits.items() for view in views):
+            budget = next(self._budgets)
+            decisions.append(Decision(name, limits if budget is None else budget))
+        return decisions
 
 
 class Watched(DraftModel):
@@ -104,7 +107,7 @@ def run(
         running = engine.step()
         for request in requests:
             if request.cache is not None:
-                assert request.uncached == 1
+                assert request.uncomputed == 1
                 assert_fresh(request.cache, model, request.tokens[:-1])
     for request in requests:
         assert request.finish_reason == "length"

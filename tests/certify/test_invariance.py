@@ -13,7 +13,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.invariance import AlternatingBudget, invariance_findings
 from truedraft.certify.stack import Stack
-from truedraft.control import Observation
+from truedraft.control import RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.counters import Counters
 from truedraft.core.laws import laws_from_logits
@@ -210,5 +210,5 @@ def test_a_lossy_rule_may_depend_on_budgets_but_on_nothing_else() -> None:
 
 def test_the_alternating_budget_is_a_function_of_the_request() -> None:
     controller, limits = AlternatingBudget(), Budget(4, 2, 9)
-    budgets = [controller.decide(Observation(limits, n, Counters(target_calls=n))) for n in range(4)]
-    assert budgets == [NO_DRAFT, Budget(1, 2, 9), limits, NO_DRAFT]
+    views = [RequestView(n, SamplingParams(), 0, 5, 9, {"any": limits}, Counters(target_calls=n)) for n in range(4)]
+    assert [decision.budget for decision in controller.decide(views)] == [NO_DRAFT, Budget(1, 2, 9), limits, NO_DRAFT]

@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.counters import Counters
+from truedraft.core.counters import Counters, RequestStep, StepRecord
+
+
+def count(counters: Counters, nodes: int, depth: int, accepted: int, emitted: int, *, rejected: bool) -> None:
+    counters.count(RequestStep(0, 9, 1 + nodes, False, nodes, depth, 0, accepted, emitted, rejected))
 
 
 def test_nothing_counted_gives_rates_of_zero() -> None:
@@ -19,9 +23,9 @@ def test_nothing_counted_gives_rates_of_zero() -> None:
 def test_three_calls_by_hand() -> None:
     """Chains of 4, 4 and nothing: 2 kept and a recovered token, 4 kept and a bonus token, then plain decoding."""
     counters = Counters()
-    counters.count_call(nodes=4, depth=4, accepted=2, emitted=3, rejected=True)
-    counters.count_call(nodes=4, depth=4, accepted=4, emitted=5, rejected=False)
-    counters.count_call(nodes=0, depth=0, accepted=0, emitted=1, rejected=False)
+    count(counters, nodes=4, depth=4, accepted=2, emitted=3, rejected=True)
+    count(counters, nodes=4, depth=4, accepted=4, emitted=5, rejected=False)
+    count(counters, nodes=0, depth=0, accepted=0, emitted=1, rejected=False)
     assert counters == Counters(
         target_calls=3,
         draft_tokens=8,
@@ -36,7 +40,7 @@ def test_three_calls_by_hand() -> None:
 
 def test_a_tree_counts_its_nodes_and_the_depth_of_its_longest_path() -> None:
     counters = Counters()
-    counters.count_call(nodes=7, depth=2, accepted=0, emitted=1, rejected=True)
+    count(counters, nodes=7, depth=2, accepted=0, emitted=1, rejected=True)
     assert counters.draft_tokens == 7
     assert counters.tried_per_position == [1, 0]
     assert counters.accepted_per_position == [0, 0]
@@ -45,7 +49,7 @@ def test_a_tree_counts_its_nodes_and_the_depth_of_its_longest_path() -> None:
 def test_a_stop_inside_an_accepted_block_counts_what_was_emitted() -> None:
     """Five drafted and all good, but an end-of-text after two: no token past the stop is accepted or emitted."""
     counters = Counters()
-    counters.count_call(nodes=5, depth=5, accepted=2, emitted=2, rejected=False)
+    count(counters, nodes=5, depth=5, accepted=2, emitted=2, rejected=False)
     assert counters.accepted_tokens == counters.emitted_tokens == 2
     assert counters.accepted_per_position == [1, 1, 0, 0, 0]
     assert counters.tried_per_position == [1, 1, 0, 0, 0]  # the others were not needed
@@ -53,7 +57,7 @@ def test_a_stop_inside_an_accepted_block_counts_what_was_emitted() -> None:
 
 def test_a_short_branch_of_a_deep_tree_was_not_tried_below_its_leaf() -> None:
     counters = Counters()
-    counters.count_call(nodes=4, depth=3, accepted=1, emitted=2, rejected=False)
+    count(counters, nodes=4, depth=3, accepted=1, emitted=2, rejected=False)
     assert counters.tried_per_position == [1, 0, 0]
 
 
@@ -69,7 +73,7 @@ def counted(each: list[tuple[int, int, int, int]]) -> Counters:
     counters = Counters()
     for call in each:
         nodes, depth, accepted, emitted = call
-        counters.count_call(nodes, depth, accepted, emitted, rejected=accepted < depth)
+        count(counters, nodes, depth, accepted, emitted, rejected=accepted < depth)
     return counters
 
 
@@ -103,7 +107,28 @@ def test_all_fields_are_summed() -> None:
 
 def test_counters_do_not_share_their_lists() -> None:
     first, second = Counters(), Counters()
-    first.count_call(1, 1, 1, 2, rejected=False)
+    count(first, 1, 1, 1, 2, rejected=False)
     assert second.accepted_per_position == []
     with pytest.raises(AttributeError):
         first.acepted_tokens = 3  # slots: a misspelt count is an error
+
+
+def test_a_step_record_sums_its_requests_and_keeps_prefill_apart() -> None:
+    drafted = RequestStep(1, 7, 5, False, nodes=4, depth=3, listed_tokens=5, accepted=2, emitted=3, rejected=True)
+    stopped = RequestStep(2, 9, 1, False, stop_tokens=1)
+    prompt = RequestStep(3, 0, 6, True, emitted=1)
+    record = StepRecord((drafted, stopped, prompt), 0.1, 0.2, 0.3, 0.7)
+    assert (record.rows, record.contexts, record.nodes, record.prefill) == (12, (7, 9, 0), 4, True)
+    assert drafted.survival == (True, True, False) and stopped.survival == ()
+    assert record.counters == Counters(
+        target_calls=2,
+        prefill_calls=1,
+        draft_tokens=4,
+        accepted_tokens=2,
+        emitted_tokens=3,
+        prefill_tokens=1,
+        accepted_per_position=[1, 1, 0],
+        tried_per_position=[1, 1, 1],
+        listed_tokens=5,
+        stop_tokens=1,
+    )

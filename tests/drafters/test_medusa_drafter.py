@@ -254,13 +254,12 @@ def test_one_tree_serves_both_kinds(heads: MedusaHeads) -> None:
 def test_the_vector_is_that_of_the_last_drawn_token(
     target: MarkovWithHead, heads: MedusaHeads, drafter: Medusa
 ) -> None:
-    """At the end of the accepted path: row 0 for the root, row i + 1 for node i; kept as a copy."""
+    """It comes with each step, and is kept as a copy."""
     request = begun(drafter, 0, GREEDY, target.vector_after([1, 2]))
     proposal = propose(drafter, [request])[0]
     for path in ((), (0,), (2,), (0, 3), (0, 1, 4)):
-        rows = torch.stack([target.vector_after([1, node % VOCAB]) for node in range(len(TREE) + 1)])
-        hidden = torch.cat([rows, torch.zeros(len(rows), 3)], dim=1)  # a padded target's are wider
-        wanted = rows[path[-1] + 1 if path else 0].clone()
+        wanted = target.vector_after([1, (path[-1] + 1 if path else 0) % VOCAB])
+        hidden = torch.cat([wanted, torch.zeros(3)])[None]  # a padded target's is wider
         drafter.observe([request], [StepOutcome(proposal, path, (0,) * (len(path) + 1), hidden)])
         hidden.fill_(torch.nan)  # the next forward may write over it
         assert propose(drafter, [request])[0].tree.token_list == tokens_of(TREE, ranked(target, heads, wanted))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from truedraft import Engine, SamplingParams
-from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
@@ -417,12 +418,64 @@ def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel
 @pytest.mark.plants_failures
 def test_a_controller_that_raises_costs_only_the_drafting(target: MarkovModel) -> None:
     class Broken(ScriptedController):
-        def decide(self, observation):  # type: ignore[no-untyped-def]
+        def decide(self, views):  # type: ignore[no-untyped-def]
             raise RuntimeError("no idea")
 
     answer = Engine(target, oracle(target), controller=Broken([])).generate([3, 1], SamplingParams(max_tokens=6))
     assert answer.token_ids == greedy_reference(target, [3, 1], 6)
     assert "the controller failed (RuntimeError: no idea)" in answer.warnings[0]
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize(
+    ("decisions", "said"),
+    [
+        (lambda views: [], "0 decisions for 1 requests"),
+        (lambda views: [Decision("other", Budget(1))], "it chose a drafter 'other'; there is 'scripted'"),
+    ],
+)
+def test_a_controller_that_decides_wrongly_is_told(
+    target: MarkovModel, decisions: Callable[[object], list[Decision]], said: str
+) -> None:
+    class Wrong(ScriptedController):
+        def decide(self, views):  # type: ignore[no-untyped-def]
+            return decisions(views)
+
+    answer = Engine(target, oracle(target), controller=Wrong([])).generate([3, 1], SamplingParams(max_tokens=6))
+    assert answer.token_ids == greedy_reference(target, [3, 1], 6)
+    assert said in answer.warnings[0]
+
+
+@pytest.mark.plants_failures
+def test_a_controller_that_fails_for_one_request_goes_on_for_the_others(target: MarkovModel) -> None:
+    class Picky(ScriptedController):
+        def decide(self, views):  # type: ignore[no-untyped-def]
+            if any(view.seed == 7 for view in views):
+                raise RuntimeError("not seven")
+            return super().decide(views)
+
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (6, 7)]
+    fine, bad = Engine(target, oracle(target), controller=Picky([Budget(2)])).generate([[3, 1], [3, 1]], params)
+    assert fine.token_ids == bad.token_ids == greedy_reference(target, [3, 1], 6)
+    assert fine.stats.draft_tokens > 0 and fine.warnings == ()
+    assert bad.stats.draft_tokens == 0 and "the controller failed (RuntimeError: not seven)" in bad.warnings[0]
+
+
+def test_a_controller_sees_each_request_that_may_be_drafted_for(target: MarkovModel) -> None:
+    class Watching(ScriptedController):
+        def __init__(self) -> None:
+            super().__init__([Budget(1)])
+            self.seen: list[list[tuple[int, int, int, int]]] = []
+
+        def decide(self, views):  # type: ignore[no-untyped-def]
+            assert all(list(view.limits) == ["scripted"] for view in views)
+            self.seen.append([(view.seed, view.context, view.remaining, view.counters.target_calls) for view in views])
+            return super().decide(views)
+
+    controller = Watching()
+    params = [SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=3, seed=2)]
+    Engine(target, oracle(target), controller=controller).generate([[3, 1], [4, 4, 4]], params)
+    assert controller.seen == [[(1, 2, 4, 0), (2, 3, 2, 0)], [(1, 4, 2, 1)]]
 
 
 def test_a_controller_learns_what_a_step_counted_and_cost(target: MarkovModel) -> None:
@@ -431,10 +484,10 @@ def test_a_controller_learns_what_a_step_counted_and_cost(target: MarkovModel) -
             super().__init__([Budget(2)])
             self.seen: list[tuple[int, int]] = []
 
-        def observe(self, counters, draft_s, target_s):  # type: ignore[no-untyped-def]
-            assert draft_s > 0.0
-            assert target_s > 0.0
-            self.seen.append((counters.draft_tokens, counters.accepted_tokens))
+        def observe(self, record):  # type: ignore[no-untyped-def]
+            assert record.draft_s > 0.0
+            assert record.target_s > 0.0
+            self.seen.append((record.counters.draft_tokens, record.counters.accepted_tokens))
 
     controller = Curious()
     Engine(target, oracle(target), controller=controller).generate([3, 1], SamplingParams(max_tokens=7))

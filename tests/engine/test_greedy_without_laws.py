@@ -17,8 +17,8 @@ from truedraft.core import laws as laws_module
 from truedraft.core.laws import law_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
-from truedraft.engine import step as step_module
-from truedraft.engine.step import Step
+from truedraft.engine import verifier as verifier_module
+from truedraft.engine.verifier import Part, Verifier
 from truedraft.errors import InvalidLogitsError
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.bodies import BodyMaker
@@ -54,7 +54,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 def with_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every request gets laws, as those that are sampled do."""
-    monkeypatch.setattr(Step, "_takes_argmax", lambda self, part: False)
+    monkeypatch.setattr(Verifier, "_part", lambda self, item: Part(item, item.request.rule, argmax=False))
 
 
 def count_laws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -65,7 +65,7 @@ def count_laws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(logits))
         return laws_module.laws_from_logits(logits, groups)
 
-    monkeypatch.setattr(step_module, "laws_from_logits", counted)
+    monkeypatch.setattr(verifier_module, "laws_from_logits", counted)
     return rows
 
 

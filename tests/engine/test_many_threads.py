@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
-from truedraft.engine import StepTimes
-from truedraft.engine.turns import Turns
+from truedraft.engine import StepRecord
+from truedraft.engine.loop import Turns
 from truedraft.errors import PromptError, TruedraftError
-from truedraft.models.base import ForwardOutput
+from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
 VOCAB = 8
@@ -112,7 +112,7 @@ def test_submitting_does_not_wait_and_the_request_takes_part_in_the_next_step() 
     sizes: list[int] = []
     came: list[bool] = []
     engine = Engine(Interrupted(5, lambda: came.append(in_thread(submit))))
-    engine.on_step = lambda times: sizes.append(times.requests)
+    engine.listeners.append(lambda record: sizes.append(len(record.requests)))
     answer = engine.generate([3, 1], LONG)
     assert came == [True]
     assert sizes[:9] == [1] * 5 + [2] * 4  # there and gone in four steps, one for each of its tokens
@@ -126,7 +126,7 @@ def test_cancelling_does_not_wait_and_takes_effect_after_the_step() -> None:
     came: list[bool] = []
     model = Interrupted(5, lambda: came.append(in_thread(lambda: engine.cancel(other))))
     engine = Engine(model)
-    engine.on_step = lambda times: sizes.append(times.requests)
+    engine.listeners.append(lambda record: sizes.append(len(record.requests)))
     other = engine.submit([2, 5], LONG)
     answer = engine.generate([3, 1], LONG)
     assert came == [True]
@@ -194,16 +194,16 @@ def test_a_step_inside_a_step_is_refused() -> None:
     engine = Engine(MarkovModel.random(VOCAB, seed=1))
     found: list[TruedraftError] = []
 
-    def again(times: StepTimes) -> None:
+    def again(times: StepRecord) -> None:
         for ask in (engine.step, lambda: engine.generate([1], LONG)):
             with pytest.raises(TruedraftError, match="inside a step") as caught:
                 ask()
             found.append(caught.value)
 
-    engine.on_step = again
+    engine.listeners.append(again)
     assert engine.generate([3, 1], SamplingParams(max_tokens=2)).token_ids == plain([3, 1])[:2]
     assert len(found) == 4
-    engine.on_step = None
+    engine.listeners.clear()
     while engine.step():
         pass
     assert engine.target.pool.in_use == 0  # type: ignore[attr-defined]
@@ -228,3 +228,80 @@ def test_ctrl_c_while_a_neighbour_is_closed_does_not_keep_it_waiting() -> None:
     pieces = list(stream)
     assert pieces[-1].answer is not None and pieces[-1].answer.token_ids == plain([3, 1])[:2]
     assert model.pool.in_use == 0
+
+
+class Paced(MarkovModel):
+    """Takes a moment for each forward, in which other threads come."""
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        time.sleep(0.002)
+        return super().forward(segments)
+
+
+def test_a_caller_that_is_alone_steps_in_its_own_thread() -> None:
+    engine = Engine(MarkovModel.random(VOCAB, seed=1))
+    threads: set[int] = set()
+    engine.listeners.append(lambda _: threads.add(threading.get_ident()))
+    engine.generate([3, 1], LONG)
+    list(engine.stream([3, 1], LONG))
+    assert threads == {threading.get_ident()}
+
+
+def test_several_callers_share_a_driver_that_ends_with_the_work() -> None:
+    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).laws))
+    names: list[str] = []
+    engine.listeners.append(lambda _: names.append(threading.current_thread().name))
+    barrier = threading.Barrier(4)
+    got: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        barrier.wait(PATIENCE_S)
+        got[number] = engine.generate([number, 1], LONG).token_ids
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert got == {number: plain([number, 1]) for number in range(4)}
+    assert "truedraft-driver" in names and len(names) < 3 * len(got[0])
+    while engine._loop._driver is not None:
+        time.sleep(0.001)
+    names.clear()
+    engine.generate([3, 1], LONG)
+    assert set(names) == {threading.current_thread().name}
+
+
+def test_a_consumer_that_stops_reading_holds_nobody_up() -> None:
+    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).laws))
+    slow = engine.stream([2, 5], LONG)
+    next(slow)
+    assert engine.generate([3, 1], LONG).token_ids == plain([3, 1])
+    assert [token for piece in slow for token in piece.token_ids] == plain([2, 5])[1:]
+
+
+def test_what_a_listener_raises_reaches_every_caller_and_the_engine_goes_on() -> None:
+    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).laws))
+
+    def broken(record: StepRecord) -> None:
+        if len(record.requests) == 2 and record.contexts[0] > 6:
+            raise ZeroDivisionError("listener")
+
+    engine.listeners.append(broken)
+    raised: list[Exception] = []
+
+    def ask(number: int) -> None:
+        try:
+            engine.generate([number, 1], LONG)
+        except ZeroDivisionError as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert 1 <= len(raised) <= 2
+    engine.listeners.clear()
+    assert engine.generate([3, 1], LONG).token_ids == plain([3, 1])
+    assert engine.target.pool.in_use == 0  # type: ignore[attr-defined]

@@ -248,9 +248,8 @@ class Watched(Medusa):
         super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
             vector = self._vectors.get(request)
-            if not outcome.tokens:
-                assert vector is None, "a part of a prompt that is not its last draws no token"
-                continue
+            if outcome.partial:
+                continue  # a part of a prompt that is not its last: no token is drawn behind it
             assert vector is not None
             assert vector.equal(self.target.vector_after(request.tokens[:-1]))
             self.seen += 1

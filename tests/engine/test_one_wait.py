@@ -27,8 +27,8 @@ from truedraft.core.trees import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
-from truedraft.engine.judging import ReadingOnce
 from truedraft.engine.step import Step
+from truedraft.engine.verifier import ReadingOnce
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.fastest import fastest_body
 from truedraft.models.graphs import GraphBody
@@ -178,7 +178,7 @@ def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -
     with standing_in() as standin:
         engine = Engine(target, DRAFTERS[drafter](target))
         times: list[int] = []
-        engine.on_step = lambda step: times.append(step.nodes)
+        engine.listeners.append(lambda step: times.append(step.nodes))
         answers = answers_of(engine, BATCHES[batch])
     assert told(answers) == expected
     assert standin.fetches == [1] * len(times)
@@ -201,7 +201,7 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
     with standing_in() as standin:
         engine = Engine(target, drafter(target))
         drafted: list[int] = []
-        engine.on_step = lambda step: drafted.append(step.nodes)
+        engine.listeners.append(lambda step: drafted.append(step.nodes))
         assert told(answers_of(engine, BATCHES[batch])) == expected
     assert standin.fetches == [2 if nodes else 1 for nodes in drafted]
     assert sum(nodes > 0 for nodes in drafted) > len(drafted) // 2
@@ -265,7 +265,7 @@ def test_draft_and_target_may_lie_apart(far_one: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(transfers, "waits", lambda device: device == far)
     (draft if far_one == "draft" else target).device = far
     engine = Engine(target, DraftModel(draft, 3))
-    assert isinstance(engine._step._judging, ReadingOnce) == (far_one == "target")
+    assert isinstance(engine._verifier._judging, ReadingOnce) == (far_one == "target")
     assert told(answers_of(engine, BATCHES["mixed"])) == expected
 
 
@@ -459,7 +459,7 @@ def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytes
         nonlocal steps
         steps += 1
 
-    engine.on_step = count
+    engine.listeners.append(count)
     monkeypatch.setattr(transfers, "fetch", through_the_door)
     monkeypatch.setattr(Step, "run", watched)
     answers = answers_of(engine, BATCHES[batch])

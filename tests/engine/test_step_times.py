@@ -10,11 +10,11 @@ import torch
 
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
+from truedraft.core.counters import StepRecord
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import Proposal
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest
-from truedraft.engine.step import StepTimes
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 
@@ -48,14 +48,14 @@ def wrong(model: MarkovModel, paths: int) -> ScriptedDrafter:
     return ScriptedDrafter(script)
 
 
-def watched(engine: Engine) -> list[StepTimes]:
-    seen: list[StepTimes] = []
-    engine.on_step = seen.append
+def watched(engine: Engine) -> list[StepRecord]:
+    seen: list[StepRecord] = []
+    engine.listeners.append(seen.append)
     return seen
 
 
-def shapes(steps: Sequence[StepTimes]) -> list[tuple[int, int, tuple[int, ...], int, bool]]:
-    return [(step.requests, step.rows, step.contexts, step.nodes, step.prefill) for step in steps]
+def shapes(steps: Sequence[StepRecord]) -> list[tuple[int, int, tuple[int, ...], int, bool]]:
+    return [(len(step.requests), step.rows, step.contexts, step.nodes, step.prefill) for step in steps]
 
 
 def test_plain_decoding_feeds_one_token_a_step(target: MarkovModel) -> None:
@@ -143,7 +143,7 @@ def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int
 
 def test_nobody_needs_to_listen(target: MarkovModel) -> None:
     engine = Engine(target)
-    assert engine.on_step is None
+    assert engine.listeners == []
     assert engine.generate([3, 1], SamplingParams(max_tokens=5)).token_ids == greedy(target, [3, 1], 5)
 
 
@@ -208,5 +208,5 @@ def test_a_record_cannot_be_changed(target: MarkovModel) -> None:
     steps = watched(engine)
     engine.generate([3], SamplingParams(max_tokens=1))
     with pytest.raises(AttributeError):
-        steps[0].rows = 2  # type: ignore[misc]
+        steps[0].total_s = 2.0  # type: ignore[misc]
     assert torch.isfinite(torch.tensor(steps[0].total_s))

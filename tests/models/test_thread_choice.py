@@ -172,7 +172,7 @@ def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(body: BodyMa
         pytest.skip("decoder.c cannot be compiled here")
     engine = Engine(HuggingFaceModel(made, None, "model", body))
     seen: list[tuple[int, int]] = []
-    engine.on_step = lambda _: seen.append((torch.get_num_threads(), forward_threads()))
+    engine.listeners.append(lambda _: seen.append((torch.get_num_threads(), forward_threads())))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

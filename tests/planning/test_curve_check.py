@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from timed_doubles import Clock, TimedModel
 
+from support.records import step_record
 from truedraft import Engine
 from truedraft.bench import costs as bench_costs
 from truedraft.bench.contestants import OurEngine
 from truedraft.bench.lineup import Lineup
 from truedraft.core.sampling import SamplingParams
-from truedraft.engine import StepTimes
 from truedraft.planning import (
     CostStore,
     CurveCheck,
@@ -30,9 +30,7 @@ from truedraft.theory import TargetCost
 
 ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
 V = TargetCost.fit({(rows, context): 0.01 * rows for rows in (1, 2, 4) for context in (10, 100)})
-STEP = StepTimes(
-    requests=1, rows=2, contexts=(20,), nodes=1, prefill=False, draft_s=0.0, target_s=0.02, verify_s=0.0, total_s=0.03
-)
+STEP = step_record(2, 20, 1, target_s=0.02, total_s=0.03)
 
 
 def test_the_median_of_50_decoding_steps_is_told() -> None:
@@ -40,7 +38,7 @@ def test_the_median_of_50_decoding_steps_is_told() -> None:
     check = CurveCheck(V, told.append)
     for number in range(200):
         slow = number % 5 == 0  # a neighbour now and then
-        check(dataclasses.replace(STEP, prefill=True, target_s=9.0))
+        check(step_record(2, 20, prefill=True, target_s=9.0))
         check(dataclasses.replace(STEP, target_s=0.2 if slow else 0.03 if number >= 100 else 0.02))
     assert told == pytest.approx([1.0, 1.0, 1.5, 1.5])
 
@@ -114,10 +112,10 @@ def test_nothing_is_kept_and_nothing_is_judged(tmp_path: Path) -> None:
 
 def test_steps_of_an_engine_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("truedraft.engine.step.time.perf_counter", clock)
+    monkeypatch.setattr("truedraft.engine.clock.time.perf_counter", clock)
     engine = Engine(TimedModel.of(clock, lambda rows, contexts: 0.013 * rows))
     assert ratio_of_real_steps(engine, V) == pytest.approx(1.3)
-    assert engine.on_step is None
+    assert engine.listeners == []
     small = Engine(MarkovModel.random(5, 0, context_length=40))
     assert ratio_of_real_steps(small, V) is None
 

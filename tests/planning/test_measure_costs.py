@@ -11,7 +11,7 @@ from timed_doubles import Clock, TimedDrafter, TimedModel
 from support.tiny_models import noisy, packed
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.none import NoDrafter
 from truedraft.errors import DrafterError, OptionError, VocabularyMismatchError
 from truedraft.planning import Effort, measure_drafter, measure_target
@@ -162,14 +162,14 @@ def test_draft_models_are_measured_as_chains_and_trees(
 
 def test_hidden_vectors_are_given_to_those_that_want_them() -> None:
     class Hungry(TimedDrafter):
-        needs_hidden: ClassVar[bool] = True
+        features: ClassVar[Features | None] = Features()
 
     drafter = Hungry(Clock(), depth=2)
     target = packed("llama")
     measure_drafter(drafter, target, effort=ONCE)
     for _, outcome in drafter.outcomes:
         assert outcome.hidden is not None
-        assert outcome.hidden.shape == (len(outcome.proposal.tree) + 1, 48)
+        assert outcome.hidden.shape == (1, 48)
     assert target.pool.in_use == 0
 
 

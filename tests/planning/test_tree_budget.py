@@ -9,13 +9,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from support.records import step_record
 from support.tiny_models import VOCAB, packed
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees, Promise
 from truedraft.drafters.medusa import Medusa
-from truedraft.engine import StepTimes
 from truedraft.errors import ModelError, OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
 from truedraft.planning import (
@@ -140,7 +140,7 @@ def test_sizes_are_chosen_anew_after_steps_parted_from_the_curve(
     now[0] += 61.0
     for _ in range(50):
         took_s = 3.0 * first.forwards(2, (9,))
-        check(StepTimes(1, 2, (9,), 1, prefill=False, draft_s=0.0, target_s=took_s, verify_s=0.0, total_s=took_s))
+        check(step_record(2, 9, 1, target_s=took_s))
     monkeypatch.setattr("truedraft.planning.tree_budget.drafter_cost", asked := MagicMock(side_effect=drafter_cost))
     again = nodes_for(target, medusa(), store=store)
     assert again.measuring_s > 0.0 and "steps took 3.0 times what they say" in again.warnings[0]

@@ -69,11 +69,11 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     pieces: dict[int, list[Piece]] = {}
     emit, finish = Request.emit, Request.finish
 
-    def recording_emit(request: Request, verdict: Verdict, proposed: int, depth: int) -> int:
+    def recording_emit(request: Request, verdict: Verdict) -> tuple[tuple[int, ...], bool]:
         before = len(request.pieces)
-        accepted = emit(request, verdict, proposed, depth)
+        emitted = emit(request, verdict)
         pieces.setdefault(request.id, []).extend(request.pieces[before:])
-        return accepted
+        return emitted
 
     def checking_finish(request: Request) -> Answer:
         before = len(request.pieces)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from truedraft.engine import StepTimes
+from truedraft.engine import StepRecord
 
 _ROUNDING = 0.005  # of a share that is shown with two digits
 
@@ -93,7 +93,7 @@ def is_impossible(share: float | None) -> bool:
     return share is not None and not -_ROUNDING <= share <= 1.0 + _ROUNDING
 
 
-def break_down(steps: Sequence[StepTimes], total_s: float, costs: StepCosts | None) -> Breakdown:
+def break_down(steps: Sequence[StepRecord], total_s: float, costs: StepCosts | None) -> Breakdown:
     """Sum the decoding steps of one run.
 
     Args:
@@ -106,12 +106,12 @@ def break_down(steps: Sequence[StepTimes], total_s: float, costs: StepCosts | No
     if costs is not None:
         curves = [
             sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
-            sum(costs.forward_s(step.requests, step.contexts) for step in decoding),
+            sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
             sum(costs.drafting_s(step.nodes, step.contexts) for step in decoding if step.nodes),
         ]
     return Breakdown(
         steps=len(decoding),
-        requests=sum(step.requests for step in decoding),
+        requests=sum(len(step.requests) for step in decoding),
         rows=sum(step.rows for step in decoding),
         nodes=sum(step.nodes for step in decoding),
         decode_s=total_s - sum(step.total_s for step in steps if step.prefill),

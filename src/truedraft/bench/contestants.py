@@ -9,7 +9,7 @@ from truedraft.bench.breakdown import StepCosts
 from truedraft.bench.rows import Outcome
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
-from truedraft.engine import Engine, StepTimes
+from truedraft.engine import Engine, StepRecord
 from truedraft.errors import ModelError
 
 PLAIN = "plain"
@@ -55,12 +55,12 @@ class OurEngine(Contestant):
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
         """Answer prompts in one batch; see `Contestant.answer`."""
-        steps: list[StepTimes] = []
-        self.engine.on_step = steps.append
+        steps: list[StepRecord] = []
+        self.engine.listeners.append(steps.append)
         try:
             answers = self.engine.generate([list(prompt) for prompt in prompts], params)
         finally:
-            self.engine.on_step = None
+            self.engine.listeners.pop()
         broken = next((answer.error for answer in answers if answer.error is not None), None)
         if broken is not None:
             raise ModelError(broken)
@@ -79,7 +79,7 @@ class OurEngine(Contestant):
             steps=steps,
         )
 
-    def _draft_forwards(self, step: StepTimes) -> int:
+    def _draft_forwards(self, step: StepRecord) -> int:
         """A draft model runs once a level for the whole batch; no level lies below the drafter's limit or the nodes."""
         if getattr(self.engine.drafter, "model", None) is None:
             return 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from truedraft.bench.breakdown import Breakdown
 from truedraft.core.counters import Counters
-from truedraft.engine import StepTimes
+from truedraft.engine import StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Outcome:
     target_calls: int | None
     mean_acceptance_length: float | None
     counters: Counters | None = None
-    steps: Sequence[StepTimes] = field(default=(), repr=False)
+    steps: Sequence[StepRecord] = field(default=(), repr=False)
     first_tokens: int = 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -24,7 +24,11 @@ class DelegatingDrafter(Drafter):
         self.inner = inner
         self.name = inner.name  # type: ignore[misc]
         self.limits = inner.limits
-        self.needs_hidden = inner.needs_hidden  # type: ignore[misc]
+        self.features = inner.features  # type: ignore[misc]
+
+    @property
+    def holding(self) -> Collection[int]:
+        return self.inner.holding
 
     @property
     def kinds(self) -> frozenset[DrawKind]:

@@ -16,7 +16,7 @@ from truedraft.certify.near_ties import Parting, parting_of, same_answer
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling_runs import recovered
 from truedraft.certify.stack import Stack
-from truedraft.control import Controller, FixedBudget, Observation
+from truedraft.control import Controller, Decision, FixedBudget, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
@@ -37,9 +37,14 @@ Way = Callable[[Sequence[int], SamplingParams, int], Answer]
 class AlternatingBudget(Controller):
     """Nothing, one token, the drafter's own limits, and again: a request's own target calls say which."""
 
-    def decide(self, observation: Observation) -> Budget:
-        """The budget whose turn it is; neighbours do not change it."""
-        return (NO_DRAFT, observation.limits.cut(1), observation.limits)[observation.counters.target_calls % 3]
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        """For each the budget whose turn it is; neighbours do not change it."""
+        return [_alternating(view) for view in views]
+
+
+def _alternating(view: RequestView) -> Decision:
+    (drafter, limits), *_ = view.limits.items()
+    return Decision(drafter, (NO_DRAFT, limits.cut(1), limits)[view.counters.target_calls % 3])
 
 
 def invariance_findings(

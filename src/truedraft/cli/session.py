@@ -114,7 +114,8 @@ def load_engine(setup: Setup, console: Console, params: SamplingParams | None = 
         drafter, budget = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
     if budget is not None:
-        engine.on_step = budget.check(target)
+        if (check := budget.check(target)) is not None:
+            engine.listeners.append(check)
         for warning in budget.warnings:
             warn(warning)
         console.print(f"{drafter.name}: {budget.describe()}", style="dim", soft_wrap=True)

@@ -1,6 +1,7 @@
 """Controllers: numbers in, decisions out. They never see a tensor."""
 
-from truedraft.control.base import Controller, Observation
-from truedraft.control.fixed import FixedBudget
+from truedraft.control.base import Controller, FixedBudget
+from truedraft.core.budget import Budget, Decision, RequestView
+from truedraft.core.counters import StepRecord
 
-__all__ = ["Controller", "FixedBudget", "Observation"]
+__all__ = ["Budget", "Controller", "Decision", "FixedBudget", "RequestView", "StepRecord"]

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from truedraft.core.budget import Budget
-from truedraft.core.counters import Counters
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a controller may look at before a step.
-
-    Attributes:
-        limits: the drafter's own upper limits.
-        requests: requests in this step.
-        counters: counts of the request so far.
-    """
-
-    limits: Budget
-    requests: int
-    counters: Counters
+from truedraft.core.budget import Budget, Decision, RequestView
+from truedraft.core.counters import StepRecord
 
 
 class Controller(ABC):
-    """Decides how much is drafted for a request in the next step, or nothing at all."""
+    """Decides which drafter drafts for each request in the next step, and how much: numbers in, budgets out.
+
+    What it raises costs no answer: requests that it fails for go on undrafted.
+    """
 
     @abstractmethod
-    def decide(self, observation: Observation) -> Budget:
-        """The budget of the next step; `NO_DRAFT` makes it plain decoding."""
+    def decide(self, views: Sequence[RequestView]) -> Sequence[Decision]:
+        """One decision for each request that may be drafted for; a budget of zero makes its step plain decoding."""
 
-    def observe(self, counters: Counters, draft_s: float, target_s: float) -> None:  # noqa: B027 - optional
-        """A step is over: what it counted, and the seconds that drafting and the target took."""
+    def observe(self, record: StepRecord) -> None:  # noqa: B027 - optional
+        """A step is over, whether anything was drafted in it or not."""
+
+
+class FixedBudget(Controller):
+    """Always the same budget, or the drafter's own limits.
+
+    Args:
+        budget: None takes the drafter's limits.
+    """
+
+    def __init__(self, budget: Budget | None = None) -> None:
+        self._budget = budget
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        drafters = (next(iter(view.limits.items())) for view in views)
+        return [Decision(name, limits if self._budget is None else self._budget) for name, limits in drafters]

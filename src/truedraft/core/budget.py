@@ -1,10 +1,12 @@
-"""How much a drafter may draft in one step. Needs no torch."""
+"""How much may be drafted in one step, what a controller sees of a request, and what it decides. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from truedraft.core.counters import Counters
+from truedraft.core.sampling import SamplingParams
 from truedraft.errors import OptionError
 
 MOST_NODES = 1024
@@ -45,6 +47,41 @@ class Budget:
 
 NO_DRAFT = Budget(0, 0, 0)
 """The budget that makes a step plain decoding."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestView:
+    """What a controller may look at before a step, of one request that may be drafted for.
+
+    Requests with one seed share their noise. So the budget of a sampled, uncoupled request may depend on its own
+    counters, on times, and on verdicts of requests with another seed; never on those of a request with the same seed
+    (DESIGN section 2, predictable choice).
+
+    Attributes:
+        id: unique in this process.
+        params: sampling options.
+        seed: keys the noise of the request, also where `params` leaves it open.
+        context: tokens in the target's cache.
+        remaining: tokens that may still be emitted; whatever is decided, no path is drafted beyond them.
+        limits: for each drafter by name the most that it drafts.
+        counters: of the request so far; to be read only.
+    """
+
+    id: int
+    params: SamplingParams
+    seed: int
+    context: int
+    remaining: int
+    limits: Mapping[str, Budget]
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which drafter drafts for a request in the next step, and how much; `NO_DRAFT` makes it plain decoding."""
+
+    drafter: str
+    budget: Budget
 
 
 def nodes_of(branching: Sequence[int]) -> int:

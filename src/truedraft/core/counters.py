@@ -1,4 +1,4 @@
-"""What speculation did, as counts; every rate is derived from them. Needs no torch."""
+"""What speculation did, as counts: of one request in one step, of a step, of a request. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,91 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from truedraft.core.divergence import Divergence
+
+
+@dataclass(slots=True, eq=False)
+class RequestStep:
+    """What one step did for one request.
+
+    Attributes:
+        id: of the request.
+        context: tokens in the target's cache before the step.
+        rows: tokens that the target was fed for it.
+        prefill: whether these were a part of its prompt. What such a step emits is the answer's first token.
+        nodes: drafted nodes.
+        depth: length of the proposal's longest path.
+        listed_tokens: tokens of all its paths, one behind another.
+        accepted: accepted tokens that were emitted (none past a stop).
+        emitted: all tokens that were emitted.
+        rejected: whether draws were judged and rejected below the accepted path.
+        stop_tokens: 1 where an end-of-text or stop token ended the answer.
+    """
+
+    id: int
+    context: int
+    rows: int
+    prefill: bool
+    nodes: int = 0
+    depth: int = 0
+    listed_tokens: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    rejected: bool = False
+    stop_tokens: int = 0
+
+    @property
+    def survival(self) -> tuple[bool, ...]:
+        """For each drafted position that the verdict came to, whether its token was accepted."""
+        return (True,) * self.accepted + (False,) * self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step of an engine did, and how long its parts took: what controllers, listeners and reports see.
+
+    Seconds are those of the host; on a device that can time its own queue, those of the queue, but for `total_s`.
+
+    Attributes:
+        requests: what it did for each request that took part.
+        draft_s: asking the drafter, catch-up included.
+        target_s: the target's forward.
+        verify_s: probabilities and verdicts.
+        total_s: the whole step up to here: accepted tokens emitted and caches committed.
+    """
+
+    requests: tuple[RequestStep, ...]
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the target's forward was fed."""
+        return sum(each.rows for each in self.requests)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Cached tokens of each request before the step."""
+        return tuple(each.context for each in self.requests)
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes of all requests."""
+        return sum(each.nodes for each in self.requests)
+
+    @property
+    def prefill(self) -> bool:
+        """Whether a part of a prompt was among them."""
+        return any(each.prefill for each in self.requests)
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of the step over all its requests, prefill apart."""
+        counters = Counters()
+        for each in self.requests:
+            counters.count(each)
+        return counters
 
 
 @dataclass(slots=True)
@@ -82,26 +167,25 @@ class Counters:
         sums = self.divergence
         return of(sums) / sums.tokens if sums is not None and sums.tokens else None
 
-    def count_call(self, nodes: int, depth: int, accepted: int, emitted: int, *, rejected: bool) -> None:
-        """Count one target call.
-
-        Args:
-            nodes: nodes of the proposal.
-            depth: length of the proposal's longest path.
-            accepted: accepted tokens that were emitted (none past a stop).
-            emitted: all tokens that were emitted.
-            rejected: whether draws were judged and rejected below the accepted path.
-        """
+    def count(self, step: RequestStep) -> None:
+        """Count what one step did for one request."""
+        if step.prefill:
+            self.prefill_calls += 1
+            self.prefill_tokens += step.emitted
+            return
         self.target_calls += 1
-        self.draft_tokens += nodes
-        self.accepted_tokens += accepted
-        self.emitted_tokens += emitted
-        _grow(self.tried_per_position, depth)
-        _grow(self.accepted_per_position, depth)
-        for position in range(accepted + rejected):
-            self.tried_per_position[position] += 1
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
+        self.draft_tokens += step.nodes
+        self.listed_tokens += step.listed_tokens
+        self.accepted_tokens += step.accepted
+        self.emitted_tokens += step.emitted
+        self.stop_tokens += step.stop_tokens
+        if step.depth:
+            _grow(self.tried_per_position, step.depth)
+            _grow(self.accepted_per_position, step.depth)
+            for position in range(step.accepted + step.rejected):
+                self.tried_per_position[position] += 1
+            for position in range(step.accepted):
+                self.accepted_per_position[position] += 1
 
     def __add__(self, other: Counters) -> Counters:
         """The sum of two counts."""

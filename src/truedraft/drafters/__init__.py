@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from truedraft.core.noise import Noise, Purpose
     from truedraft.core.proposals import Draw, DrawKind, Proposal
     from truedraft.core.trees import TokenTree
-    from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+    from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
     from truedraft.drafters.none import NoDrafter
@@ -29,6 +29,7 @@ _HOMES = {
     "Drafter": "drafters.base",
     "Draw": "core.proposals",
     "DrawKind": "core.proposals",
+    "Features": "drafters.base",
     "Medusa": "drafters.medusa",
     "NoDrafter": "drafters.none",
     "Noise": "core.noise",
@@ -49,6 +50,7 @@ __all__ = [
     "Drafter",
     "Draw",
     "DrawKind",
+    "Features",
     "Medusa",
     "NoDrafter",
     "Noise",

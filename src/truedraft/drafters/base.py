@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn, overload
+from typing import ClassVar, Literal, NoReturn, overload
 
 from torch import Tensor
 
@@ -77,6 +77,22 @@ class DraftRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """What a drafter needs to see of the target's forward, beside the tokens: the vectors that enter the LM head.
+
+    Attributes:
+        rows: "last" is the row where the next token was drawn, and at a part of a prompt its last; "all" are all rows
+            that were fed: those of a tree, or of the part of the prompt.
+        logits: whether the logits of these rows are wanted, too.
+        layers: numbers of layers, 0 the first, whose output at these rows is wanted, too.
+    """
+
+    rows: Literal["last", "all"] = "last"
+    logits: bool = False
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What became of one request in one step.
 
@@ -84,15 +100,21 @@ class StepOutcome:
         proposal: what was proposed.
         path: accepted nodes of it, from the root's child down, cut where the answer ended.
         tokens: what was emitted.
-        hidden: `[rows, width]`: vectors that entered the LM head, row 0 at the last token of the context, row i + 1
-            at node i; None unless the drafter declared `needs_hidden`, or after a part of a prompt that is not its
-            last.
+        hidden: `[rows, width]`: the vectors that entered the LM head, at the rows of `Drafter.features`: one row, or
+            row 0 at the last token of the context and row i + 1 at node i, or one for each token of a part of a prompt;
+            None where none were declared.
+        logits: `[rows, vocab]` of the same rows, where they were declared.
+        layers: `[rows, width]` of each declared layer at the same rows.
+        partial: whether this was a part of a prompt that is not its last, behind which no token is drawn.
     """
 
     proposal: Proposal
     path: tuple[int, ...]
     tokens: tuple[int, ...]
-    hidden: Tensor | None
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    layers: tuple[Tensor, ...] = ()
+    partial: bool = False
 
 
 class Drafter(ABC):
@@ -109,12 +131,12 @@ class Drafter(ABC):
     Attributes:
         name: for reports.
         limits: upper limits on what it proposes; a controller decides within them.
-        needs_hidden: whether `observe` must be given the vectors that enter the target's LM head.
+        features: what `observe` must be given of the target's forward; None is the tokens alone.
     """
 
     name: ClassVar[str]
     limits: Budget
-    needs_hidden: ClassVar[bool] = False
+    features: ClassVar[Features | None] = None
 
     @property
     @abstractmethod
@@ -136,6 +158,11 @@ class Drafter(ABC):
 
         Empty where they were chosen, or where nobody measured what they bring.
         """
+        return ()
+
+    @property
+    def holding(self) -> Collection[int]:
+        """Ids of requests that it keeps something for: none of them may be over."""
         return ()
 
     @abstractmethod

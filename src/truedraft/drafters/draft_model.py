@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import torch
@@ -145,6 +145,10 @@ class DraftModel(Drafter):
         for request, outcome in zip(batch, outcomes, strict=True):
             cache = self._states[request.id]
             cache.commit([node for node in outcome.path if node < cache.uncommitted])
+
+    @property
+    def holding(self) -> Collection[int]:
+        return self._states
 
     def end(self, request: DraftRequest) -> None:
         """Give the cache back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -34,9 +34,13 @@ class LastVectors:
             if outcome.hidden is None:
                 self._of[request.id] = None
                 continue
-            row = outcome.path[-1] + 1 if outcome.path else 0
             # A copy: the next forward may write over the rows, and one row should not hold on to all of them.
-            self._of[request.id] = outcome.hidden[row, : self._width].clone()
+            self._of[request.id] = outcome.hidden[-1, : self._width].clone()
+
+    @property
+    def holding(self) -> Collection[int]:
+        """Ids of requests that there is something of."""
+        return self._of.keys()
 
     def end(self, request: DraftRequest) -> None:
         """A request is over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.drafters.coupled_guesses import coupled_guesses
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, trees_for
 from truedraft.drafters.last_vectors import LastVectors
@@ -96,7 +96,7 @@ class Medusa(Drafter):
     """
 
     name: ClassVar[str] = "medusa"
-    needs_hidden: ClassVar[bool] = True
+    features: ClassVar[Features | None] = Features()
 
     def __init__(
         self,
@@ -286,6 +286,10 @@ class Medusa(Drafter):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the vector from which each request's last token was drawn: at the end of its accepted path."""
         self._vectors.observe(batch, outcomes)
+
+    @property
+    def holding(self) -> Collection[int]:
+        return self._vectors.holding
 
     def end(self, request: DraftRequest) -> None:
         """Drop the vector."""

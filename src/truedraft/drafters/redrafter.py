@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import scores_for
 from truedraft.core.trees import TokenTree, narrowed
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.drafters.beam_curves import beam_curves
 from truedraft.drafters.beam_search import beam_search, with_dropped
 from truedraft.drafters.calibration import FACT, Calibration
@@ -82,7 +82,7 @@ class Redrafter(Drafter):
     """
 
     name: ClassVar[str] = "redrafter"
-    needs_hidden: ClassVar[bool] = True
+    features: ClassVar[Features | None] = Features()
 
     def __init__(
         self,
@@ -309,6 +309,10 @@ class Redrafter(Drafter):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the vector from which each request's last token was drawn."""
         self._vectors.observe(batch, outcomes)
+
+    @property
+    def holding(self) -> Collection[int]:
+        return self._vectors.holding
 
     def end(self, request: DraftRequest) -> None:
         """Drop the vector."""

@@ -1,8 +1,8 @@
 """The engine: requests, one speculative step for a batch, a scheduler, generate and stream."""
 
+from truedraft.core.counters import StepRecord
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.engine import Engine
 from truedraft.engine.request import Request
-from truedraft.engine.step import StepTimes
 
-__all__ = ["Answer", "Engine", "Piece", "Request", "StepTimes"]
+__all__ = ["Answer", "Engine", "Piece", "Request", "StepRecord"]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from truedraft.control import Controller, Observation
-from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.counters import Counters
+from truedraft.control import Controller
+from truedraft.core import transfers
+from truedraft.core.budget import NO_DRAFT, Budget, RequestView
+from truedraft.core.counters import StepRecord
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import DrawKind, Proposal, check_draws
+from truedraft.core.proposals import Proposal, check_draws
 from truedraft.core.trees import TokenTree
 from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
+from truedraft.models.base import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,16 @@ class _Asked:
     request: Request
     budget: Budget
     noise: KeyedNoise
-    judges: frozenset[DrawKind]
+
+
+_NOTHING = Proposal.empty()
+
+
+def _view(item: StepItem, limits: Mapping[str, Budget]) -> RequestView:
+    request = item.request
+    return RequestView(
+        request.id, request.params, request.seed, item.context, request.remaining, limits, request.counters
+    )
 
 
 class Drafting:
@@ -37,14 +49,15 @@ class Drafting:
     Args:
         drafter: any drafter.
         controller: decides the budgets.
-        vocab_size: token ids that exist.
+        target: what is drafted for.
         failures: is told what failed.
     """
 
-    def __init__(self, drafter: Drafter, controller: Controller, vocab_size: int, failures: Failures) -> None:
+    def __init__(self, drafter: Drafter, controller: Controller, target: LanguageModel, failures: Failures) -> None:
         self._drafter = drafter
         self._controller = controller
-        self._vocab_size = vocab_size
+        self._vocab_size = target.vocab_size
+        self._unseen = transfers.waits(target.device)  # whether drafted ids may be unknown until they were judged
         self._failures = failures
 
     def begin(self, request: Request) -> None:
@@ -54,33 +67,68 @@ class Drafting:
         except Exception as error:
             self._give_up(request, error)
 
-    def propose(
-        self,
-        batch: Sequence[Request],
-        noise: Sequence[KeyedNoise],
-        judges: Sequence[frozenset[DrawKind]],
-        *,
-        unseen: bool = False,
-    ) -> list[Proposal]:
-        """A proposal for each request; empty where nothing may be drafted or the drafter failed.
+    def decide(self, batch: Batch) -> list[Budget]:
+        """How much may be drafted for each item: nothing during its prompt, or where its drafter failed."""
+        budgets = [NO_DRAFT] * len(batch)
+        if self._drafter.limits.is_zero:
+            return budgets
+        asked = [number for number, item in enumerate(batch) if not item.prefill and not item.request.undrafted]
+        if not asked:
+            return budgets
+        limits = {self._drafter.name: self._drafter.limits}
+        views = [_view(batch.items[number], limits) for number in asked]
+        try:
+            decided: list[Budget | None] = list(self._budgets(views))
+        except Exception as error:
+            decided = self._decide_alone([batch.items[number].request for number in asked], views, error)
+        for number, budget, view in zip(asked, decided, views, strict=True):
+            if budget is not None:
+                # A step emits one token more than it accepts, so the last block is cut to fit.
+                budgets[number] = budget.cut(view.remaining - 1)
+        return budgets
 
-        Args:
-            batch: the step's requests.
-            noise: of each.
-            judges: for each, the kinds of draws that its rule can judge.
-            unseen: whether drafted tokens may be unknown to the host; `admits` checks them once they are read.
-        """
-        budgets = [self._budget(request, len(batch)) for request in batch]
-        asked = [_Asked(*each) for each in zip(batch, budgets, noise, judges, strict=True) if not each[1].is_zero]
+    def _budgets(self, views: Sequence[RequestView]) -> list[Budget]:
+        decisions = self._controller.decide(views)
+        if len(decisions) != len(views):
+            raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
+        for decision in decisions:
+            if decision.drafter != self._drafter.name:
+                raise ValueError(f"it chose a drafter {decision.drafter!r}; there is {self._drafter.name!r}")
+        return [decision.budget for decision in decisions]
+
+    def _decide_alone(
+        self, requests: Sequence[Request], views: Sequence[RequestView], error: Exception
+    ) -> list[Budget | None]:
+        """The same after a failure: for whom it fails shows when it is asked for each alone; None where it does."""
+        if len(requests) == 1:
+            self._give_up(requests[0], error, "the controller")
+            return [None]
+        self._failures.asked_again(requests, "the controller", error)
+        budgets: list[Budget | None] = []
+        for request, view in zip(requests, views, strict=True):
+            try:
+                budgets += self._budgets([view])
+            except Exception as own:
+                self._give_up(request, own, "the controller")
+                budgets.append(None)
+        return budgets
+
+    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> list[Proposal]:
+        """A proposal for each item, within its budget; empty where that is zero or the drafter failed."""
+        asked = [
+            _Asked(item.request, budget, item.noise)
+            for item, budget in zip(batch, budgets, strict=True)
+            if not budget.is_zero
+        ]
         made: dict[int, Proposal] = {}
         if asked:
             try:
-                made = self._ask(asked, unseen)
+                made = self._ask(asked)
             except Exception as error:
-                made = self._ask_alone(asked, unseen, error)
-        return [made.get(request.id, Proposal.empty()) for request in batch]
+                made = self._ask_alone(asked, error)
+        return [made.get(item.request.id, _NOTHING) for item in batch]
 
-    def _ask_alone(self, asked: Sequence[_Asked], unseen: bool, error: Exception) -> dict[int, Proposal]:
+    def _ask_alone(self, asked: Sequence[_Asked], error: Exception) -> dict[int, Proposal]:
         """What can still be had after a failure: whose fault it was shows when each request is asked for alone."""
         if len(asked) == 1:
             self._give_up(asked[0].request, error)
@@ -89,23 +137,12 @@ class Drafting:
         made: dict[int, Proposal] = {}
         for each in asked:
             try:
-                made |= self._ask([each], unseen)
+                made |= self._ask([each])
             except Exception as own:
                 self._give_up(each.request, own)
         return made
 
-    def _budget(self, request: Request, requests: int) -> Budget:
-        if request.undrafted or request.uncached > 1 or request.emitted == 0:
-            return NO_DRAFT
-        try:
-            budget = self._controller.decide(Observation(self._drafter.limits, requests, request.counters))
-        except Exception as error:
-            self._give_up(request, error, "the controller")
-            return NO_DRAFT
-        # A step emits one token more than it accepts, so the last block is cut to fit.
-        return budget.cut(request.remaining - 1)
-
-    def _ask(self, asked: Sequence[_Asked], unseen: bool) -> dict[int, Proposal]:
+    def _ask(self, asked: Sequence[_Asked]) -> dict[int, Proposal]:
         """Checked proposals by request."""
         proposals = self._drafter.propose(
             [each.request.draft for each in asked], [each.budget for each in asked], [each.noise for each in asked]
@@ -116,7 +153,7 @@ class Drafting:
             )
         for proposal, each in zip(proposals, asked, strict=True):
             self._check(proposal, each)
-            if proposal.tree.is_known or not unseen:
+            if proposal.tree.is_known or not self._unseen:
                 self._check_ids(proposal.tree)
         return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
 
@@ -130,8 +167,9 @@ class Drafting:
                 f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
             )
         kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.laws is None else proposal.laws.shape[0])
-        if not kinds <= asked.judges:
-            names = ", ".join(sorted(kind.value for kind in kinds - asked.judges))
+        judges = asked.request.rule.judges
+        if not kinds <= judges:
+            names = ", ".join(sorted(kind.value for kind in kinds - judges))
             raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
         laws = proposal.laws
         if laws is not None and (laws.shape[1:] != (vocab,) or not laws.is_floating_point()):
@@ -175,24 +213,17 @@ class Drafting:
         self._give_up(request, error)
         return proposal.without_draws(slots)
 
-    def observe(
-        self, batch: Sequence[Request], outcomes: Sequence[StepOutcome], draft_s: float, target_s: float
-    ) -> None:
-        """Tell drafter and controller what became of a step, and what it cost in seconds."""
-        drafted = [i for i, request in enumerate(batch) if not request.undrafted]
+    def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], record: StepRecord) -> None:
+        """Tell drafter and controller what became of a step."""
+        drafted = [(item.request, own) for item, own in zip(batch, outcomes, strict=True) if not item.request.undrafted]
         if not drafted:
             return
-        self._observe([(batch[i], outcomes[i]) for i in drafted])
-        step = Counters()
-        for i in drafted:
-            nodes, depth = len(outcomes[i].proposal.tree), outcomes[i].proposal.tree.shape.depth
-            accepted = len(outcomes[i].path)
-            step.count_call(nodes, depth, accepted, len(outcomes[i].tokens), rejected=accepted < depth)
+        self._observe(drafted)
         try:
-            self._controller.observe(step, draft_s, target_s)
+            self._controller.observe(record)
         except Exception as error:
-            for i in drafted:
-                self._give_up(batch[i], error, "the controller")
+            for request, _ in drafted:
+                self._give_up(request, error, "the controller")
 
     def _observe(self, seen: Sequence[tuple[Request, StepOutcome]]) -> None:
         try:
@@ -213,6 +244,8 @@ class Drafting:
         """Tell the drafter that a request is over."""
         try:
             self._drafter.end(request.draft)
+            if request.id in self._drafter.holding:
+                raise DrafterError("it still keeps something for the request")
         except Exception as error:
             self._failures.log(self._who, error)
             request.warnings.append(f"{self._who} failed at the end of the request ({told(error)})")

@@ -10,20 +10,23 @@ from typing import cast, overload
 import torch
 
 from truedraft.control import Controller, FixedBudget
-from truedraft.core.counters import Counters
+from truedraft.core import transfers
+from truedraft.core.counters import Counters, StepRecord
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.none import NoDrafter
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
+from truedraft.engine.batch import Batch
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
+from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
-from truedraft.engine.step import Step, StepTimes
-from truedraft.engine.turns import Turns
-from truedraft.errors import ModelError, OptionError, PromptError, TruedraftError
+from truedraft.engine.step import Step
+from truedraft.engine.verifier import Verifier
+from truedraft.errors import CacheError, ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
@@ -42,8 +45,11 @@ class Engine:
         coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
 
+    One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
+
     Attributes:
-        on_step: called after each step with what it did and how long its parts took; None by default.
+        listeners: each is called after each step, by the thread that made it, with the record of what it did and how
+            long its parts took.
 
     Raises:
         CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
@@ -78,13 +84,16 @@ class Engine:
             raise OptionError(f"max_batch must be a whole number of 1 or more, got {max_batch!r}")
         self.drafter.check(self.target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
+        self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
-        self._drafting = Drafting(self.drafter, controller, self.target.vocab_size, self._failures)
-        self._step = Step(self.target, self.rule, self._drafting, self.drafter.needs_hidden, coupled)
+        self._drafting = Drafting(self.drafter, controller, self.target, self._failures)
+        self._verifier = Verifier(self.rule, coupled, self._drafting, waits=transfers.waits(self.target.device))
+        self._step = Step(self.target, self._drafting, self._verifier, self.drafter.features)
         self._scheduler = Scheduler(max_batch)
         self._turns = Turns()  # of the threads that step
+        self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
-        self.on_step: Callable[[StepTimes], None] | None = None
+        self._open: dict[int, Request] = {}  # that began and were not closed
 
     @overload
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Answer: ...
@@ -151,9 +160,8 @@ class Engine:
                     yield piece
                     if piece.answer is not None:
                         return
-                if request.finish_reason is None:
-                    self.step()
-                else:
+                self._loop.run_until(lambda: bool(request.pieces) or request.finish_reason is not None)
+                if request.finish_reason is not None:
                     self._end([request])
         finally:
             self.cancel(request)
@@ -161,9 +169,8 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queue a request, which takes part from the next step on; first come, first served where there is no room.
 
-        It does not wait, whoever is stepping; any thread may call it. Somebody has to call `step` until
-        `request.finish_reason` is set and its last piece, `request.pieces[-1].answer`, is there; `request.closed` says
-        so.
+        It does not wait, whoever is stepping; any thread may call it. Somebody has to call `step`, or wait in
+        `generate` or `stream`, until the last piece, `request.pieces[-1].answer`, is there; `request.closed` says so.
 
         Returns:
             The request, to be read and to be given to `cancel`.
@@ -183,7 +190,8 @@ class Engine:
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
         target = self.target
         ids = encode_prompt(target, prompt)
-        return Request(ids, params, target.tokenizer, target.eos_token_ids, target.context_length)
+        rule = self._verifier.rule_for(params)
+        return Request(ids, params, rule, target.tokenizer, target.eos_token_ids, target.context_length)
 
     def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> Request | Answer:
         """A checked request, or the answer of one that cannot be started."""
@@ -239,7 +247,7 @@ class Engine:
         Several threads may step; they take turns in the order in which they come.
 
         Raises:
-            TruedraftError: called from inside a step, as by `on_step`.
+            TruedraftError: called from inside a step, as by a listener.
         """
         if self._turns.mine:
             raise TruedraftError("a step was asked for from inside a step; ask for it when `step` is over")
@@ -253,35 +261,51 @@ class Engine:
 
     def _step_all(self) -> None:
         for request in self._scheduler.admit():
+            self._open[request.id] = request
             request.cache = self.target.new_cache()
             self._drafting.begin(request)
         batch = self._scheduler.next()
         try:
-            if batch:
+            if len(batch):
                 self._run(batch)
         finally:
             # Also after Ctrl-C in the middle of a step: what is over must not run again.
-            for request in batch:
-                if request.finish_reason is not None:
-                    self._close(request)
+            for item in batch:
+                if item.request.finish_reason is not None:
+                    self._close(item.request)
+        if self._scheduler.idle:
+            self.check_idle()
 
-    def _run(self, batch: list[Request]) -> None:
+    def _run(self, batch: Batch) -> None:
         """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
         try:
-            times = self._step.run(batch, [self._scheduler.chunk_of(request) for request in batch])
+            record = self._step.run(batch)
         except Exception as error:
+            requests = [item.request for item in batch if item.request.finish_reason is None]
             if len(batch) == 1:
-                if batch[0].finish_reason is None:
+                for request in requests:
                     self._failures.log("the step", error)
-                    batch[0].fail(_as_ours(error))
+                    request.fail(_as_ours(error))
                 return
-            left = [request for request in batch if request.finish_reason is None]
-            self._failures.asked_again(left, "the step", error)
-            for request in left:
-                self._run([request])
+            self._failures.asked_again(requests, "the step", error)
+            for one in batch.alone():
+                self._run(one)
             return
-        if self.on_step is not None:
-            self.on_step(times)
+        for listener in self.listeners:
+            listener(record)
+
+    def check_idle(self) -> list[str]:
+        """What is left of requests where none runs or waits: an empty list, or a mistake of ours.
+
+        Called whenever the engine becomes idle. What an interrupted step did not close is closed; what should not be
+        there is logged.
+        """
+        for request in [request for request in self._open.values() if request.finish_reason is not None]:
+            self._close(request)
+        lost = [f"request {number} is neither over nor running" for number in self._open]
+        if lost:
+            self._failures.log("the check of an idle engine", CacheError(f"{'; '.join(lost)}; please report it"))
+        return lost
 
     def _close(self, request: Request) -> None:
         self._scheduler.remove(request)
@@ -289,14 +313,14 @@ class Engine:
             self._drafting.end(request)
             self.target.release_cache(request.cache)
             request.cache = None
+        self._open.pop(request.id, None)
         request.finish()
         request.closed = True  # last: other threads take it that the answer is there
 
     def _finish(self, requests: Sequence[Request]) -> list[Answer]:
-        """Step until all of these are over."""
+        """Wait until all of these are over."""
         try:
-            while any(request.finish_reason is None for request in requests):
-                self.step()
+            self._loop.run_until(lambda: all(request.finish_reason is not None for request in requests))
         finally:
             self._end(requests)
         return [answer for request in requests if (answer := request.pieces[-1].answer) is not None]

@@ -17,6 +17,7 @@ from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
+from truedraft.verification import Rule
 
 _numbers = itertools.count()  # over all engines: two of them may share a drafter
 
@@ -27,6 +28,7 @@ class Request:
     Args:
         prompt: token ids, at least one.
         params: sampling options.
+        rule: judges what is drafted for it.
         tokenizer: None when ids go out.
         eos_ids: ids that end the answer unless the options ignore them.
         context_length: most tokens of prompt and answer together.
@@ -36,11 +38,13 @@ class Request:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
+        rule: Rule,
         tokenizer: Tokenizer | None,
         eos_ids: Sequence[int],
         context_length: int,
     ) -> None:
         self.params = params
+        self.rule = rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.tokens = list(prompt)  # prompt and answer so far
         self.draft = DraftRequest(next(_numbers), params, TokenView(self.tokens))
@@ -77,7 +81,7 @@ class Request:
         return self._limit - len(self.tokens)
 
     @property
-    def uncached(self) -> int:
+    def uncomputed(self) -> int:
         """Tokens that the target has not seen; 1 when only the last token waits, more during the prefill."""
         return len(self.tokens) - (self.cache.length if self.cache is not None else 0)
 
@@ -90,22 +94,16 @@ class Request:
         """The noise of the next step: its keys never occur in another step of this request."""
         return KeyedNoise(self.seed, len(self.tokens), self._steps, greedy=self.params.greedy)
 
-    def emit(self, verdict: Verdict, proposed: int, depth: int) -> int:
+    def emit(self, verdict: Verdict) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
 
-        Args:
-            verdict: the step's verdict.
-            proposed: nodes of the step's proposal, for the counters.
-            depth: length of its longest path.
-
         Returns:
-            How many of the accepted tokens were emitted.
+            The tokens, and whether an end-of-text or stop token ended the answer behind them.
         """
-        origins = verdict.origins
         tokens: list[int] = []
         text: list[str] = []
-        prefill = self.emitted == 0
         ended_by_id = False
+        room = self.remaining
         for token in verdict.tokens:
             ended_by_id = token in self._stop_ids
             if ended_by_id:
@@ -117,28 +115,20 @@ class Request:
             if stopped:
                 self.finish_reason = "stop"
                 break
-            if len(tokens) >= self.remaining:
+            if len(tokens) >= room:
                 self.finish_reason = "length"
                 break
-        accepted = min(len(tokens), len(verdict.path))
-        rejected = Origin.RECOVERED in origins[: len(tokens)]
         self._steps += 1
-        if prefill:
-            self.counters.prefill_calls += 1
-            self.counters.prefill_tokens += len(tokens)
-        else:
-            self.counters.count_call(proposed, depth, accepted, len(tokens), rejected=rejected)
-            self.counters.stop_tokens += ended_by_id
         if tokens and self._first_token is None:
             self._first_token = time.perf_counter()
         self.tokens.extend(tokens)
-        self.origins.extend(origins[: len(tokens)])
+        self.origins.extend(verdict.origins[: len(tokens)])
         if verdict.divergence is not None:
             emitted = verdict.divergence[: len(tokens)]
             self.divergences.extend(emitted)
             self.counters.divergence = (self.counters.divergence or Divergence()) + Divergence.of(emitted)
         self._give("".join(text), self._text.settled_tokens)
-        return accepted
+        return tuple(tokens), ended_by_id
 
     def _give(self, text: str, settled: int, answer: Answer | None = None) -> None:
         """Append a piece with tokens that were not given yet, up to the answer's first `settled`."""

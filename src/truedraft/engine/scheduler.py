@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.request import Request
 
 
@@ -39,22 +40,18 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def next(self) -> list[Request]:
-        """The requests of the next step: all that decode, and prefills while their tokens fit."""
-        batch: list[Request] = []
+    def next(self) -> Batch:
+        """The next step: all requests that decode, and parts of prompts while they fit."""
+        items: list[StepItem] = []
         prefill = 0
         for request in self.running:
-            count = self.chunk_of(request)
-            if request.uncached > 1 or request.emitted == 0:
-                if prefill and prefill + count > self._max_prefill:
+            fed = min(request.uncomputed, self.chunk)
+            if request.uncomputed > 1 or request.emitted == 0:
+                if prefill and prefill + fed > self._max_prefill:
                     continue
-                prefill += count
-            batch.append(request)
-        return batch
-
-    def chunk_of(self, request: Request) -> int:
-        """Tokens of a request that the next forward feeds."""
-        return min(request.uncached, self.chunk)
+                prefill += fed
+            items.append(StepItem(request, fed))
+        return Batch(items)
 
     def remove(self, request: Request) -> None:
         """A request is over, wherever it was."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 
 from truedraft.core.sampling import SamplingParams
-from truedraft.engine import Engine, StepTimes
+from truedraft.engine import Engine, StepRecord
 from truedraft.theory import TargetCost
 
 STEPS = 50
@@ -20,7 +20,7 @@ def parts(ratio: float) -> bool:
 
 
 class CurveCheck:
-    """Listens to an engine's steps (`Engine.on_step`) and tells how their forwards stand to V.
+    """Listens to an engine's steps (`Engine.listeners`) and tells how their forwards stand to V.
 
     Args:
         forwards: V(rows, contexts), in seconds.
@@ -32,7 +32,7 @@ class CurveCheck:
         self._tell = tell
         self._ratios: list[float] = []
 
-    def __call__(self, step: StepTimes) -> None:
+    def __call__(self, step: StepRecord) -> None:
         """A step was made."""
         expected_s = 0.0 if step.prefill else self._forwards(step.rows, step.contexts)
         if expected_s <= 0.0:
@@ -48,15 +48,16 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
     """The median of measured / V over 50 steps that are made for it; None where no answer is so long.
 
     Args:
-        engine: does nothing else; its `on_step` is taken for the while.
+        engine: does nothing else.
         forwards: V of its target.
     """
     told: list[float] = []
-    before, vocab = engine.on_step, engine.target.vocab_size
+    vocab = engine.target.vocab_size
     prompt = [place * 7919 % vocab for place in range(max(1, min(_PROMPT_TOKENS, engine.target.context_length // 2)))]
-    engine.on_step = CurveCheck(forwards, told.append)
+    check = CurveCheck(forwards, told.append)
+    engine.listeners.append(check)
     try:
         engine.generate([prompt], SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
     finally:
-        engine.on_step = before
+        engine.listeners.remove(check)
     return told[0] if told else None

@@ -132,7 +132,7 @@ class _Rehearsal:
         # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
         self._limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
         self.most_depth = self._limit - self._prompt - 3
-        self._vector = _last_hidden(target) if drafter.needs_hidden else None
+        self._vector = _last_hidden(target) if drafter.features is not None else None
         self._between = target.new_cache()
         self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
         self._begun = 0
@@ -161,9 +161,7 @@ class _Rehearsal:
         longest = shape.path(shape.depths.index(shape.depth)) if len(shape) else ()
         path = longest[: round(accepted_share * len(longest))]
         tokens = (*(proposal.tree.token_list[node] for node in path), self._text(len(request.tokens) + len(path)))
-        return proposal, proposed_s + self._observe(
-            request, StepOutcome(proposal, path, tokens, self._hidden(proposal))
-        )
+        return proposal, proposed_s + self._observe(request, StepOutcome(proposal, path, tokens, self._vector))
 
     def _run_target(self) -> None:
         """As between two proposals: the target's weights then fill the processor's caches, and the draft's are gone."""
@@ -180,7 +178,7 @@ class _Rehearsal:
         self._request = request
         self._drafter.begin(request)
         nothing = Proposal.empty()
-        self._observe(request, StepOutcome(nothing, (), (self._text(self._prompt),), self._hidden(nothing)))
+        self._observe(request, StepOutcome(nothing, (), (self._text(self._prompt),), self._vector))
         self.step(1, 0.0)
         return request
 
@@ -193,10 +191,6 @@ class _Rehearsal:
     def _text(self, place: int) -> int:
         """The token at a place of a text that repeats itself."""
         return (place % _PERIOD * 7919 + 1) % self._target.vocab_size
-
-    def _hidden(self, proposal: Proposal) -> Tensor | None:
-        """Vectors for the last token and all nodes `[nodes + 1, width]`; the same for each."""
-        return None if self._vector is None else self._vector.repeat(len(proposal.tree) + 1, 1)
 
     def _now(self) -> float:
         wait_for(self._target.device)

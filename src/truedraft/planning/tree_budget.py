@@ -40,7 +40,7 @@ class NodeBudget:
     forwards: TargetCost | None = None
 
     def check(self, target: LanguageModel, store: CostStore | None = None) -> CurveCheck | None:
-        """A listener for `Engine.on_step`: where steps part from V, it is measured again at its next use.
+        """A listener for `Engine.listeners`: where steps part from V, it is measured again at its next use.
 
         None on a device, where forwards are only queued and the host does not see what they take.
         """

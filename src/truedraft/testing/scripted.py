@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from truedraft.control import Controller, Observation
+from truedraft.control import Controller, Decision, RequestView
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
@@ -62,7 +62,7 @@ class ScriptedDrafter(Drafter):
 
 
 class ScriptedController(Controller):
-    """Hands out given budgets in turn, the last of them for ever.
+    """Hands out given budgets in turn, one to each request of each step, the last of them for ever.
 
     Args:
         budgets: at least one.
@@ -71,6 +71,9 @@ class ScriptedController(Controller):
     def __init__(self, budgets: Sequence[Budget]) -> None:
         self._budgets = list(budgets)
 
-    def decide(self, observation: Observation) -> Budget:
-        """The next budget of the list."""
-        return self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        """For each request the next budget of the list."""
+        drafters = (next(iter(view.limits)) for view in views)
+        return [
+            Decision(name, self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]) for name in drafters
+        ]

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import chain_shape
-from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.none import NoDrafter
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
@@ -152,7 +153,7 @@ class _Pace:
 class _VectorKeeper(NoDrafter):
     """Never drafts; keeps the vector of every step of every request."""
 
-    needs_hidden = True
+    features: ClassVar[Features | None] = Features()
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -161,8 +162,8 @@ class _VectorKeeper(NoDrafter):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep what the last token was drawn from; a part of a prompt that is not its last gave none."""
         for request, outcome in zip(batch, outcomes, strict=True):
-            if outcome.hidden is not None:
-                self._kept.setdefault(request.id, []).append(outcome.hidden[0, : self._width].clone())
+            if outcome.hidden is not None and not outcome.partial:
+                self._kept.setdefault(request.id, []).append(outcome.hidden[-1, : self._width].clone())
 
     def take(self, request: Request) -> Tensor:
         """The vectors `[steps, width]` of a finished request, which are then forgotten."""

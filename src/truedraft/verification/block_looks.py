@@ -17,9 +17,9 @@ from truedraft.verification.looks import HostLooks, Look, Looks, Parts
 class BlockParts(Parts, Protocol):
     """What a rule does to blocks, beside what it does at one node; see `BlockVerification`."""
 
-    def weights(self, above: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor: ...  # noqa: D102
-    def scaled(self, p: Tensor, weight: Tensor) -> Tensor: ...  # noqa: D102
-    def beyond(self, p: Tensor, q: Tensor) -> Tensor: ...  # noqa: D102
+    def weights(self, above: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor: ...
+    def scaled(self, p: Tensor, weight: Tensor) -> Tensor: ...
+    def beyond(self, p: Tensor, q: Tensor) -> Tensor: ...
 
 
 class BlockLooks(Looks, Protocol):
@@ -42,7 +42,7 @@ class Drawn(Protocol):
     """A draw, made or planned."""
 
     @property
-    def kind(self) -> DrawKind: ...  # noqa: D102
+    def kind(self) -> DrawKind: ...
 
 
 def is_joint(draws: Sequence[Drawn]) -> bool:

@@ -20,10 +20,10 @@ Look = tuple[float, float]
 class Parts(Protocol):
     """What a rule does to laws at one node; see `SpeculativeSampling`, which says what each is."""
 
-    def rejected(self, p: Tensor, q: Tensor) -> Tensor: ...  # noqa: D102
-    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor: ...  # noqa: D102
-    def left_of_candidate(self, p_x: float, taken: float) -> float: ...  # noqa: D102
-    def removed(self, q: Tensor, tokens: Tensor) -> Tensor: ...  # noqa: D102
+    def rejected(self, p: Tensor, q: Tensor) -> Tensor: ...
+    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor: ...
+    def left_of_candidate(self, p_x: float, taken: float) -> float: ...
+    def removed(self, q: Tensor, tokens: Tensor) -> Tensor: ...
 
 
 class Looks(Protocol):

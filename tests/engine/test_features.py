@@ -1,0 +1,96 @@
+"""What drafters are given of the target's forward: at which rows, at parts of prompts too, and nothing undeclared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+import torch
+
+from support.head_models import MarkovWithHead
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import DraftRequest, Features, StepOutcome
+from truedraft.testing import ScriptedDrafter
+
+VOCAB = 9
+GUESSES = [[1, 2], [3], [1, 4, 5], [6, 7]]
+
+
+@pytest.fixture
+def target() -> MarkovWithHead:
+    return MarkovWithHead.random(VOCAB, 3)
+
+
+class Watching(ScriptedDrafter):
+    """Notes texts and outcomes: the text as it was before the step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tokens: [path[:] for path in GUESSES], depth=3, nodes=8)
+        self.seen: list[tuple[list[int], StepOutcome]] = []
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        for request, outcome in zip(batch, outcomes, strict=True):
+            tokens = list(request.tokens)
+            self.seen.append((tokens[: len(tokens) - len(outcome.tokens)], outcome))
+
+
+class Last(Watching):
+    features: ClassVar[Features | None] = Features(logits=True)
+
+
+class All(Watching):
+    features: ClassVar[Features | None] = Features(rows="all", logits=True)
+
+
+PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=1.0, seed=2)]
+
+
+def run(target: MarkovWithHead, drafter: Watching) -> list[list[int]]:
+    engine = Engine(target, drafter)
+    engine._scheduler.chunk = 4
+    return [answer.token_ids for answer in engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)]
+
+
+def test_the_last_row_is_where_the_next_token_was_drawn(target: MarkovWithHead) -> None:
+    drafter = Last()
+    run(target, drafter)
+    lengths = set()
+    for before, outcome in drafter.seen:
+        if outcome.partial:
+            continue
+        text = before + [outcome.proposal.tree.token_list[node] for node in outcome.path]
+        assert outcome.hidden is not None and outcome.logits is not None and outcome.logits.shape == (1, VOCAB)
+        assert outcome.hidden.equal(target.vector_after(text)[None])
+        lengths.add(len(outcome.path))
+    assert len(lengths) > 1
+
+
+def test_all_rows_are_those_of_the_tree_and_of_each_token_of_a_prompt(target: MarkovWithHead) -> None:
+    drafter = All()
+    run(target, drafter)
+    parts = [outcome for _, outcome in drafter.seen if outcome.partial]
+    assert [len(outcome.hidden) for outcome in parts if outcome.hidden is not None] == [4, 4]
+    trees = [each for each in drafter.seen if len(each[1].proposal.tree)]
+    assert trees
+    for before, outcome in trees:
+        paths = [outcome.proposal.tree.path_tokens(node) for node in range(len(outcome.proposal.tree))]
+        wanted = torch.stack([target.vector_after([*before, *path]) for path in ((), *paths)])
+        assert outcome.hidden is not None and outcome.hidden.equal(wanted)
+        assert outcome.logits is not None and len(outcome.logits) == len(wanted)
+
+
+def test_a_part_of_a_prompt_shows_its_own_rows(target: MarkovWithHead) -> None:
+    drafters = Last(), All()
+    for drafter in drafters:
+        run(target, drafter)
+    first, every = ([outcome for _, outcome in each.seen if outcome.partial] for each in drafters)
+    for last, rows in zip(first, every, strict=True):
+        assert last.hidden is not None and rows.hidden is not None and last.hidden.equal(rows.hidden[-1:])
+        assert last.tokens == () and last.path == ()
+
+
+def test_who_declares_nothing_is_given_nothing_and_answers_are_the_same(target: MarkovWithHead) -> None:
+    drafter = Watching()
+    assert run(target, drafter) == run(target, Last()) == run(target, All())
+    assert all(outcome.hidden is None and outcome.logits is None for _, outcome in drafter.seen)

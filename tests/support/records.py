@@ -1,0 +1,14 @@
+"""Step records for tests, from sums over their requests."""
+
+from __future__ import annotations
+
+from truedraft.core.counters import RequestStep, StepRecord
+
+
+def step_record(
+    rows: int = 1, context: int = 0, nodes: int = 0, *, prefill: bool = False, target_s: float = 0.0, **times: float
+) -> StepRecord:
+    """One step of one request; times in seconds."""
+    request = RequestStep(0, context, rows, prefill, nodes, depth=nodes)
+    whole = {"draft_s": 0.0, "verify_s": 0.0, "total_s": target_s} | times
+    return StepRecord((request,), target_s=target_s, **whole)
