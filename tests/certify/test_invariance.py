@@ -19,7 +19,7 @@ from truedraft.core.counters import Counters
 from truedraft.core.laws import laws_from_logits
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.engine import step
+from truedraft.engine import verifier
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
@@ -77,7 +77,7 @@ def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
     def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
         return laws_from_logits(logits, [(rows[0][0], count) for _, count in rows])
 
-    monkeypatch.setattr(step, "laws_from_logits", borrowed)
+    monkeypatch.setattr(verifier, "laws_from_logits", borrowed)
 
 
 def test_one_request_at_a_time_still_has_two_neighbours(borrowing: None) -> None:

@@ -43,7 +43,7 @@ from truedraft.certify.stack import Stack
 from truedraft.core.laws import laws_from_logits
 from truedraft.core.proposals import DrawKind
 from truedraft.drafters import DraftModel, NoDrafter
-from truedraft.engine import step
+from truedraft.engine import verifier
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.verification import SpeculativeSampling
 
@@ -223,7 +223,7 @@ def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int =
 
 def borrowed_options_show(name: str, batch: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "laws_from_logits", borrowed)
+        patch.setattr(verifier, "laws_from_logits", borrowed)
         return asked(healthy(), name, WARM, batch).status is Status.FAILS
 
 
