@@ -181,7 +181,9 @@ def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does(
     assert held.status in (Status.HOLDS, Status.MEASURED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            step, "laws_from_logits", lambda logits, rows: laws_from_logits(logits, [(rows[0][0], n) for _, n in rows])
+            verifier,
+            "laws_from_logits",
+            lambda logits, rows: laws_from_logits(logits, [(rows[0][0], n) for _, n in rows]),
         )
         broken = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
     assert broken.status is Status.FAILS
