@@ -15,7 +15,7 @@ from cli.tiny import Result
 from truedraft.bench import costs, lineup
 from truedraft.bench import run as bench_run
 from truedraft.bench.contestants import OurEngine
-from truedraft.planning import Effort
+from truedraft.costs import Effort
 
 Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos")

@@ -15,8 +15,8 @@ from truedraft.bench import costs
 from truedraft.cli.lossy import divergence_words
 from truedraft.core.counters import Counters
 from truedraft.core.divergence import Divergence
+from truedraft.costs import Effort
 from truedraft.errors import OptionError, UnknownOptionError
-from truedraft.planning import Effort
 from truedraft.verification import LenientSampling, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.specs import rule_from_spec
 

@@ -12,10 +12,10 @@ import pytest
 from cli.tiny import Result
 from truedraft.bench import costs
 from truedraft.core.rank_tree import RankTree
+from truedraft.costs import Effort, kept
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.heads.checkpoint import save_medusa
 from truedraft.models.loading import load_model
-from truedraft.planning import Effort, tree_budget
 
 Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
@@ -25,8 +25,8 @@ TREE = RankTree(((0,), (1,), (0, 0), (2,)), (0.9, 0.05, 0.04, 0.01))
 @pytest.fixture(autouse=True)
 def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = Effort(0.0, 1, 1)
-    monkeypatch.setattr(tree_budget, "_SHORT_TARGET", once)
-    monkeypatch.setattr(tree_budget, "_SHORT_DRAFTER", once)
+    monkeypatch.setattr(kept, "_SHORT_TARGET", once)
+    monkeypatch.setattr(kept, "_SHORT_DRAFTER", once)
     monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=once))
     monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=once))
     monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))

@@ -10,8 +10,9 @@ from truedraft.bench.lineup import Lineup, draft_model
 from truedraft.bench.reading import read_size
 from truedraft.bench.summary import Memory
 from truedraft.core.sampling import SamplingParams
+from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
 from truedraft.errors import OptionError
-from truedraft.planning import drafter_cost, parts, ratio_of_steps, read_bandwidth, target_cost
+from truedraft.planning import ratio_of_steps
 from truedraft.theory import DraftCost, TargetCost
 
 Progress = Callable[[int, str], None]

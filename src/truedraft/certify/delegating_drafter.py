@@ -8,8 +8,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.size_plans import SizePlan
+from truedraft.drafters.base import Drafter, DraftRequest, SizePlan, StepOutcome
 from truedraft.models.base import LanguageModel
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.drafters.size_plans import PROMISED_ON
+from truedraft.drafters.calibration import PROMISED_ON
 from truedraft.training.redrafter_served import facts_of
 
 if TYPE_CHECKING:

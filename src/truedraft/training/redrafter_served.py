@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from truedraft.drafters.beam_curves import FACT as BEAMS
+from truedraft.drafters.calibration import BEAMS_FACT as BEAMS
 from truedraft.drafters.calibration import FACT as SURVIVAL
 from truedraft.drafters.redrafter import Redrafter
 from truedraft.heads.redrafter_runner import RedrafterRunner

@@ -12,11 +12,11 @@ import torch
 
 from support.tiny_models import noisy, packed
 from truedraft.core.sampling import SamplingParams
+from truedraft.costs import CostStore, Effort, Measured, drafter_cost, target_cost
+from truedraft.costs import store as store_module
+from truedraft.costs.store import CostKey, model_identity, versions
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.models.user_cache import could_not_be_kept
-from truedraft.planning import CostStore, Effort, Measured, costs, drafter_cost, identity, target_cost
-from truedraft.planning import store as store_module
-from truedraft.planning.store import CostKey
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
 
@@ -110,8 +110,8 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
 
 def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
     cost_of(model(), store)
-    now = identity.versions() | {"torch": "9.9"}
-    monkeypatch.setattr(costs, "versions", lambda: now)
+    now = versions() | {"torch": "9.9"}
+    monkeypatch.setattr(store_module, "versions", lambda: now)
     stale = cost_of(model(), store)
     assert not stale.kept
     assert stale.warnings[0].endswith("now 9.9); they are measured again")
@@ -164,10 +164,10 @@ def test_drafters_are_kept_by_their_options_and_laws(store: CostStore) -> None:
 
 def test_the_key_of_a_model_survives_loading_it_again() -> None:
     """Loading writes into the configuration: the name of our attention function, numbered, is one such thing."""
-    assert identity.model_identity(packed("llama")) == identity.model_identity(packed("llama"))
-    config = identity.model_identity(packed("llama"))["config"]
+    assert model_identity(packed("llama")) == model_identity(packed("llama"))
+    config = model_identity(packed("llama"))["config"]
     assert config is not None
-    assert config != identity.model_identity(packed("qwen3"))["config"]
+    assert config != model_identity(packed("qwen3"))["config"]
 
 
 def test_what_is_kept_is_plain_json(store: CostStore) -> None:

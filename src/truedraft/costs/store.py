@@ -1,4 +1,4 @@
-"""Measured costs, kept in the user's cache folder as one JSON file each."""
+"""Measured costs, kept in the user's cache folder as one JSON file each, and what they belong to."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from truedraft.core.sampling import SamplingParams
+from truedraft.costs.machine import this_machine
+from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
 from truedraft.models.user_cache import cache_folder, could_not_be_kept
 
 Value = TypeVar("Value")
 _FORMAT = 1
 _REST_S = 60.0
 _ALIKE = 1.15
+_NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +160,80 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def target_key(model: LanguageModel) -> CostKey:
+    """What the cost of a target's forwards belongs to."""
+    return CostKey(f"forwards of {model.name}", _place(model), {"model": model_identity(model), "versions": versions()})
+
+
+def drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> CostKey:
+    """What the cost of a drafter's proposals for a target belongs to."""
+    place = _place(target) | {"drafter": drafter_identity(drafter, params)}
+    sizes = {"vocab_size": target.vocab_size, "context_length": target.context_length}
+    return CostKey(f"drafter {drafter.name} for {target.name}", place, {"target": sizes, "versions": versions()})
+
+
+def _place(model: LanguageModel) -> dict[str, Any]:
+    """Machine, threads, device, model, dtype and fast paths: another of these is another cost, not a newer one."""
+    return {
+        "machine": asdict(this_machine(model.device)),
+        "model": model.name,
+        "dtype": str(model.dtype),
+        "fast_paths": list(model.fast_paths),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that costs depend on."""
+    return {
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "truedraft": metadata.version("truedraft"),
+    }
+
+
+def model_identity(model: LanguageModel) -> dict[str, Any]:
+    """A model by its sizes and its configuration; what its weights are does not change what they cost."""
+    config = getattr(getattr(model, "module", None), "config", None)
+    return {
+        "class": type(model).__qualname__,
+        "parameters": model.parameters,
+        "weight_bytes": model.weight_bytes,
+        "vocab_size": model.vocab_size,
+        "context_length": model.context_length,
+        "config": None if config is None else _digest(_plain(config.to_dict())),
+    }
+
+
+def drafter_identity(drafter: Drafter, params: SamplingParams) -> dict[str, Any]:
+    """A drafter by its limits, its public options and the models in it, and how its tokens are drawn."""
+    return _drafter(drafter) | {"law": list(params.law_key), "coupled": params.coupled}
+
+
+def _drafter(drafter: Drafter) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name, value in sorted(getattr(drafter, "__dict__", {}).items()):
+        if name.startswith("_") or name == "limits":
+            continue
+        if isinstance(value, LanguageModel):
+            options[name] = model_identity(value) | {"name": value.name, "dtype": str(value.dtype)}
+        elif isinstance(value, Drafter):
+            options[name] = _drafter(value)
+        elif value is None or isinstance(value, bool | int | float | str):
+            options[name] = value
+        elif isinstance(value, tuple | list) and all(isinstance(item, int | float | str) for item in value):
+            options[name] = list(value)
+    return {"class": type(drafter).__qualname__, "limits": asdict(drafter.limits), "options": options}
+
+
+def _plain(value: Any) -> Any:
+    """A configuration without what loading it left there."""
+    if isinstance(value, dict):
+        kept = {str(name): _plain(each) for name, each in value.items()}
+        return {name: each for name, each in kept.items() if name[:1] != "_" and name not in _NOT_OF_THE_MODEL}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -14,17 +14,17 @@ from truedraft.bench import costs as bench_costs
 from truedraft.bench.contestants import OurEngine
 from truedraft.bench.lineup import Lineup
 from truedraft.core.sampling import SamplingParams
-from truedraft.planning import (
+from truedraft.costs import (
     CostStore,
     CurveCheck,
     Effort,
+    Measured,
     ReadBandwidth,
-    costs,
     judge_target_cost,
     parts,
     target_cost,
 )
-from truedraft.planning import ratio_of_steps as ratio_of_real_steps
+from truedraft.planning import ratio_of_steps
 from truedraft.testing import MarkovModel
 from truedraft.theory import TargetCost
 
@@ -58,7 +58,7 @@ class Kept:
         self.store = CostStore(folder, self.clock)
         self.model = MarkovModel.random(5, 0, context_length=64)
 
-    def use(self) -> costs.Measured[TargetCost]:
+    def use(self) -> Measured[TargetCost]:
         return target_cost(self.model, effort=ONCE, store=self.store)
 
     def steps_take(self, ratio: float, after_s: float) -> None:
@@ -114,10 +114,10 @@ def test_steps_of_an_engine_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
     clock = Clock()
     monkeypatch.setattr("truedraft.engine.clock.time.perf_counter", clock)
     engine = Engine(TimedModel.of(clock, lambda rows, contexts: 0.013 * rows))
-    assert ratio_of_real_steps(engine, V) == pytest.approx(1.3)
+    assert ratio_of_steps(engine, V) == pytest.approx(1.3)
     assert engine.listeners == []
     small = Engine(MarkovModel.random(5, 0, context_length=40))
-    assert ratio_of_real_steps(small, V) is None
+    assert ratio_of_steps(small, V) is None
 
 
 @pytest.mark.parametrize(("ratio", "measured"), [(1.1, 1), (2.2, 2), (None, 1)])
@@ -126,7 +126,7 @@ def test_a_benchmark_measures_kept_curves_again_where_plain_steps_part(
 ) -> None:
     asked: list[bool] = []
 
-    def curve(model: MarkovModel, *, progress: object, refresh: bool) -> costs.Measured[TargetCost]:
+    def curve(model: MarkovModel, *, progress: object, refresh: bool) -> Measured[TargetCost]:
         asked.append(refresh)
         return dataclasses.replace(kept.use(), value=V, kept=not refresh)
 

@@ -10,12 +10,12 @@ from timed_doubles import Clock, TimedDrafter, TimedModel
 
 from support.tiny_models import noisy, packed
 from truedraft.core.sampling import SamplingParams
+from truedraft.costs import Effort, measure_drafter, measure_target
+from truedraft.costs.measuring import in_rounds
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.none import NoDrafter
 from truedraft.errors import DrafterError, OptionError, VocabularyMismatchError
-from truedraft.planning import Effort, measure_drafter, measure_target
-from truedraft.planning.rounds import in_rounds
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
 ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
