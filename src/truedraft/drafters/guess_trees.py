@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.likeliest_paths import likeliest_paths
-from truedraft.core.rank_tree import RankTree
+from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import Survival
 from truedraft.core.trees import TokenTree

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.drafters.calibration import FACT, PROMISED_ON
-from truedraft.training.head_trees import survival_of
+from truedraft.planning import survival_of
 
 if TYPE_CHECKING:
-    from truedraft.training.head_trees import CountedTree
+    from truedraft.planning import CountedTree
     from truedraft.training.served import Served
 
 

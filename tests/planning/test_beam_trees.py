@@ -17,10 +17,9 @@ from truedraft.drafters import Redrafter
 from truedraft.engine import Answer
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.heads.redrafter_runner import RedrafterRunner
-from truedraft.training import beam_replay
-from truedraft.training.beam_replay import BeamPromise, promises_of_beams
-from truedraft.training.likely_paths import CURVE_NODES
-from truedraft.training.traces import Trace
+from truedraft.planning import beam_trees
+from truedraft.planning.beam_trees import BeamTokens, tokens_of_beams
+from truedraft.planning.replay import CURVE_NODES, Trace
 
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6], [7, 0], [4, 4, 2]]
 WIDTHS, LENGTH = (1, 2, 4, 8, 16), 4  # there are only 8 token ids
@@ -54,8 +53,8 @@ def traces_of(
 
 def promises_for(
     traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4, survival: Survival | None = None
-) -> list[BeamPromise]:
-    return promises_of_beams(RedrafterRunner(head(steps), target()), traces, widths, LENGTH, survival)
+) -> list[BeamTokens]:
+    return tokens_of_beams(RedrafterRunner(head(steps), target()), traces, widths, LENGTH, survival)
 
 
 def measured(drafter: Redrafter, params: SamplingParams) -> float:
@@ -83,7 +82,7 @@ def test_so_it_does_for_calibrated_beams() -> None:
 @pytest.mark.parametrize("count", [2, 6, 12, 60])
 def test_the_engine_keeps_the_promise(count: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every width, length and number of nodes; short answers are mostly end, where trees are less deep."""
-    monkeypatch.setattr(beam_replay, "_ROWS", 37)  # so that positions are looked at in parts
+    monkeypatch.setattr(beam_trees, "_ROWS", 37)  # so that positions are looked at in parts
     params = SamplingParams(max_tokens=count)
     traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))
     promises = promises_for(traces, steps=steps)
@@ -141,7 +140,7 @@ def test_fewer_token_ids_than_beams() -> None:
     params = SamplingParams(max_tokens=21)
     traces = traces_of(world, [[1], [2, 0]], Engine(world).generate([[1], [2, 0]], params))
     said: list[tuple[int, int]] = []
-    promises = promises_of_beams(
+    promises = tokens_of_beams(
         RedrafterRunner(small, world), traces, (2, 32), 3, on_progress=lambda *now: said.append(now)
     )
     assert said == [(0, 2), (1, 2), (2, 2)]

@@ -9,19 +9,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from truedraft.core.likeliest_paths import likeliest_paths
-from truedraft.core.rank_tree import RankTree
+from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.calibration import curves_of
+from truedraft.drafters.calibration import tree_curves
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.errors import OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.lm_head import LmHead, LogitFinish
-from truedraft.training.guesses import guesses_along, true_ranks
-from truedraft.training.head_trees import CountedTree
-from truedraft.training.likely_paths import CURVE_NODES, HeadGuesses, LikelyTable
-from truedraft.training.traces import Trace
-from truedraft.training.walks import Walk
+from truedraft.planning.guesses import HeadGuesses, guesses_along, true_ranks
+from truedraft.planning.head_trees import CountedTree, replay_likeliest
+from truedraft.planning.replay import CURVE_NODES, NEVER, Trace, TraceReplay, starts_of
 
 HEADS, WIDTH, VOCAB, LIMIT = 3, 6, 9, 20
 LENGTHS = (9, 2, 17, 1, 5, 40)
@@ -84,15 +81,15 @@ def accepted_by_trees(nodes: int, stopped: bool) -> list[int]:
 
 @pytest.mark.parametrize("logits_at_once", [1, 7 * HEADS * VOCAB, 1 << 24])
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_tree_accepts_what_the_table_says(logits_at_once: int, stopped: bool) -> None:
+def test_a_tree_accepts_what_the_replay_says(logits_at_once: int, stopped: bool) -> None:
     traces = make_traces(stopped)
     found = HeadGuesses.along(make_heads(), make_lm_head(), traces, LIMIT, logits_at_once)
-    table = LikelyTable.of(found, limit=LIMIT)
-    assert table.nodes.shape == (sum(length - 1 for length in LENGTHS), HEADS)
-    assert all((late >= early).all() for early, late in pairwise(table.nodes.unbind(1)))
+    replay = replay_likeliest(found, most=LIMIT)
+    assert replay.fewest.shape == (sum(length - 1 for length in LENGTHS), HEADS)
+    assert all((late >= early).all() for early, late in pairwise(replay.fewest.unbind(1)))
     for nodes in range(1, LIMIT + 1):
         expected = accepted_by_trees(nodes, stopped)
-        assert table.accepted(nodes).tolist() == expected
+        assert replay.accepted(nodes).tolist() == expected
         calls, place = 0, 0
         emitted = 0  # a stop counts, too: a call gave it
         for length in LENGTHS:
@@ -101,31 +98,31 @@ def test_a_tree_accepts_what_the_table_says(logits_at_once: int, stopped: bool) 
                 calls += 1
                 emitted += 1 + expected[place]
                 place += 1 + expected[place]
-        assert table.replay(nodes) == pytest.approx(emitted / calls)
+        assert replay.mean_acceptance_length(nodes) == pytest.approx(emitted / calls)
     assert sum(accepted_by_trees(LIMIT, stopped)) > 20
 
 
 def test_points_are_those_that_were_asked_for() -> None:
-    table = LikelyTable.of(guesses(), limit=LIMIT)
-    assert [nodes for nodes, _ in table.points()] == [nodes for nodes in CURVE_NODES if nodes <= LIMIT]
-    assert dict(table.points((3, 99))) == {3: table.replay(3)}
-    assert LikelyTable.of(guesses()).points()[-1][0] == 64
+    replay = replay_likeliest(guesses(), most=LIMIT)
+    assert [nodes for nodes, _ in replay.points()] == [nodes for nodes in CURVE_NODES if nodes <= LIMIT]
+    assert dict(replay.points((3, 99))) == {3: replay.mean_acceptance_length(3)}
+    assert replay_likeliest(guesses()).points()[-1][0] == 64
 
 
 def test_the_points_are_kept_with_the_heads_and_sized_by() -> None:
     """What a training writes down is what the drafter reads."""
-    table = LikelyTable.of(guesses(), limit=8)
-    counted = CountedTree(RankTree(((0,),), (0.5,)), (), (), 1, table.points())
-    assert counted.promised_by_likeliest(8) == table.replay(8)
+    replay = replay_likeliest(guesses(), most=8)
+    counted = CountedTree(RankTree(((0,),), (0.5,)), (), (), 1, replay.points())
+    assert counted.promised_by_likeliest(8) == replay.mean_acceptance_length(8)
     facts = json.loads(json.dumps({"trees": {"greedy": counted.as_dict()}}))
-    promise = LikeliestTrees(HEADS, curves_of(facts)).promise(SamplingParams())
-    assert promise is not None and promise.tokens(8) >= table.replay(8) > promise.tokens(1)
+    curve = LikeliestTrees(HEADS, tree_curves(facts, HEADS)).acceptance_curve(SamplingParams())
+    assert curve is not None and curve.tokens(8) >= replay.mean_acceptance_length(8) > curve.tokens(1)
 
 
 def test_nothing_to_look_at() -> None:
-    assert math.isnan(LikelyTable.of(guesses([])).replay(4))
+    assert math.isnan(replay_likeliest(guesses([])).mean_acceptance_length(4))
     with pytest.raises(OptionError, match="1 or more"):
-        LikelyTable.of(guesses(), limit=0)
+        replay_likeliest(guesses(), most=0)
 
 
 def test_ranks_of_true_tokens() -> None:
@@ -134,10 +131,11 @@ def test_ranks_of_true_tokens() -> None:
     assert true_ranks(logits, torch.tensor([[2, -1]])).tolist() == [[1, 4]]
 
 
-def test_walks_by_hand() -> None:
+def test_a_replay_by_hand() -> None:
     """Rows 0 to 3 and 4 to 5; a step that accepts 2 at row 0 is followed by one at row 3, which ends the trace."""
-    walk = Walk((0, 4, 6))
-    accepted = torch.tensor([2, 0, 0, 1, 0, 0])
-    assert walk.visited(accepted).tolist() == [0, 3, 4, 5]
-    assert walk.mean_length(accepted) == pytest.approx(6 / 4)
-    assert Walk.along(make_traces(stopped=True)) == Walk((0, 8, 9, 25, 25, 29, 68))
+    fewest = torch.tensor([[1, 3], [NEVER, 2], [4, NEVER], [2, 9], [NEVER, NEVER], [7, 7]])
+    replay = TraceReplay(fewest, (0, 4, 6), 9)
+    assert replay.accepted(3).tolist() == [2, 0, 0, 1, 0, 0]
+    assert replay.visited(3).tolist() == [0, 3, 4, 5]
+    assert replay.mean_acceptance_length(3) == pytest.approx(6 / 4)
+    assert starts_of(make_traces(stopped=True)) == (0, 8, 9, 25, 25, 29, 68)

@@ -13,9 +13,9 @@ from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.lm_head import LmHead, LogitFinish
-from truedraft.training.rank_paths import PathCounts, RankTable, count_rank_paths, most_frequent, rank_table
-from truedraft.training.traces import Trace
-from truedraft.training.tree_choice import choose_tree, promises, with_reach
+from truedraft.planning.guesses import LOGITS, HeadGuesses
+from truedraft.planning.rank_paths import RankTable, choose_tree, most_frequent, tokens_of_tree, with_survival
+from truedraft.planning.replay import NEVER, Trace
 
 HEADS, WIDTH, VOCAB, RANKS = 3, 6, 7, 3
 LENGTHS = (9, 2, 17, 1, 5, 30)
@@ -60,6 +60,10 @@ def ranks_at(heads: MedusaHeads, lm_head: LmHead, trace: Trace, place: int) -> R
     return tuple(ranks)
 
 
+def table_of(traces: list[Trace], tied: bool = True, logits_at_once: int = LOGITS) -> RankTable:
+    return RankTable.of(HeadGuesses.along(make_heads(tied), make_lm_head(), traces, 1, logits_at_once), RANKS)
+
+
 def table_by_hand(heads: MedusaHeads, lm_head: LmHead, traces: list[Trace]) -> list[list[RankPath]]:
     return [[ranks_at(heads, lm_head, trace, i) for i in range(len(trace.tokens) - 1)] for trace in traces]
 
@@ -76,23 +80,26 @@ def accepted(tree: RankTree, path: RankPath) -> int:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("logits_at_once", [1, 4 * HEADS * VOCAB, 1 << 24])
 def test_table_counts_and_replay_are_those_of_a_loop(tied: bool, logits_at_once: int) -> None:
-    heads, lm_head, traces = make_heads(tied), make_lm_head(), make_traces()
-    counts = count_rank_paths(heads, lm_head, traces, ranks=RANKS, logits_at_once=logits_at_once)
-    by_hand = table_by_hand(heads, lm_head, traces)
+    traces = make_traces()
+    table = table_of(traces, tied, logits_at_once)
+    by_hand = table_by_hand(make_heads(tied), make_lm_head(), traces)
     flat = [path for paths in by_hand for path in paths]
-    assert [tuple(row) for row in counts.table.ranks.tolist()] == flat
+    assert [tuple(row) for row in table.ranks.tolist()] == flat
 
     whole = [paths[i] for paths in by_hand for i in range(len(paths) - HEADS)]
-    assert counts.positions == len(whole) == 5 + 13 + 1 + 26
+    assert len(table.whole) == len(whole) == 5 + 13 + 1 + 26
     found = Counter(prefix for path in whole for prefix in prefixes(path))
-    assert counts.frequencies == pytest.approx({path: count / len(whole) for path, count in found.items()})
+    assert table.counted == pytest.approx({path: count / len(whole) for path, count in found.items()})
     for head, rank in itertools.product(range(HEADS), range(RANKS)):
         share = sum(path[head] == rank for path in whole) / len(whole)
-        assert counts.accuracy[head][rank] == pytest.approx(share)
+        assert table.accuracy[head][rank] == pytest.approx(share)
 
     for nodes in range(9):
-        tree = counts.tree(nodes)
-        assert counts.table.accepted(tree).tolist() == [accepted(tree, path) for path in flat]
+        tree = most_frequent(table.counted, nodes)
+        replay = table.replay(tree)
+        assert replay.accepted(nodes).tolist() == [accepted(tree, path) for path in flat]
+        fewer = tree.first(nodes // 2)
+        assert replay.accepted(nodes // 2).tolist() == [accepted(fewer, path) for path in flat]
         calls = emitted = 0
         for paths in by_hand:
             place = 0
@@ -100,36 +107,37 @@ def test_table_counts_and_replay_are_those_of_a_loop(tied: bool, logits_at_once:
                 calls += 1
                 emitted += 1 + accepted(tree, paths[place])
                 place += 1 + accepted(tree, paths[place])
-        assert counts.table.replay(tree) == pytest.approx(emitted / calls)
-        assert tree.expected_tokens == pytest.approx(counts.counted_tokens(tree))
-        product = sum(math.prod(counts.accuracy[k][rank] for k, rank in enumerate(path)) for path in tree.paths)
-        assert counts.product_tokens(tree) == pytest.approx(1 + product)
+        (found_tokens,) = tokens_of_tree(table, tree, [nodes])
+        assert found_tokens.replayed == replay.mean_acceptance_length(nodes) == pytest.approx(emitted / calls)
+        assert tree.expected_tokens == pytest.approx(found_tokens.counted)
+        product = sum(math.prod(table.accuracy[k][rank] for k, rank in enumerate(path)) for path in tree.paths)
+        assert found_tokens.product == pytest.approx(1 + product)
 
 
 def test_the_chosen_paths_are_the_best_of_all_trees() -> None:
     """Greedy choice on joint counts is optimal: no other tree of three nodes expects more tokens."""
-    counts = count_rank_paths(make_heads(), make_lm_head(), make_traces(), ranks=RANKS)
+    counted = table_of(make_traces()).counted
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(RANKS), repeat=depth)]
     trees = [set(three) for three in itertools.combinations(every, 3)]
     trees = [tree for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree)]
-    best = max(sum(counts.frequencies.get(path, 0.0) for path in tree) for tree in trees)
-    assert counts.tree(3).expected_tokens == pytest.approx(1 + best)
+    best = max(sum(counted.get(path, 0.0) for path in tree) for tree in trees)
+    assert most_frequent(counted, 3).expected_tokens == pytest.approx(1 + best)
 
 
 def test_the_worked_example() -> None:
     table = RankTable(torch.tensor([[0], [2], [1], [2]]), (0, 4), 2)
-    tree = RankTree(((0,),))
-    assert table.accepted(tree).tolist() == [1, 0, 0, 0]
-    assert table.visited(tree).tolist() == [0, 2, 3]
-    assert table.replay(tree) == pytest.approx(4 / 3)
+    replay = table.replay(RankTree(((0,), (1,))))
+    assert replay.fewest[:, 0].tolist() == [1, NEVER, 2, NEVER]
+    assert replay.accepted(1).tolist() == [1, 0, 0, 0]
+    assert replay.visited(1).tolist() == [0, 2, 3]
+    assert replay.mean_acceptance_length(1) == pytest.approx(4 / 3)
 
 
 def test_a_stop_token_counts_as_any_other() -> None:
     """A call gave the stop at the end, though it is no part of the answer."""
-    heads, lm_head = make_heads(), make_lm_head()
-    plain, ended = (rank_table(heads, lm_head, make_traces(stopped), ranks=RANKS) for stopped in (False, True))
     tree = RankTree(((0,), (0, 0), (1,)))
-    assert ended.replay(tree) == plain.replay(tree) > 1.0
+    plain, ended = (table_of(make_traces(stopped)).replay(tree) for stopped in (False, True))
+    assert ended.points([3]) == plain.points([3]) and plain.mean_acceptance_length(3) > 1.0
 
 
 def random_table(seed: int = 0, length: int = 4000) -> RankTable:
@@ -147,45 +155,45 @@ def random_table(seed: int = 0, length: int = 4000) -> RankTable:
 
 
 def test_the_reach_of_a_chosen_tree_promises_its_replayed_length() -> None:
-    counts = PathCounts.of(random_table())
+    table = random_table()
+    plain = most_frequent(table.counted, 40)
     for settle_for in (4, 12, 40):
-        tree = choose_tree(counts, 40, settle_for)
-        part = tree.first(settle_for)
-        assert part.expected_tokens == pytest.approx(counts.table.replay(part), abs=1e-9)
-        assert counts.table.replay(part) >= counts.table.replay(counts.tree(40).first(settle_for))
+        tree = choose_tree(table, 40, settle_for)
+        replayed = table.replay(tree).mean_acceptance_length(settle_for)
+        assert tree.first(settle_for).expected_tokens == pytest.approx(replayed, abs=1e-9)
+        assert replayed >= table.replay(plain).mean_acceptance_length(settle_for)
     # Plain counts do not see that steps start where the heads have failed.
-    plain = counts.tree(12)
-    assert abs(plain.expected_tokens - counts.table.replay(plain)) > 0.02
+    assert abs(plain.first(12).expected_tokens - table.replay(plain).mean_acceptance_length(12)) > 0.02
 
 
 def test_promises_at_several_budgets() -> None:
-    counts = PathCounts.of(random_table())
-    tree = choose_tree(counts, nodes=20, settle_for=8)
-    found = promises(counts, tree, budgets=(1, 8, 64))
+    table = random_table()
+    tree = choose_tree(table, nodes=20, settle_for=8)
+    found = tokens_of_tree(table, tree, budgets=(1, 8, 64))
     assert [each.nodes for each in found] == [1, 8, 20]
     for each in found:
         part = tree.first(each.nodes)
-        assert each.replayed == pytest.approx(counts.table.replay(part))
-        assert each.counted == pytest.approx(1 + sum(counts.frequencies[path] for path in part.paths))
-        assert each.product == pytest.approx(counts.product_tokens(part))
+        assert each.replayed == pytest.approx(table.replay(part).mean_acceptance_length(each.nodes))
+        assert each.counted == pytest.approx(1 + sum(table.counted[path] for path in part.paths))
+        product = sum(math.prod(table.accuracy[k][rank] for k, rank in enumerate(path)) for path in part.paths)
+        assert each.product == pytest.approx(1 + product)
     assert [each.replayed for each in found] == sorted(each.replayed for each in found)
 
 
 def test_a_path_that_no_step_followed_has_reach_0() -> None:
     table = random_table(length=400)
-    tree = with_reach(table, RankTree(((0,), (3,), (3, 3), (3, 3, 3))), 4)
+    tree = with_survival(table, RankTree(((0,), (3,), (3, 3), (3, 3, 3))), 4)
     assert tree.reach[0] > 0.3 and tree.reach[3] < 0.02
 
 
 def test_nothing_to_count_or_to_look_up() -> None:
-    heads, lm_head = make_heads(), make_lm_head()
     short = [Trace(torch.zeros(HEADS + 1, dtype=torch.int64), torch.zeros(HEADS + 1, WIDTH))]
     with pytest.raises(DataError, match="at least 5 tokens"):
-        count_rank_paths(heads, lm_head, short, ranks=RANKS)
+        choose_tree(table_of(short))
     with pytest.raises(DataError, match="at least 5 tokens"):
-        count_rank_paths(heads, lm_head, [], ranks=RANKS)
+        choose_tree(table_of([]))
     with pytest.raises(OptionError, match="ranks must be 1 or more"):
-        rank_table(heads, lm_head, short, ranks=0)
+        RankTable.of(HeadGuesses.along(make_heads(), make_lm_head(), short, 1), 0)
     with pytest.raises(DataError, match="as many vectors"):
         Trace(torch.zeros(3, dtype=torch.int64), torch.zeros(2, WIDTH))
     with pytest.raises(OptionError, match="0 nodes or more"):
@@ -193,9 +201,9 @@ def test_nothing_to_count_or_to_look_up() -> None:
     table = random_table(length=100)
     for tree in (RankTree.cartesian((1, 1, 1, 1)), RankTree.cartesian((5,))):
         with pytest.raises(OptionError, match="counted were 3 heads and 4 ranks"):
-            table.accepted(tree)
-    assert math.isnan(rank_table(heads, lm_head, [], ranks=RANKS).replay(RankTree(())))
+            table.replay(tree)
+    assert math.isnan(table_of([]).replay(RankTree(())).mean_acceptance_length(0))
 
 
 def test_an_empty_tree_is_plain_decoding() -> None:
-    assert random_table(length=200).replay(RankTree(())) == 1.0
+    assert random_table(length=200).replay(RankTree(())).mean_acceptance_length(0) == 1.0

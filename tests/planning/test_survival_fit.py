@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from truedraft.core.survival import Survival
-from truedraft.training.coupled_noise import noise_behind
-from truedraft.training.head_trees import raw_is_kept
-from truedraft.training.survival_fit import Guesses, fit_survival
+from truedraft.planning.guesses import noise_behind
+from truedraft.planning.head_trees import raw_is_kept
+from truedraft.planning.survival_fit import fit_survival
 
 TRUE = Survival.of([[1.5, -1.5, -0.6, 0.8, -0.4], [0.5, -0.5, -0.2, 1.1, -0.2]])
 POSITIONS, RANKS = 4000, 12
@@ -30,9 +30,8 @@ def drawn_by(survival: Survival) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_odds_are_found_again() -> None:
     given, ranks = drawn_by(TRUE)
-    guesses = Guesses.along(given, ranks)
-    assert len(guesses[0].ranks) == POSITIONS > len(guesses[1].ranks) == int((ranks[:, 0] < RANKS).sum())
-    fitted = fit_survival(guesses)
+    ranks[:, 1] = ranks[:, 1].where(ranks[:, 0] < RANKS, 0)  # the text left the guesses above: nothing to learn from
+    fitted = fit_survival(given, ranks)
     for depth, rows in enumerate(given, 1):
         chance, found = TRUE(rows, depth).exp(), fitted(rows, depth).exp()
         kept = chance.sum(-1) < 1.0  # elsewhere they could not be drawn by
@@ -44,14 +43,14 @@ def test_odds_are_found_again() -> None:
 def test_numbers_keep_the_order_of_guesses() -> None:
     """Where unlikely guesses are accepted more often than likely ones, these numbers stay at 0."""
     given, _ = drawn_by(TRUE)
-    last = torch.full((POSITIONS,), RANKS - 1)
-    odds = fit_survival([Guesses(given[0], last)]).depths[0]
+    last = torch.full((POSITIONS, 1), RANKS - 1)
+    odds = fit_survival(given[:1], last).depths[0]
     assert odds.rank == 0.0 and odds.own >= 0.0
 
 
 def test_without_text_guesses_are_as_likely_as_heads_say() -> None:
     given, ranks = drawn_by(TRUE)
-    nothing = fit_survival(Guesses.along(given, torch.full_like(ranks, -1)))
+    nothing = fit_survival(given, torch.full_like(ranks, -1))
     assert nothing.depths == ((0.0, 0.0, 0.0, 1.0, 0.0),) * 2
 
 

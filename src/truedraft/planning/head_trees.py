@@ -1,25 +1,28 @@
-"""From trained heads and held-out answers to the trees that are kept with them, and what those promise."""
+"""The trees that are kept with several heads: counted ones, those chosen at each step, and what both are to bring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from truedraft.core.rank_tree import RankTree
+import numpy as np
+import torch
+
+from truedraft.core.rank_tree import CandidatePaths, Numbers, RankTree, candidate_paths
 from truedraft.core.survival import Survival
 from truedraft.drafters.calibration import COUNTED, COUPLED, LIKELIEST
 from truedraft.drafters.guess_trees import MOST_RANKS
-from truedraft.training.coupled_noise import coupled_along
-from truedraft.training.likely_paths import HeadGuesses, LikelyTable
-from truedraft.training.rank_paths import PathCounts, table_of
-from truedraft.training.survival_fit import Guesses, fit_survival
-from truedraft.training.tree_choice import TreePromise, choose_tree, promises
+from truedraft.planning.guesses import HeadGuesses
+from truedraft.planning.rank_paths import RankTable, TreeTokens, choose_tree, tokens_of_tree
+from truedraft.planning.replay import CURVE_NODES, NEVER, Trace, TraceReplay
+from truedraft.planning.survival_fit import fit_survival
 
 if TYPE_CHECKING:
     from truedraft.heads.medusa import MedusaHeads
     from truedraft.models.lm_head import LmHead
-    from truedraft.training.self_text import SelfText
+
+Half = TypeVar("Half")
 
 TREE_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 """At which temperature the answers are drawn that each kind of tree is counted on."""
@@ -28,6 +31,7 @@ CALIBRATED, RAW = "calibrated", "raw"
 BUDGETS = (8, 32)
 """Numbers of nodes that reports speak of."""
 _TOP = 5
+_ROWS = 1024  # positions whose trees are made at once
 _COUPLED = 3000  # positions at which noise is drawn for every token id, about
 
 
@@ -51,7 +55,7 @@ class CountedTree:
     """
 
     tree: RankTree
-    promises: tuple[TreePromise, ...]
+    promises: tuple[TreeTokens, ...]
     accuracy: tuple[tuple[float, ...], ...]
     positions: int
     likeliest: tuple[tuple[int, float], ...]
@@ -92,7 +96,14 @@ def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, Survival]:
     return {kind: survival for kind, survival in found.items() if survival is not None}
 
 
-def count_trees(heads: MedusaHeads, lm_head: LmHead, text: SelfText) -> dict[str, CountedTree]:
+class WrittenText(Protocol):
+    """What a target wrote, at several temperatures."""
+
+    def traces(self, temperature: float) -> Sequence[Trace]:
+        """The answers that were drawn at one of them."""
+
+
+def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[str, CountedTree]:
     """Trees for greedy and for sampled requests.
 
     Args:
@@ -110,7 +121,7 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: SelfText) -> dict[str
         coupled = None
         if temperature:
             some = traces[:: max(1, sum(trace.steps for trace in traces) // _COUPLED)]
-            heard = [coupled_along(heads, lm_head, some[first::2], MOST_RANKS, first) for first in range(2)]
+            heard = [HeadGuesses.coupled(heads, lm_head, some[first::2], MOST_RANKS, first) for first in range(2)]
             worse = raw_is_kept(compare(heard), 0.0)  # what the noise decides is as sure as greedy choice
             coupled = None if worse else _survival(HeadGuesses.joined(heard))
         found[kind] = _count(halves, temperature, coupled)
@@ -120,15 +131,50 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: SelfText) -> dict[str
 def _count(halves: Sequence[HeadGuesses], temperature: float, coupled: Survival | None) -> CountedTree:
     """From what heads guessed to the trees for one kind of requests."""
     guesses, compared = HeadGuesses.joined(halves), compare(halves)
-    counts = PathCounts.of(table_of(guesses))
-    tree = choose_tree(counts)
-    sizes = tuple(sorted({min(nodes, len(tree)) for nodes in BUDGETS}))
-    promised = tuple(promises(counts, tree, sizes))
+    table = RankTable.of(guesses)
+    tree = choose_tree(table)
+    expected = tuple(tokens_of_tree(table, tree, BUDGETS))
     survival = None if raw_is_kept(compared, temperature) else _survival(guesses)
-    points = LikelyTable.of(guesses, survival).points()
+    points = replay_likeliest(guesses, survival).points()
     best = max(compared, key=lambda way: compared[way], default=CALIBRATED)  # of equal ones the first
     chosen = COUNTED if best == COUNTED else LIKELIEST
-    return CountedTree(tree, promised, counts.accuracy, counts.positions, points, survival, coupled, chosen, compared)
+    return CountedTree(tree, expected, table.accuracy, len(table.whole), points, survival, coupled, chosen, compared)
+
+
+def _survival(guesses: HeadGuesses) -> Survival:
+    return fit_survival(guesses.log_probs, guesses.ranks)
+
+
+def compare(halves: Sequence[HeadGuesses]) -> dict[str, float]:
+    """What each way to make trees brings on text that it was not fitted to; see `CountedTree.compared`."""
+
+    def ways(fitted: HeadGuesses, other: HeadGuesses) -> Mapping[str, TraceReplay]:
+        return {
+            CALIBRATED: replay_likeliest(other, _survival(fitted)),
+            RAW: replay_likeliest(other),
+            COUNTED: RankTable.of(other).replay(choose_tree(RankTable.of(fitted))),
+        }
+
+    enough = all(len(RankTable.of(half).whole) for half in halves)
+    return cross_replayed(halves, ways, BUDGETS) if enough else {}
+
+
+def cross_replayed(
+    halves: Sequence[Half], ways: Callable[[Half, Half], Mapping[str, TraceReplay]], budgets: Sequence[int]
+) -> dict[str, float]:
+    """Tokens per target call of several ways to make trees, the mean over node budgets and both halves of a text.
+
+    Args:
+        halves: two, each with something to replay.
+        ways: by name the replay of a way that was fitted to the first argument, along the second.
+        budgets: numbers of nodes.
+    """
+    found: dict[str, float] = {}
+    for fitted, other in (halves, halves[::-1]):
+        for way, replay in ways(fitted, other).items():
+            for nodes in budgets:
+                found[way] = found.get(way, 0.0) + replay.mean_acceptance_length(nodes)
+    return {way: total / (len(halves) * len(budgets)) for way, total in found.items()}
 
 
 def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: float = 0.01) -> bool:
@@ -146,24 +192,55 @@ def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: flo
     return bool(compared) and compared[CALIBRATED] < compared[RAW] * (1.0 + least)
 
 
-def _survival(guesses: HeadGuesses) -> Survival:
-    return fit_survival(Guesses.along(guesses.log_probs, guesses.ranks))
+def replay_likeliest(
+    guesses: HeadGuesses, survival: Survival | None = None, *, most: int = CURVE_NODES[-1]
+) -> TraceReplay:
+    """Replay the trees of the likeliest paths at every position.
+
+    Args:
+        guesses: at each position, as many of each head as a tree of `most` nodes may take up (`MOST_RANKS`).
+        survival: what paths are chosen by; None takes the heads' own probabilities.
+        most: the largest number of nodes.
+
+    Raises:
+        OptionError: `most` is below 1.
+    """
+    heads, positions, count = guesses.log_probs.shape
+    kept = min(most, MOST_RANKS, count)
+    by_depth = [candidate_paths(depth, kept, most) for depth in range(1, heads + 1)]
+    fewest = torch.full((positions, heads), NEVER)
+    for first in range(0, positions, _ROWS):
+        here = slice(first, first + _ROWS)
+        scores = guesses.log_probs[:, here, :kept]
+        if survival is not None:
+            scores = torch.stack([survival(own, depth) for depth, own in enumerate(scores, 1)])
+        ranks = torch.where(guesses.ranks[here] < 0, count, guesses.ranks[here]).numpy()
+        depths = guesses.depths[here]
+        for depth, candidates in enumerate(by_depth, 1):
+            rows = np.flatnonzero(depths == depth)
+            if len(rows):
+                places = _places(candidates, scores[:depth, rows].numpy(), ranks[rows, :depth])
+                fewest[first + torch.from_numpy(rows), :depth] = torch.from_numpy(places)
+    return TraceReplay(fewest, guesses.starts, most)
 
 
-def compare(halves: Sequence[HeadGuesses]) -> dict[str, float]:
-    """What each way to make trees brings on text that it was not fitted to; see `CountedTree.compared`."""
-    tables = [table_of(half) for half in halves]
-    if not all(len(table.whole) for table in tables):
-        return {}
-    found = dict.fromkeys((CALIBRATED, RAW, COUNTED), 0.0)
-    for fitted, other in ((0, 1), (1, 0)):
-        tree = choose_tree(PathCounts.of(tables[fitted]))
-        ways = {
-            CALIBRATED: LikelyTable.of(halves[other], _survival(halves[fitted])),
-            RAW: LikelyTable.of(halves[other]),
-        }
-        for nodes in BUDGETS:
-            found[COUNTED] += tables[other].replay(tree.first(nodes))
-            for way, table in ways.items():
-                found[way] += table.replay(nodes)
-    return {way: total / (2 * len(BUDGETS)) for way, total in found.items()}
+def _places(candidates: CandidatePaths, log_probs: Numbers, ranks: Numbers) -> Numbers:
+    """The place of each true path, and of those above it, in the order in which paths are taken up, from 1.
+
+    Args:
+        candidates: that can be among the likeliest.
+        log_probs: `[depth, rows, ranks]`.
+        ranks: `[rows, depth]` of the true tokens.
+
+    Returns:
+        `[rows, depth]`, int64; `NEVER` for paths that are no candidates.
+    """
+    scores = candidates.scores(log_probs)  # [rows, candidates]
+    found = candidates.find(ranks)
+    numbers = np.arange(scores.shape[1])
+    places = np.full(found.shape, NEVER)
+    for head, own in enumerate(found.T):
+        score = np.take_along_axis(scores, own[:, None], axis=1)  # of a path that is none, the last one's: not used
+        before = (scores > score) | ((scores == score) & (numbers < own[:, None]))
+        places[:, head] = np.where(own < 0, NEVER, before.sum(axis=1) + 1)
+    return places

@@ -21,10 +21,10 @@ from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
-from truedraft.training.likely_paths import HeadGuesses, LikelyTable
-from truedraft.training.rank_paths import count_rank_paths
-from truedraft.training.traces import Trace
-from truedraft.training.tree_choice import choose_tree
+from truedraft.planning.guesses import HeadGuesses
+from truedraft.planning.head_trees import replay_likeliest
+from truedraft.planning.rank_paths import RankTable, choose_tree
+from truedraft.planning.replay import Trace
 
 TOKENS, HEADS = 80, 3
 # Answers that repeat, so that a replay meets the engine's own. Coupled ones repeat too, but there heads hear the noise,
@@ -85,14 +85,15 @@ def heads(way: str) -> MedusaHeads:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nodes", [1, 6, 24])
 def test_the_engine_keeps_the_promise_call_by_call(way: str, nodes: int) -> None:
-    counts = count_rank_paths(heads(way), lm_head(), traces(way), ranks=6)
-    tree = choose_tree(counts, nodes, settle_for=nodes)
+    table = RankTable.of(HeadGuesses.along(heads(way), lm_head(), traces(way), 1), 6)
+    tree = choose_tree(table, nodes, settle_for=nodes)
+    replay = table.replay(tree)
     engine = Engine(target(), Medusa(heads(way), {"greedy": tree, "sampled": tree}, nodes=nodes))
     answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
     assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]
     stats = sum((answer.stats for answer in answers), Counters())
-    assert stats.target_calls == len(counts.table.visited(tree))
-    assert stats.mean_acceptance_length == pytest.approx(counts.table.replay(tree))
+    assert stats.target_calls == len(replay.visited(nodes))
+    assert stats.mean_acceptance_length == pytest.approx(replay.mean_acceptance_length(nodes))
     assert tree.expected_tokens == pytest.approx(stats.mean_acceptance_length)
     assert stats.mean_acceptance_length > 1.1  # else there would be nothing to keep
 
@@ -104,12 +105,12 @@ def test_so_it_does_for_trees_that_are_chosen_at_each_step(
     way: str, nodes: int, depths: list[list[float]] | None
 ) -> None:
     survival = None if depths is None else Survival.of(depths)
-    table = LikelyTable.of(HeadGuesses.along(heads(way), lm_head(), traces(way), 32), survival, limit=32)
+    replay = replay_likeliest(HeadGuesses.along(heads(way), lm_head(), traces(way), 32), survival, most=32)
     calibration = Calibration({} if survival is None else {way: survival})
     engine = Engine(target(), Medusa(heads(way), LikeliestTrees(HEADS, calibration=calibration), nodes=nodes))
     answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
     assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]
     stats = sum((answer.stats for answer in answers), Counters())
-    assert stats.target_calls == len(table.walk.visited(table.accepted(nodes)))
-    assert stats.mean_acceptance_length == pytest.approx(table.replay(nodes))
+    assert stats.target_calls == len(replay.visited(nodes))
+    assert stats.mean_acceptance_length == pytest.approx(replay.mean_acceptance_length(nodes))
     assert stats.mean_acceptance_length > 1.1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -18,49 +15,32 @@ _PRIOR = 1.0  # how firmly the odds are drawn to RAW, which is what is held of d
 _ROUNDS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """What heads gave to their guesses at one depth, at positions where the text followed them down to there.
-
-    Attributes:
-        log_probs: `[positions, ranks]`: logs of the probabilities of the guesses, falling.
-        ranks: `[positions]`, int64, of the true token; the number of guesses, or more, where none was right.
-    """
-
-    log_probs: Tensor
-    ranks: Tensor
-
-    @classmethod
-    def along(cls, log_probs: Tensor, ranks: Tensor) -> list[Guesses]:
-        """By depth, of heads that guess at every position.
-
-        Args:
-            log_probs: `[heads, positions, ranks]`.
-            ranks: `[positions, heads]`, of the true tokens; the number of guesses or more where a head missed; below 0
-                where no token is drafted.
-        """
-        found = []
-        followed = torch.ones(len(ranks), dtype=torch.bool)
-        for own, of_true in zip(log_probs, ranks.T, strict=True):
-            rows = (followed & (of_true >= 0)).nonzero()[:, 0]
-            found.append(cls(own[rows], of_true[rows]))
-            followed = followed & (of_true >= 0) & (of_true < own.shape[-1])
-        return found
-
-
-def fit_survival(guesses: Sequence[Guesses]) -> Survival:
-    """The likeliest odds of acceptance at each depth.
+def fit_survival(log_probs: Tensor, ranks: Tensor) -> Survival:
+    """The likeliest odds of acceptance at each depth, from positions at which the text followed the guesses above it.
 
     Args:
-        guesses: for depth 1, 2, ...
+        log_probs: `[depth, positions, guesses]`: logs of the probabilities that heads gave to their guesses, falling.
+        ranks: `[positions, depth]`, int64, of the true tokens; the number of guesses or more where none was right;
+            below 0 where no token is drafted.
     """
-    return Survival(tuple(_fit(each) for each in guesses))
+    found = []
+    followed = torch.ones(len(ranks), dtype=torch.bool)
+    for own, of_true in zip(log_probs, ranks.T, strict=True):
+        rows = (followed & (of_true >= 0)).nonzero()[:, 0]
+        found.append(_fit(own[rows], of_true[rows]))
+        followed = followed & (of_true >= 0) & (of_true < own.shape[-1])
+    return Survival(tuple(found))
 
 
-def _fit(guesses: Guesses) -> Odds:
-    """At one depth; numbers that would go against the order of guesses are held at 0."""
-    every = max(1, -(-len(guesses.ranks) // POSITIONS))
-    own, ranks = log_odds(guesses.log_probs[::every, :RANKS].double()), guesses.ranks[::every]
+def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:
+    """At one depth; numbers that would go against the order of guesses are held at 0.
+
+    Args:
+        log_probs: `[positions, guesses]`.
+        ranks: `[positions]`.
+    """
+    every = max(1, -(-len(ranks) // POSITIONS))
+    own, ranks = log_odds(log_probs[::every, :RANKS].double()), ranks[::every]
     number = torch.arange(own.shape[1])
     first = (number == 0).double().expand_as(own)
     columns = [first, 1.0 - first, number.clamp(min=1).double().log().expand_as(own), own, (1.0 - first) * own[:, :1]]

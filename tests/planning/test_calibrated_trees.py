@@ -23,28 +23,26 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.models.ranking import Likeliest
-from truedraft.training.beam_replay import beam_guesses, promises_of_beams
+from truedraft.planning.beam_trees import beam_survival, tokens_of_beams
+from truedraft.planning.guesses import HeadGuesses
+from truedraft.planning.head_trees import compare, replay_likeliest
+from truedraft.planning.rank_paths import RankTable, choose_tree
+from truedraft.planning.replay import CURVE_NODES, Trace
+from truedraft.planning.survival_fit import fit_survival
 from truedraft.training.head_training import lm_head_of
-from truedraft.training.head_trees import compare
-from truedraft.training.likely_paths import CURVE_NODES, HeadGuesses, LikelyTable
 from truedraft.training.prompts import cut_prompts
-from truedraft.training.rank_paths import PathCounts, table_of
 from truedraft.training.self_writing import SelfTextConfig, write_self_text
 from truedraft.training.standard_library import shipped_prompts
-from truedraft.training.survival_fit import RANKS, Guesses, fit_survival
 from truedraft.training.tokenizer import load_tokenizer
-from truedraft.training.traces import Trace
-from truedraft.training.tree_choice import choose_tree
-from truedraft.training.walks import Walk
 
 TARGET = "embedded:target"
 SHARPNESS = {"embedded": 1.0, "flat": 0.4}
 NOISE = 0.08  # tokens per call, of some hundred calls whose places follow from each other
 
 
-def not_less(more: Tensor, less: Tensor, walk: Walk) -> bool:
+def not_less(more: Tensor, less: Tensor, starts: Sequence[int]) -> bool:
     """Whether accepted tokens are not fewer by more than three standard errors; an answer counts once, for it loops."""
-    answers = (more - less).double().split([end - first for first, end in pairwise(walk.starts)])
+    answers = (more - less).double().split([end - first for first, end in pairwise(starts)])
     gains = torch.stack([each.mean() for each in answers])
     return bool(gains.mean() >= -3.0 * gains.std() / len(gains) ** 0.5)
 
@@ -83,13 +81,12 @@ def test_medusa_trees(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness
     ways = compare(found)
     assert ways["calibrated"] > max(ways["raw"], ways["counted"]) - NOISE
     assert sharpness == 1.0 or ways["calibrated"] > ways["raw"] + 0.2
-    calibrated = LikelyTable.of(found[1], fit_survival(Guesses.along(found[0].log_probs, found[0].ranks)))
-    raw, ranks = LikelyTable.of(found[1]), table_of(found[1])
-    tree = choose_tree(PathCounts.of(table_of(found[0])))
+    calibrated = replay_likeliest(found[1], fit_survival(found[0].log_probs, found[0].ranks))
+    raw, counted = replay_likeliest(found[1]), RankTable.of(found[1]).replay(choose_tree(RankTable.of(found[0])))
     for nodes in (1, 2, 4, 8, 16, 32):
         chain = _followed(found[1], min(nodes, heads.config.heads))
-        for other in (raw.accepted(nodes), ranks.accepted(tree.first(nodes)), chain):
-            assert not_less(calibrated.accepted(nodes), other, calibrated.walk)
+        for other in (raw.accepted(nodes), counted.accepted(nodes), chain):
+            assert not_less(calibrated.accepted(nodes), other, calibrated.starts)
     assert rising([tokens for _, tokens in calibrated.points(CURVE_NODES)])
 
 
@@ -110,10 +107,10 @@ class Flattened(RedrafterRunner):
 def test_beams(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness: float) -> None:
     runner = Flattened(load_redrafter(embedded_heads("redrafter")).head, target())
     runner.sharpness = sharpness
-    survival = fit_survival(beam_guesses(runner, halves[0], 4, RANKS))
+    survival = beam_survival(runner, halves[0], 4)
 
     def tokens(beams: int, by: Survival | None) -> tuple[float, ...]:
-        return promises_of_beams(runner, halves[1], [beams], 4, by)[-1].tokens
+        return tokens_of_beams(runner, halves[1], [beams], 4, by)[-1].tokens
 
     chain, calibrated, raw = tokens(1, None)[-1], tokens(4, survival), tokens(4, None)
     at_eight = CURVE_NODES.index(8)
