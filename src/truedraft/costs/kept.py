@@ -239,7 +239,7 @@ class StepCosts:
 
 
 class CurveCheck:
-    """Listens to an engine's steps (`Engine.listeners`) and tells how their forwards stand to V, lest a disturbed minute decide for ever.
+    """Listens to `Engine.listeners` and tells how forwards stand to V, lest a disturbed minute decide for ever.
 
     Args:
         forwards: V(rows, contexts), in seconds.

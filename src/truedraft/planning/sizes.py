@@ -138,15 +138,16 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
     """The median of measured / V over 50 steps that are made for it; None where no answer is so long.
 
     Args:
-        engine: does nothing else; its `on_step` is taken for the while.
+        engine: does nothing else.
         forwards: V of its target.
     """
     told: list[float] = []
-    before, vocab = engine.on_step, engine.target.vocab_size
+    vocab = engine.target.vocab_size
     prompt = [place * 7919 % vocab for place in range(max(1, min(_PROMPT_TOKENS, engine.target.context_length // 2)))]
-    engine.on_step = CurveCheck(forwards, told.append)
+    check = CurveCheck(forwards, told.append)
+    engine.listeners.append(check)
     try:
         engine.generate([prompt], SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
     finally:
-        engine.on_step = before
+        engine.listeners.remove(check)
     return told[0] if told else None
