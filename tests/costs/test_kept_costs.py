@@ -179,6 +179,13 @@ def test_what_is_kept_is_plain_json(store: CostStore) -> None:
     assert json.loads(store.path(key).read_text())["what"] == "tests"
 
 
+def test_how_many_are_kept_is_told(store: CostStore) -> None:
+    assert store.describe() == "none kept yet; measured when first asked for"
+    cost_of(model(), store)
+    cost_of(model(), CostStore(store.folder / "short"))
+    assert store.describe() == f"2 kept in {store.folder}; measured when first asked for"
+
+
 def test_costs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
     assert CostStore().folder == tmp_path / "own" / "costs"

@@ -20,6 +20,7 @@ def info(json: opt.Json = False) -> int:
     """Show versions, devices, fast paths and the embedded models."""
     from truedraft.cli.machine import machine_facts
     from truedraft.cli.terminal import Terminal
+    from truedraft.costs import CostStore
 
     terminal = Terminal()
     facts = machine_facts()
@@ -27,10 +28,11 @@ def info(json: opt.Json = False) -> int:
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
     paths, equality = _fast_paths() if models[0]["installed"] else (None, None)
     native = _native_forward(facts["dtype_auto"])
-    _print(terminal, facts, models, paths, equality, native)
+    costs = CostStore().describe()
+    _print(terminal, facts, models, paths, equality, native, costs)
     if json:
-        found = {"fast_paths": paths, "equality": equality, "native_forward": native, "embedded_models": models}
-        terminal.json({"command": "info"} | facts | found)
+        found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": costs}
+        terminal.json({"command": "info"} | facts | found | {"embedded_models": models})
     return DONE
 
 
@@ -96,6 +98,7 @@ def _print(
     paths: list[str] | None,
     equality: str | None,
     native: str,
+    costs: str,
 ) -> None:
     from rich.table import Table
 
@@ -116,6 +119,7 @@ def _print(
     if equality is not None:
         rows["greedy answers"] = f"{equality} the same with a drafter, by the embedded target in this dtype"
     rows["native forward"] = native
+    rows["cost curves"] = costs
     for model in models:
         rows[model["name"]] = _describe(model)
     for name, value in rows.items():

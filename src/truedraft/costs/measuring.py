@@ -223,7 +223,7 @@ def measure_drafter(
     Args:
         drafter: must fit the target, and not run elsewhere at the same time.
         target: names the vocabulary and, for drafters that want them, gives hidden vectors.
-        params: sampling options, for laws and draws cost time; None is greedy.
+        params: sampling options, for distributions and draws cost time; None is greedy.
         effort: how long to measure; None takes 4 seconds, and three rounds at least.
         progress: told after each proposal.
         clock: seconds.

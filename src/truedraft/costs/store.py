@@ -61,6 +61,12 @@ class CostStore:
         self.folder = cache_folder() / "costs" if folder is None else folder
         self.clock = clock
 
+    def describe(self) -> str:
+        """How many costs are kept, and where, in one line."""
+        count = sum(1 for _ in self.folder.rglob("*.json"))  # those of short measurements, in a folder below, too
+        kept = f"{count} kept in {self.folder}" if count else "none kept yet"
+        return f"{kept}; measured when first asked for"
+
     def path(self, key: CostKey) -> Path:
         """The file of a key, whether or not it exists."""
         return self.folder / key.file_name
