@@ -14,15 +14,15 @@ from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy, stock_logit
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.selftest import check_against_stock
-from truedraft.models.stock import StockBody
+from truedraft.models.loading import fastest_backend
+from truedraft.models.probe import check_against_stock
 
 COUNT = 32
 PARAMS = SamplingParams(max_tokens=COUNT)
-BODIES = {"stock": StockBody, "fastest": fastest_body}
+BODIES = {"stock": StockBackend, "fastest": fastest_backend}
 # Weights whose answers wander and have no near tie (checked below).
 SEEDS = {"gemma4_text with shared keys": 5, "gemma4_unified": 5, "granitemoehybrid of attention": 3}
 
@@ -85,9 +85,9 @@ def test_the_check_at_load_passes_in_bfloat16(family: str, body: str) -> None:
     check(HuggingFaceModel(model, None, family, BODIES[body]))
 
 
-@pytest.mark.parametrize("body", [StockBody, fastest_body])
+@pytest.mark.parametrize("body", [StockBackend, fastest_backend])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_are_not_attention_are_refused(dtype: torch.dtype, body: BodyMaker) -> None:
+def test_layers_that_are_not_attention_are_refused(dtype: torch.dtype, body: BackendMaker) -> None:
     """Whatever the weights: at this scale a convolution moves logits by less than bfloat16 rounds them."""
     for config, kind in ((lfm2("conv", "full_attention"), "conv"), (granitemoehybrid("mamba", "attention"), "mamba")):
         model = build(config, seed=0, spread=0.02, dtype=dtype)

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.backends import graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
-from truedraft.cache.slab import SlabCache
+from truedraft.cache.arena import ArenaCache
 from truedraft.core import transfers
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.attention import Full, Window
+from truedraft.models.backends.graphs import GraphBackend
+from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment
+from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording, Replayed
 from truedraft.models.base import Segment
-from truedraft.models.graphs import GraphBody
-from truedraft.models.graphs.batch import PlacedSegment, SlabBatch
-from truedraft.models.graphs.buckets import Bucket
-from truedraft.models.graphs.inputs import Inputs
-from truedraft.models.graphs.replay import Outputs, Recorder, Recording, Replayed
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.patterns import Full, Window
 from truedraft.models.probe import probe_patterns
 
 CPU = torch.device("cpu")
@@ -62,10 +61,10 @@ class Fixture:
 
     def __init__(self, family: str = "llama") -> None:
         self.recorder = HostRecorder()
-        self.bodies: list[GraphBody] = []
+        self.bodies: list[GraphBackend] = []
 
-        def made(module: object, patterns: object) -> GraphBody:
-            self.bodies.append(GraphBody(module, patterns, self.recorder))  # type: ignore[arg-type]
+        def made(module: object, patterns: object) -> GraphBackend:
+            self.bodies.append(graph_backend(module, patterns, self.recorder))  # type: ignore[arg-type]
             return self.bodies[-1]
 
         self.model = HuggingFaceModel(stock(family), None, family, made)
@@ -83,10 +82,10 @@ class Fixture:
     def chain(self, cache: object, count: int) -> Segment:
         return Segment(cache, self.drawn(count), chain_shape(count), range(count))  # type: ignore[arg-type]
 
-    def filled(self, count: int) -> SlabCache:
+    def filled(self, count: int) -> ArenaCache:
         """A cache with `count` committed tokens, fed one by one (so that nothing is recorded for its sake)."""
         cache = self.model.new_cache()
-        assert isinstance(cache, SlabCache)
+        assert isinstance(cache, ArenaCache)
         self.model.forward([self.chain(cache, count)])
         cache.commit(range(count))
         return cache
@@ -109,7 +108,7 @@ def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
     first, second = fixture.filled(9), fixture.filled(5)
     model = fixture.model
 
-    def tree(cache: SlabCache) -> Segment:
+    def tree(cache: ArenaCache) -> Segment:
         return Segment(cache, fixture.drawn(7), TREE, range(7))
 
     for _ in range(2):
@@ -164,13 +163,13 @@ def test_addresses_stay_between_replays() -> None:
     seen: list[set[int]] = []
     forward = body._decoder.forward
 
-    def watched(inputs: Inputs, slab: object) -> Outputs:
+    def watched(inputs: Inputs, arena: object) -> Outputs:
         pointers = {each.data_ptr() for each in numbers_of(inputs)}
-        pointers |= {rows.data_ptr() for call in range(2) for rows in body.slab.rows(call)}
+        pointers |= {rows.data_ptr() for call in range(2) for rows in body.arena.rows(call)}
         pointers.add(body._decoder._rotary.table.data_ptr())
         pointers |= {layer.qkv.weight.data_ptr() for layer in body._decoder._layers}
         seen.append(pointers)
-        return forward(inputs, body.slab)
+        return forward(inputs, body.arena)
 
     body._decoder.forward = watched  # type: ignore[method-assign]
     fixture.model.forward([fixture.chain(cache, 4)])
@@ -190,7 +189,7 @@ def numbers_of(inputs: Inputs) -> Iterator[Tensor]:
         yield getattr(inputs.numbers, name)
 
 
-def test_when_the_slab_moves_all_recordings_are_void() -> None:
+def test_when_the_arena_moves_all_recordings_are_void() -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
     for _ in range(2):
@@ -261,7 +260,7 @@ def placed(*segments: Segment) -> list[PlacedSegment]:
     parts = []
     for segment in segments:
         segment.cache.reserve(len(segment.shape), segment.written)
-        assert isinstance(segment.cache, SlabCache)
+        assert isinstance(segment.cache, ArenaCache)
         parts.append(PlacedSegment(segment, segment.cache.place))
     return parts
 
@@ -277,11 +276,11 @@ def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str
     operations = []
     for first, second in ((short, long), (long, short)):
         parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 1 + len(operations)))
-        batch = SlabBatch.shared(parts, body.slab.capacity, body._decoder.patterns)
+        batch = ArenaBatch.shared(parts, body.arena.capacity, body._decoder.patterns)
         inputs = body._inputs(batch.bucket)
         inputs.load(batch)
         with Watch() as watch:
-            body._decoder.forward(inputs, body.slab)
+            body._decoder.forward(inputs, body.arena)
         operations.append(watch.operations)
     assert len(operations[0]) > 20
     assert operations[0] == operations[1]
@@ -298,9 +297,9 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
     body = fixture.bodies[0]
     caches = [fixture.filled(count) for count in (2, 12)]
     texts = [fixture.drawn(7) for _ in caches]
-    batch = SlabBatch.shared(
+    batch = ArenaBatch.shared(
         placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
-        body.slab.capacity,
+        body.arena.capacity,
         body._decoder.patterns,
     )
     inputs = body._inputs(batch.bucket)
@@ -323,7 +322,7 @@ def test_what_was_merged_is_no_second_copy() -> None:
     module = stock("qwen3")
     before = {name: weight.clone() for name, weight in module.named_parameters()}
     patterns = probe_patterns(module)
-    body = GraphBody(module, patterns)
+    body = graph_backend(module, patterns)
     for name, weight in module.named_parameters():
         assert weight.equal(before[name])
     merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.backends import fused_backend, native_backend
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.bodies import BodyMaker
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
-from truedraft.models.stock import StockBody
 
 pytestmark = pytest.mark.skipif(
     not has_bfloat16(torch.device("cpu")), reason="this CPU has no instructions for bfloat16 products"
@@ -34,10 +33,10 @@ PATH = 8
 CONTEXTS = (5, 40, 130, 301, 511)
 # Where products over keys change their length (`cache.spans`): with 8 tokens behind them, these lie on both sides.
 BORDERS = (505, 512, 520, 1020, 1085)
-BODIES: dict[str, BodyMaker] = {"stock": StockBody, "fused": FusedBody, "native": NativeBody}
+BODIES: dict[str, BackendMaker] = {"stock": StockBackend, "fused": fused_backend, "native": native_backend}
 
 
-def random_llama(kv_heads: int, body: BodyMaker) -> HuggingFaceModel:
+def random_llama(kv_heads: int, body: BackendMaker) -> HuggingFaceModel:
     """4 layers of width 384."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -101,14 +100,14 @@ class World:
 
 
 @pytest.fixture(scope="module", params=BODIES)
-def body(request: pytest.FixtureRequest) -> BodyMaker:
+def body(request: pytest.FixtureRequest) -> BackendMaker:
     if request.param == "native" and built(torch.bfloat16).library is None:
         pytest.skip(f"no native forward: {built(torch.bfloat16).reason}")
     return BODIES[request.param]
 
 
 @pytest.fixture(scope="module", params=[2, 6], ids=["grouped", "ungrouped"])
-def worlds(request: pytest.FixtureRequest, body: BodyMaker) -> Sequence[World]:
+def worlds(request: pytest.FixtureRequest, body: BackendMaker) -> Sequence[World]:
     model = random_llama(request.param, body)
     generator = torch.Generator().manual_seed(11)
     made = []
@@ -218,10 +217,10 @@ def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
 
 
 def test_a_row_that_does_depend_on_others_is_noticed(
-    worlds: Sequence[World], body: BodyMaker, monkeypatch: pytest.MonkeyPatch
+    worlds: Sequence[World], body: BackendMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison is sensitive: the smallest change of one weight of attention shows."""
-    if body is NativeBody:
+    if body is native_backend:
         pytest.skip("the native forward does not call torch's softmax; the next test is for it too")
     softmax = torch.softmax
     monkeypatch.setattr(

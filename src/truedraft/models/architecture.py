@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from truedraft.models.loading import load_config, load_weights, refuse_other_kinds, resolve_source
-from truedraft.models.quiet import quiet_transformers
+from truedraft.models.loading import (
+    load_config,
+    load_weights,
+    quiet_transformers,
+    refuse_other_kinds,
+    resolve_source,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

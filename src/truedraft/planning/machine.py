@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.models.processor import cpu_name
+from truedraft.models.dtypes import cpu_name
 
 
 @dataclass(frozen=True, slots=True)

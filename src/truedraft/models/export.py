@@ -14,8 +14,14 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from truedraft.errors import ModelError, OptionError
 from truedraft.models.dtypes import pick_dtype
-from truedraft.models.fingerprint import fingerprint_of
-from truedraft.models.loading import load_config, load_weights, refuse_other_kinds, resolve_source
+from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.loading import (
+    load_config,
+    load_weights,
+    quiet_transformers,
+    refuse_other_kinds,
+    resolve_source,
+)
 from truedraft.models.padding import (
     count_parameters,
     pad_model,
@@ -24,7 +30,6 @@ from truedraft.models.padding import (
     padding_note_of,
     record_fingerprint,
 )
-from truedraft.models.quiet import quiet_transformers
 from truedraft.text.tokenizer import Tokenizer
 
 

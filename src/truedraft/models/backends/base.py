@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
+from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import Segment
-from truedraft.models.patterns import AttentionPattern
-from truedraft.models.plan import ForwardPlan
+from truedraft.models.packing import ForwardPlan
 from truedraft.models.ranking import Likeliest
 
 
@@ -36,7 +36,7 @@ class SharedHeads(Protocol):
         ...
 
 
-class Body(ABC):
+class Backend(ABC):
     """Computes a packed forward of one loaded model. One forward runs at a time.
 
     Attributes:
@@ -104,7 +104,7 @@ class Body(ABC):
         return Likeliest.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> SharedHeads | None:
-        """Residual heads that end in the LM head, where the body runs them faster than by `likeliest`; else None.
+        """Residual heads that end in the LM head, where the backend runs them faster than by `likeliest`; else None.
 
         Args:
             blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.
@@ -117,5 +117,5 @@ class Body(ABC):
         return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
 
-BodyMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Body]
-"""Makes a body from a loaded model and the pattern of each of its attention calls."""
+BackendMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Backend]
+"""Makes a backend from a loaded model and the pattern of each of its attention calls."""

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from truedraft.models.graphs.buckets import Bucket
-from truedraft.models.graphs.inputs import Batch, Inputs
+from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs
 
 Outputs: TypeAlias = tuple[Tensor, Tensor]
 """Logits `[wanted, ids]` and vectors before the LM head `[wanted, width]`."""
@@ -25,7 +24,7 @@ class Runner(ABC):
     """Runs batches through a forward."""
 
     @abstractmethod
-    def run(self, batch: Batch, generation: int) -> Outputs:
+    def run(self, batch: ArenaBatch, generation: int) -> Outputs:
         """Load a batch and run it.
 
         Args:
@@ -50,8 +49,7 @@ class Eager(Runner):
     forward: Forward
     inputs: MakeInputs
 
-    def run(self, batch: Batch, generation: int) -> Outputs:
-        """See `Runner.run`."""
+    def run(self, batch: ArenaBatch, generation: int) -> Outputs:
         inputs = self.inputs(batch.bucket)
         inputs.load(batch)
         logits, hidden = self.forward(inputs)
@@ -120,8 +118,7 @@ class Replayed(Runner):
         """Buckets whose recordings are kept, the one used longest ago first."""
         return list(self._kept)
 
-    def run(self, batch: Batch, generation: int) -> Outputs:
-        """See `Runner.run`."""
+    def run(self, batch: ArenaBatch, generation: int) -> Outputs:
         if generation != self._generation:
             self._forget(generation)
         if batch.bucket not in self._seen:
@@ -138,7 +135,7 @@ class Replayed(Runner):
         # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
         return logits[: batch.wanted].clone(), hidden[: batch.wanted].clone()
 
-    def _record(self, batch: Batch) -> _Recorded:
+    def _record(self, batch: ArenaBatch) -> _Recorded:
         inputs = self._inputs(batch.bucket)
         inputs.load(batch)
         recording = self._recorder.record(lambda: self._forward(inputs))
@@ -167,7 +164,6 @@ class CudaGraphs(Recorder):
         self._pool: Any = None  # torch names no public type for it
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """See `Recorder.record`."""
         with torch.cuda.device(self._device):
             aside = torch.cuda.Stream(self._device)
             aside.wait_stream(torch.cuda.current_stream(self._device))
@@ -183,7 +179,6 @@ class CudaGraphs(Recorder):
         return _CudaRecording(graph, outputs)
 
     def forget(self) -> None:
-        """See `Recorder.forget`."""
         self._pool = None
 
 
@@ -195,5 +190,4 @@ class _CudaRecording(Recording):
         self.outputs = outputs
 
     def replay(self) -> None:
-        """See `Recording.replay`."""
         self._graph.replay()
