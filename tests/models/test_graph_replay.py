@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.backends import graph_backend
+from support.backends import HostRecorder, graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
 from truedraft.cache.arena import ArenaCache
 from truedraft.core import transfers
@@ -17,43 +17,13 @@ from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment
-from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording, Replayed
+from truedraft.models.backends.graphs.replay import Outputs, Recording, Runner
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import probe_patterns
 
 CPU = torch.device("cpu")
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
-
-
-class OnTheHost(Recording):
-    """Runs the forward again, into outputs that stay where they are, as a CUDA graph does."""
-
-    def __init__(self, forward: Callable[[], Outputs]) -> None:
-        self._forward = forward
-        logits, hidden = forward()
-        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        for kept, new in zip(self.outputs, self._forward(), strict=True):
-            kept.copy_(new)
-
-
-class HostRecorder(Recorder):
-    """Keeps its recordings for the test to look at."""
-
-    def __init__(self) -> None:
-        self.made: list[OnTheHost] = []
-        self.forgotten = 0
-
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        self.made.append(OnTheHost(forward))
-        return self.made[-1]
-
-    def forget(self) -> None:
-        self.forgotten += 1
 
 
 class Fixture:
@@ -71,10 +41,8 @@ class Fixture:
         self._generator = torch.Generator().manual_seed(3)
 
     @property
-    def runner(self) -> Replayed:
-        runner = self.bodies[0]._shared
-        assert isinstance(runner, Replayed)
-        return runner
+    def runner(self) -> Runner:
+        return self.bodies[0]._runner
 
     def drawn(self, count: int) -> Tensor:
         return torch.randint(VOCAB, (count,), generator=self._generator)
@@ -140,7 +108,7 @@ def test_requests_that_are_over_take_no_part() -> None:
 def test_replays_compute_from_new_numbers() -> None:
     """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
     recorded, plain = Fixture(), Fixture()
-    plain.bodies[0]._shared = plain.bodies[0]._lone
+    plain.runner._recorder = None
     kept: list[tuple[Tensor, Tensor]] = []
     caches = {fixture: fixture.filled(6) for fixture in (recorded, plain)}
     for step in range(12):

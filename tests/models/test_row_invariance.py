@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 VOCAB = 2048
 PATH = 8
 CONTEXTS = (5, 40, 130, 301, 511)
-# Where products over keys change their length (`cache.spans`): with 8 tokens behind them, these lie on both sides.
+# Where products over keys change their length (`cache.key_span`): with 8 tokens behind them, these lie on both sides.
 BORDERS = (505, 512, 520, 1020, 1085)
 BODIES: dict[str, BackendMaker] = {"stock": StockBackend, "fused": fused_backend, "native": native_backend}
 

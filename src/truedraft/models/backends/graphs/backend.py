@@ -20,7 +20,7 @@ from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
 from truedraft.errors import CacheError
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
-from truedraft.models.backends.graphs.replay import CudaGraphs, Eager, Outputs, Recorder, Replayed, Runner
+from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, Recorder, Runner
 from truedraft.models.base import Segment
 from truedraft.models.llama import Linears, Llama
 from truedraft.models.packing import ForwardPlan
@@ -51,10 +51,7 @@ class GraphBackend(Backend):
         self._arena = self._new_arena(0)  # without a slot, until a pool is asked for
         if recorder is None and self._device.type == "cuda":
             recorder = CudaGraphs(self._device)
-        self._lone = Eager(self._forward, self._inputs)
-        self._shared: Runner = self._lone
-        if recorder is not None:
-            self._shared = Replayed(self._forward, self._inputs, recorder)
+        self._runner = Runner(self._forward, self._inputs, recorder)
         self.least_rows = 1
         self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one slab of keys")
         if isinstance(recorder, CudaGraphs):
@@ -102,13 +99,13 @@ class GraphBackend(Backend):
         arena, patterns = self._arena, self._decoder.patterns
         short = [part for part in placed if part.count <= _MOST_SHARED_TOKENS]
         if len(short) == len(placed):
-            return self._shared.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
+            return self._runner.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
         rows: dict[int, Outputs] = {}  # by slot
         for part in placed:
             if part.count > _MOST_SHARED_TOKENS:
-                rows[part.slot] = self._lone.run(ArenaBatch.lone(part, arena.capacity, patterns), arena.generation)
+                rows[part.slot] = self._runner.run_once(ArenaBatch.lone(part, arena.capacity, patterns))
         if short:
-            logits, hidden = self._shared.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
+            logits, hidden = self._runner.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
             counts = [len(part.segment.rows) for part in short]
             each = zip(logits.split(counts), hidden.split(counts), strict=True)
             rows.update(zip([part.slot for part in short], each, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from support.backends import graph_backend
+from support.backends import HostRecorder, graph_backend
 from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
@@ -19,7 +19,6 @@ from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.graphs import GraphBackend
-from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording
 from truedraft.models.base import Segment
 from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.huggingface import HuggingFaceModel
@@ -65,31 +64,8 @@ LARGE_TREE = TreeShape((-1, 0, 0, *range(1, 69)))
 """71 nodes: two branches in turns, more than one number of 64 bits tells about."""
 
 
-class Again(Recording):
-    """Runs the forward again, into outputs that stay where they are."""
-
-    def __init__(self, forward: Callable[[], Outputs]) -> None:
-        self._forward = forward
-        logits, hidden = forward()
-        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
-
-    def replay(self) -> None:
-        for kept, new in zip(self.outputs, self._forward(), strict=True):
-            kept.copy_(new)
-
-
-class AgainRecorder(Recorder):
-    """Stands for CUDA graphs on the CPU."""
-
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        return Again(forward)
-
-    def forget(self) -> None:
-        pass
-
-
 def recorded(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> GraphBackend:
-    return graph_backend(model, patterns, AgainRecorder())
+    return graph_backend(model, patterns, HostRecorder())
 
 
 def weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
