@@ -168,13 +168,15 @@ class HuggingFaceModel(LanguageModel):
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
         self._check_finish()
-        heads = self._backend.shared_heads(blocks) if self._finish.cap is None else None
+        if self._finish.cap is not None:
+            return None
+        heads = self._backend.shared_heads(blocks, self.vocab_size, self._finish.factor)
         if heads is None:
             return None
 
         def run(hidden: Tensor, depth: int, ranks: int) -> Likeliest:
             with self._lock:
-                return heads.likeliest(hidden, depth, ranks, self.vocab_size, self._finish.factor)
+                return heads(hidden, depth, ranks)
 
         return run
 

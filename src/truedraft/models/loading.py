@@ -68,9 +68,7 @@ def load_model(
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    config = load_config(source, str(name), revision)
-    refuse_other_kinds(config, str(name))
-    model = load_weights(source, config, str(name), kind, revision).to(place)
+    model = read_model(source, str(name), kind, revision).to(place)
     tokenizer = Tokenizer.load(source, revision=revision)
     shown = str(name) if pad_to is None else padded_name(str(name), pad_to)
     with quiet_transformers():
@@ -82,7 +80,7 @@ def load_model(
             tokenizer,
             shown,
             backend=fastest_backend if fast_paths else StockBackend,
-            reread=partial(_read_again, source, str(name), revision),
+            reread=partial(read_model, source, str(name), torch.bfloat16, revision),
         )
         check(loaded)
     return loaded
@@ -134,6 +132,25 @@ def resolve_source(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
     return name
+
+
+def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None = None) -> PreTrainedModel:
+    """A model as transformers loads it, on the CPU, with all of its weights.
+
+    Args:
+        source: as `resolve_source` gives it.
+        name: what the user called it.
+        dtype: of its weights.
+        revision: of a hub name.
+
+    Raises:
+        ModelNotFoundError: there is no such name.
+        UnsupportedModelError: it is no causal language model, or quantised.
+        ModelError: its files cannot be read.
+    """
+    config = load_config(source, name, revision)
+    refuse_other_kinds(config, name)
+    return load_weights(source, config, name, dtype, revision)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -188,11 +205,6 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
             f"{missing[0]!r}; fetch the files again, or mend config.json"
         )
     return model
-
-
-def _read_again(source: str, name: str, revision: str | None) -> PreTrainedModel:
-    """The weights as they are in the checkpoint, in bfloat16 on the CPU."""
-    return load_weights(source, load_config(source, name, revision), name, torch.bfloat16, revision)
 
 
 def refuse_broken_generation_config(source: str, name: str, revision: str | None) -> None:

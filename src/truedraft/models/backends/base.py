@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +13,9 @@ from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
 from truedraft.models.attention import AttentionPattern
-from truedraft.models.base import Segment
+from truedraft.models.base import HeadRun, Segment
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.ranking import Likeliest
-
-
-class SharedHeads(Protocol):
-    """Residual heads x + SiLU(W x + b) that end in a model's LM head."""
-
-    def likeliest(self, hidden: Tensor, depth: int, ranks: int, vocab: int, factor: float) -> Likeliest:
-        """The likeliest of the first `vocab` ids by the first `depth` heads, `[depth, rows, ranks]`.
-
-        A row's guesses depend on it alone.
-
-        Args:
-            hidden: vectors `[rows, width]`.
-            depth: at most as many as there are heads.
-            ranks: ids of each head and row.
-            vocab: ids that exist.
-            factor: what the model multiplies its logits by.
-        """
-        ...
 
 
 class Backend(ABC):
@@ -103,11 +85,15 @@ class Backend(ABC):
         """
         return Likeliest.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
-    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> SharedHeads | None:
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
         """Residual heads that end in the LM head, where the backend runs them faster than by `likeliest`; else None.
+
+        A row's guesses depend on it alone.
 
         Args:
             blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.
+            vocab: ids that exist.
+            factor: what the model multiplies its logits by.
         """
         return None
 

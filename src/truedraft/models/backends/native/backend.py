@@ -33,6 +33,7 @@ from truedraft.models.backends.native.memory import (
     interleaved,
     padded_bias,
 )
+from truedraft.models.base import HeadRun
 from truedraft.models.llama import Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
@@ -130,10 +131,10 @@ class NativeBackend(Backend):
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
         return self._lm_head.likeliest(vectors, count, vocab, factor)
 
-    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> NativeHeads | None:
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
         if blocks[0][0].in_features % LANES:
             return None
-        return NativeHeads(self._lm_head, blocks, self._dtype)
+        return NativeHeads(self._lm_head, blocks, vocab, factor).likeliest
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:
         """`[patterns, rows]`: the first position that each row may see."""
@@ -264,17 +265,11 @@ class NativeLmHead:
         scratch: that the model's forwards use.
     """
 
-    def __init__(
-        self,
-        library: Any,
-        model: CModel,
-        dtype: torch.dtype,
-        scratch: Scratch,
-    ) -> None:
+    def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
         self._run = library.truedraft_heads
         self._run.restype = None
         self._model = model
-        self._dtype = dtype
+        self.dtype = dtype
         self._scratch = scratch
         self._alone: dict[int, CHeads] = {}  # the LM head without heads, by how many of its inputs are read
 
@@ -301,12 +296,12 @@ class NativeLmHead:
     def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, Likeliest]:
         """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the likeliest ids `[heads * rows, count]`."""
         rows, outputs = len(hidden), self._model.lm_head.outputs
-        hidden = hidden.to(self._dtype)
+        hidden = hidden.to(self.dtype)
         hidden = (
             pad(hidden, (0, heads.wide - hidden.shape[1])) if heads.wide != hidden.shape[1] else hidden.contiguous()
         )
         total, threads = heads.used * rows, forward_threads()
-        logits = torch.empty(total, -(-outputs // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
+        logits = torch.empty(total, -(-outputs // UNIT) * UNIT, dtype=self.dtype, device=_CPU)
         values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
         ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
         memory = (each.data_ptr() for each in (hidden, logits, values, ids))
@@ -326,14 +321,17 @@ class NativeHeads:
     Args:
         lm_head: that they end in.
         blocks: the linear layers of each head, as many of each, each as wide as it reads.
+        vocab: ids that exist.
+        factor: what the model multiplies its logits by.
     """
 
-    def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], dtype: torch.dtype) -> None:
+    def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
         self._lm_head = lm_head
+        self._vocab, self._factor = vocab, factor
         self._weights = weights = Weights()
         width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
         in_order = [head[layer] for layer in range(layers) for head in blocks]
-        made = [weights.linear(each.weight.to(_CPU, dtype), padded_bias([each])) for each in in_order]
+        made = [weights.linear(each.weight.to(_CPU, lm_head.dtype), padded_bias([each])) for each in in_order]
         self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
 
     def __del__(self) -> None:
@@ -341,6 +339,7 @@ class NativeHeads:
         if hasattr(self, "_heads"):
             self._lm_head.settle()
 
-    def likeliest(self, hidden: Tensor, depth: int, ranks: int, vocab: int, factor: float) -> Likeliest:
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+        """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads for vectors `[rows, width]`."""
         self._heads.used = depth
-        return self._lm_head.run(self._heads, hidden, ranks, vocab, factor)[1].view(depth, len(hidden))
+        return self._lm_head.run(self._heads, hidden, ranks, self._vocab, self._factor)[1].view(depth, len(hidden))
