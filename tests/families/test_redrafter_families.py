@@ -61,12 +61,12 @@ def test_every_kind_of_head_changes_no_answer(family: str, options: dict[str, in
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
 
-@pytest.mark.parametrize("body", [StockBackend, fastest_backend])
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
 @pytest.mark.parametrize("padded", [True, False])
-def test_padded_and_fast_targets_draft_alike(padded: bool, body: BackendMaker) -> None:
+def test_padded_and_fast_targets_draft_alike(padded: bool, backend: BackendMaker) -> None:
     head = random_redrafter(target("llama"))
     module = pad_model(stock("llama"), PaddedSize("1M", layers=3, width=512, inner=512)) if padded else stock("llama")
-    engine = Engine(HuggingFaceModel(module, None, "ours", body), Redrafter(head, beams=24, length=2, nodes=40))
+    engine = Engine(HuggingFaceModel(module, None, "ours", backend), Redrafter(head, beams=24, length=2, nodes=40))
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in answers] == expected("llama")
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0

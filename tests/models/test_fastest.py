@@ -1,4 +1,4 @@
-"""Which body a model gets, and that a model with a part that no loop knows answers as that model."""
+"""Which backend a model gets, and that a model with a part that no loop knows answers as that model."""
 
 from __future__ import annotations
 

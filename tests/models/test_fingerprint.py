@@ -104,10 +104,10 @@ def test_loading_does_not_compute_it(folder: Path, monkeypatch: pytest.MonkeyPat
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("body", [fused_backend, graph_backend, fastest_backend])
-def test_models_in_memory_keep_theirs_when_they_are_packed(body: type[FusedBackend]) -> None:
+@pytest.mark.parametrize("backend", [fused_backend, graph_backend, fastest_backend])
+def test_models_in_memory_keep_theirs_when_they_are_packed(backend: type[FusedBackend]) -> None:
     expected = fingerprint_of(stock("llama"))
-    assert HuggingFaceModel(stock("llama"), None, "here", body).fingerprint == expected
+    assert HuggingFaceModel(stock("llama"), None, "here", backend).fingerprint == expected
     assert HuggingFaceModel(stock("llama"), None, "here").fingerprint == expected
 
 
@@ -122,8 +122,8 @@ def test_a_model_padded_in_memory_does_not_know_what_it_was() -> None:
     padded = pad_model(stock("llama"), SIZE)
     with pytest.raises(ModelError, match="does not record what it was padded from"):
         fingerprint_of(padded)
-    for body in (fused_backend, graph_backend):
-        model = HuggingFaceModel(pad_model(stock("llama"), SIZE), None, "padded", body)
+    for backend in (fused_backend, graph_backend):
+        model = HuggingFaceModel(pad_model(stock("llama"), SIZE), None, "padded", backend)
         with pytest.raises(ModelError, match="is not known, for it was padded in memory"):
             _ = model.fingerprint
 

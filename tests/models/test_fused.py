@@ -280,12 +280,12 @@ def test_text_that_outgrows_the_first_table_of_positions(loop: str) -> None:
 def test_gates_far_from_zero(dtype: torch.dtype, loop: str) -> None:
     """silu(x) = x / (1 + e^-x) is 0 far below 0, also where e^-x is beyond the largest number (x < -88.7)."""
 
-    def model(body: BackendMaker) -> HuggingFaceModel:
+    def model(backend: BackendMaker) -> HuggingFaceModel:
         module: Any = weights(CONFIGS["grouped heads"](), dtype)
         for layer in module.model.layers:
             layer.mlp.gate_proj.weight.data *= 40
             layer.mlp.up_proj.weight.data /= 40
-        return HuggingFaceModel(module, None, "gates", body)
+        return HuggingFaceModel(module, None, "gates", backend)
 
     fast, slow = run_forwards(model(LOOPS[loop])).logits, run_forwards(model(StockBackend)).logits
     largest, typical = apart(fast, slow, float(slow.std()))

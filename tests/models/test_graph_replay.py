@@ -31,18 +31,18 @@ class Fixture:
 
     def __init__(self, family: str = "llama") -> None:
         self.recorder = HostRecorder()
-        self.bodies: list[GraphBackend] = []
+        self.backends: list[GraphBackend] = []
 
         def made(module: object, patterns: object) -> GraphBackend:
-            self.bodies.append(graph_backend(module, patterns, self.recorder))  # type: ignore[arg-type]
-            return self.bodies[-1]
+            self.backends.append(graph_backend(module, patterns, self.recorder))  # type: ignore[arg-type]
+            return self.backends[-1]
 
         self.model = HuggingFaceModel(stock(family), None, family, made)
         self._generator = torch.Generator().manual_seed(3)
 
     @property
     def runner(self) -> Runner:
-        return self.bodies[0]._runner
+        return self.backends[0]._runner
 
     def drawn(self, count: int) -> Tensor:
         return torch.randint(VOCAB, (count,), generator=self._generator)
@@ -127,19 +127,19 @@ def test_replays_compute_from_new_numbers() -> None:
 
 def test_addresses_stay_between_replays() -> None:
     fixture = Fixture("mistral")
-    body, cache = fixture.bodies[0], fixture.filled(9)
+    backend, cache = fixture.backends[0], fixture.filled(9)
     seen: list[set[int]] = []
-    forward = body._decoder.forward
+    forward = backend._decoder.forward
 
     def watched(inputs: Inputs, arena: object) -> Outputs:
         pointers = {each.data_ptr() for each in numbers_of(inputs)}
-        pointers |= {rows.data_ptr() for call in range(2) for rows in body.arena.rows(call)}
-        pointers.add(body._decoder._rotary.table.data_ptr())
-        pointers |= {layer.qkv.weight.data_ptr() for layer in body._decoder._layers}
+        pointers |= {rows.data_ptr() for call in range(2) for rows in backend.arena.rows(call)}
+        pointers.add(backend._decoder._rotary.table.data_ptr())
+        pointers |= {layer.qkv.weight.data_ptr() for layer in backend._decoder._layers}
         seen.append(pointers)
-        return forward(inputs, body.arena)
+        return forward(inputs, backend.arena)
 
-    body._decoder.forward = watched  # type: ignore[method-assign]
+    backend._decoder.forward = watched  # type: ignore[method-assign]
     fixture.model.forward([fixture.chain(cache, 4)])
     seen.clear()  # the first of a bucket runs from inputs of its own
     outputs = set()
@@ -239,16 +239,16 @@ def placed(*segments: Segment) -> list[PlacedSegment]:
 def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str, shape: TreeShape) -> None:
     """The same operations, whatever the numbers; none of them brings a number to the host."""
     fixture = Fixture(family)
-    body = fixture.bodies[0]
+    backend = fixture.backends[0]
     short, long = fixture.filled(2), fixture.filled(60)
     operations = []
     for first, second in ((short, long), (long, short)):
         parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 1 + len(operations)))
-        batch = ArenaBatch.shared(parts, body.arena.capacity, body._decoder.patterns)
-        inputs = body._inputs(batch.bucket)
+        batch = ArenaBatch.shared(parts, backend.arena.capacity, backend._decoder.patterns)
+        inputs = backend._inputs(batch.bucket)
         inputs.load(batch)
         with Watch() as watch:
-            body._decoder.forward(inputs, body.arena)
+            backend._decoder.forward(inputs, backend.arena)
         operations.append(watch.operations)
     assert len(operations[0]) > 20
     assert operations[0] == operations[1]
@@ -262,15 +262,15 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
     """The tokens are where they belong in either case."""
     monkeypatch.setattr(transfers, "waits", lambda device: not known)
     fixture = Fixture("mistral")
-    body = fixture.bodies[0]
+    backend = fixture.backends[0]
     caches = [fixture.filled(count) for count in (2, 12)]
     texts = [fixture.drawn(7) for _ in caches]
     batch = ArenaBatch.shared(
         placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
-        body.arena.capacity,
-        body._decoder.patterns,
+        backend.arena.capacity,
+        backend._decoder.patterns,
     )
-    inputs = body._inputs(batch.bucket)
+    inputs = backend._inputs(batch.bucket)
     with Watch() as watch:
         inputs.load(batch)
     moving = [name for name, _ in watch.operations if name in ("copy_", "cat", "index_copy_", "index_put_", "fill_")]
@@ -290,11 +290,11 @@ def test_what_was_merged_is_no_second_copy() -> None:
     module = stock("qwen3")
     before = {name: weight.clone() for name, weight in module.named_parameters()}
     patterns = probe_patterns(module)
-    body = graph_backend(module, patterns)
+    backend = graph_backend(module, patterns)
     for name, weight in module.named_parameters():
         assert weight.equal(before[name])
-    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}
-    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}
+    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}
+    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}
     blocks = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in module.parameters()}
     assert merged <= set(blocks)
     assert sum(blocks.values()) == sum(weight.nbytes for weight in before.values())

@@ -1,4 +1,4 @@
-"""The LM head alone gives the logits that came with its vectors, in every body and family, or says that it cannot."""
+"""The LM head alone gives the logits that came with its vectors, in every backend, or says that it cannot."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WIDE = LlamaConfig(**GATED | {"hidden_size": 64, "num_attention_heads": 2, "num_
 
 PACKS = can_pack(torch.device("cpu"), torch.bfloat16)
 NATIVE = built(torch.bfloat16).library is not None
-BODIES: list[Any] = [
+BACKENDS: list[Any] = [
     pytest.param(StockBackend, id="stock"),
     pytest.param(graph_backend, id="graph"),
     pytest.param(fused_backend, id="fused", marks=pytest.mark.skipif(not PACKS, reason="this machine cannot pack")),
@@ -102,16 +102,16 @@ def test_scales_caps_and_biases(kind: str) -> None:
         assert not torch.allclose(product, output.logits, atol=1e-2)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bodies_rank_alike_and_each_row_for_itself(body: BackendMaker, dtype: torch.dtype) -> None:
-    model = HuggingFaceModel(build(WIDE, seed=3, dtype=dtype), None, "wide", body)
-    assert_head_gives_the_logits(model, exactly=body is native_backend)
+def test_bodies_rank_alike_and_each_row_for_itself(backend: BackendMaker, dtype: torch.dtype) -> None:
+    model = HuggingFaceModel(build(WIDE, seed=3, dtype=dtype), None, "wide", backend)
+    assert_head_gives_the_logits(model, exactly=backend is native_backend)
     vectors = run(model).hidden
     logits = model.unembed(vectors)
     assert model.likeliest(vectors, 10).ids.equal(largest_ids(logits, 10))
     assert model.likeliest(vectors, VOCAB).ids.equal(largest_ids(logits, VOCAB))
-    if dtype is torch.bfloat16 and body is not graph_backend:
+    if dtype is torch.bfloat16 and backend is not graph_backend:
         for row in range(len(vectors)):
             assert model.unembed(vectors[row : row + 1]).equal(logits[row : row + 1])
 
@@ -120,10 +120,10 @@ def pad_small(model: PreTrainedModel) -> PreTrainedModel:
     return pad_model(model, PaddedSize("0.2M", layers=3, width=256, inner=384))
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_a_padded_model_reads_only_what_is_not_zero(body: BackendMaker) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_padded_model_reads_only_what_is_not_zero(backend: BackendMaker) -> None:
     own = HuggingFaceModel(build(WIDE, seed=3), None, "own")
-    padded = HuggingFaceModel(pad_small(build(WIDE, seed=3)), None, "padded", body)
+    padded = HuggingFaceModel(pad_small(build(WIDE, seed=3)), None, "padded", backend)
     assert (padded.head_width, own.head_width) == (64, 64)
     output = run(padded)
     assert output.hidden.shape[1] == 256
@@ -135,8 +135,8 @@ def test_a_padded_model_reads_only_what_is_not_zero(body: BackendMaker) -> None:
 
 
 def test_ids_that_do_not_exist_are_never_ranked() -> None:
-    for body in (StockBackend, fastest_backend):
-        model = HuggingFaceModel(build(WIDE, seed=3), None, "cut", body)
+    for backend in (StockBackend, fastest_backend):
+        model = HuggingFaceModel(build(WIDE, seed=3), None, "cut", backend)
         model.vocab_size = 70
         vectors = run(model).hidden
         assert model.unembed(vectors).shape[1] == 70
@@ -160,8 +160,8 @@ def test_many_rows_and_two_threads() -> None:
 
 def test_log_probabilities_know_the_logits_factor() -> None:
     config = GraniteConfig(**GATED | {"vocab_size": 213}, logits_scaling=0.25)
-    for body in (StockBackend, fastest_backend):
-        model = HuggingFaceModel(build(config, seed=3), None, "scaled", body)
+    for backend in (StockBackend, fastest_backend):
+        model = HuggingFaceModel(build(config, seed=3), None, "scaled", backend)
         vectors = run(model).hidden
         made = model.likeliest(vectors, 213)
         expected = model.unembed(vectors).log_softmax(dim=-1).gather(-1, made.ids)

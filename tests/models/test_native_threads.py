@@ -126,9 +126,9 @@ def test_memory_is_given_back_only_when_no_thread_reads_it(monkeypatch: pytest.M
     """Weights, and numbers on the way when they grow."""
     settled: list[tuple[int, int]] = []
     model = native()
-    body: Any = model._backend
+    backend: Any = model._backend
     logits(model, 3)
-    scratch = body._scratch
+    scratch = backend._scratch
     ask = scratch._settle
     scratch._settle = lambda *span: settled.append(tuple(each.value for each in span)) or ask(*span)
     first = scratch._inputs
@@ -140,6 +140,6 @@ def test_memory_is_given_back_only_when_no_thread_reads_it(monkeypatch: pytest.M
     del heads
     gc.collect()
     assert settled == [first, second]
-    del model, body
+    del model, backend
     gc.collect()
     assert settled == [first, second, second]

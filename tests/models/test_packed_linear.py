@@ -248,7 +248,7 @@ def test_other_families_get_packed_weights_and_answer_as_by_themselves(name: str
 def test_packing_changes_what_a_forward_reads_by_nothing() -> None:
     """Reports divide by these: they are those of the loaded model, though its tensors are freed."""
     for family in ("gpt_neox", "gemma3", "llama"):
-        plain, fast = (HuggingFaceModel(stock(family), None, family, body) for body in (StockBackend, fastest_backend))
+        plain, fast = (HuggingFaceModel(stock(family), None, family, kind) for kind in (StockBackend, fastest_backend))
         assert (plain.parameters, plain.weight_bytes) == (fast.parameters, fast.weight_bytes)
         assert plain.fast_paths == ()
 

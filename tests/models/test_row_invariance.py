@@ -33,10 +33,10 @@ PATH = 8
 CONTEXTS = (5, 40, 130, 301, 511)
 # Where products over keys change their length (`cache.key_span`): with 8 tokens behind them, these lie on both sides.
 BORDERS = (505, 512, 520, 1020, 1085)
-BODIES: dict[str, BackendMaker] = {"stock": StockBackend, "fused": fused_backend, "native": native_backend}
+BACKENDS: dict[str, BackendMaker] = {"stock": StockBackend, "fused": fused_backend, "native": native_backend}
 
 
-def random_llama(kv_heads: int, body: BackendMaker) -> HuggingFaceModel:
+def random_llama(kv_heads: int, backend: BackendMaker) -> HuggingFaceModel:
     """4 layers of width 384."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -54,7 +54,7 @@ def random_llama(kv_heads: int, body: BackendMaker) -> HuggingFaceModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(kv_heads)
-        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random", body)
+        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random", backend)
 
 
 @dataclass
@@ -99,16 +99,16 @@ class World:
         return torch.tensor(tokens), TreeShape(tuple(parents)), nodes
 
 
-@pytest.fixture(scope="module", params=BODIES)
-def body(request: pytest.FixtureRequest) -> BackendMaker:
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> BackendMaker:
     if request.param == "native" and built(torch.bfloat16).library is None:
         pytest.skip(f"no native forward: {built(torch.bfloat16).reason}")
-    return BODIES[request.param]
+    return BACKENDS[request.param]
 
 
 @pytest.fixture(scope="module", params=[2, 6], ids=["grouped", "ungrouped"])
-def worlds(request: pytest.FixtureRequest, body: BackendMaker) -> Sequence[World]:
-    model = random_llama(request.param, body)
+def worlds(request: pytest.FixtureRequest, backend: BackendMaker) -> Sequence[World]:
+    model = random_llama(request.param, backend)
     generator = torch.Generator().manual_seed(11)
     made = []
     for length in (*CONTEXTS, *BORDERS):
@@ -217,10 +217,10 @@ def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
 
 
 def test_a_row_that_does_depend_on_others_is_noticed(
-    worlds: Sequence[World], body: BackendMaker, monkeypatch: pytest.MonkeyPatch
+    worlds: Sequence[World], backend: BackendMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison is sensitive: the smallest change of one weight of attention shows."""
-    if body is native_backend:
+    if backend is native_backend:
         pytest.skip("the native forward does not call torch's softmax; the next test is for it too")
     softmax = torch.softmax
     monkeypatch.setattr(

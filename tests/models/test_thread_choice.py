@@ -117,11 +117,11 @@ def test_a_forward_that_fails_gives_torch_its_threads_back(machine: Machine) -> 
 OTHERS = [(fused_backend, torch.float32), (fastest_backend, torch.float32), (StockBackend, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("body", "dtype"), OTHERS)
+@pytest.mark.parametrize(("backend", "dtype"), OTHERS)
 def test_bits_are_the_same_on_any_number_of_threads(
-    body: BackendMaker, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    backend: BackendMaker, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a body says so; the one in the middle is the model's own modules with packed weights."""
+    """Where a backend says so; the one in the middle is the model's own modules with packed weights."""
     if not can_pack(torch.device("cpu"), dtype):
         pytest.skip("this processor has no packed products of this kind")
     monkeypatch.setattr(NativeBackend, "fits", staticmethod(lambda *_: False))
@@ -130,7 +130,7 @@ def test_bits_are_the_same_on_any_number_of_threads(
         vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=6,
         max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = HuggingFaceModel(build(config, seed=0, spread=0.05, dtype=dtype), None, "model", body)
+    model = HuggingFaceModel(build(config, seed=0, spread=0.05, dtype=dtype), None, "model", backend)
     assert model._backend.any_threads
     cache, before = model.new_cache(), torch.get_num_threads()
     for rows in (1, 3, 5, 8, 17, 32):
@@ -164,16 +164,16 @@ def test_while_torch_has_one_thread_forwards_have_all() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("body", "torch_threads"), [(native_backend, 1), (StockBackend, 2)])
-def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(body: BackendMaker, torch_threads: int) -> None:
+@pytest.mark.parametrize(("backend", "torch_threads"), [(native_backend, 1), (StockBackend, 2)])
+def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(backend: BackendMaker, torch_threads: int) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     made = build(config, seed=0, spread=0.05, dtype=torch.float32)
-    if body is native_backend and not NativeBackend.fits(llama_of(made, [Full()])):
+    if backend is native_backend and not NativeBackend.fits(llama_of(made, [Full()])):
         pytest.skip("decoder.c cannot be compiled here")
-    engine = Engine(HuggingFaceModel(made, None, "model", body))
+    engine = Engine(HuggingFaceModel(made, None, "model", backend))
     seen: list[tuple[int, int]] = []
     engine.listeners.append(lambda _: seen.append((torch.get_num_threads(), forward_threads())))
     before = torch.get_num_threads()

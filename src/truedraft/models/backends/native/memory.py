@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CPU = torch.device("cpu")
 LANES = 16
 UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
-
+_CPU = torch.device("cpu")
 _TILE = 8
 _MOST_THREADS = 128  # that team.h uses
 
