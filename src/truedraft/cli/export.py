@@ -26,7 +26,7 @@ def export(
     from truedraft.cli.machine import machine_facts
     from truedraft.cli.session import quiet_hub, set_threads, waiting
     from truedraft.cli.terminal import Terminal
-    from truedraft.models.padding_export import export_model
+    from truedraft.models.export import export_model
 
     terminal = Terminal()
     set_threads(threads)

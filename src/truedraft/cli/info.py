@@ -46,8 +46,8 @@ def _fast_paths() -> tuple[list[str], str]:
 
 def _native_forward(dtype: str) -> str:
     """Whether Llama-like models run by the native forward on this machine's CPU, and if not, why."""
+    from truedraft.models.backends.native.build import built
     from truedraft.models.dtypes import pick_device, pick_dtype
-    from truedraft.models.native.build import built
 
     return built(pick_dtype(dtype, pick_device("cpu"))).reason or "compiled for this machine"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from truedraft.cache import RequestCache
 from truedraft.core import transfers
 from truedraft.core.trees import chain_shape
-from truedraft.models import plan as plan_module
+from truedraft.models import packing as plan_module
 from truedraft.models.base import Segment
-from truedraft.models.plan import ForwardPlan
+from truedraft.models.packing import ForwardPlan
 
 FAR = torch.device("cpu", 0)
 """The CPU by its number stands for another device: tensors made without a number do not lie there."""

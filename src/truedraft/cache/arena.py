@@ -14,15 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truedraft.cache.pool import CachePool
-from truedraft.cache.request import RequestCache
+from truedraft.cache.request import CachePool, RequestCache
 from truedraft.errors import CacheError
 
 SPAN_STEP = 256
 """Slots have room for a multiple of this many tokens."""
 
 
-class Slab:
+class Arena:
     """The block itself. It grows by doubling its slots or their capacity, which moves it.
 
     Tokens behind the written ones are read with the weight 0, so they must be finite: whatever forgotten tokens left
@@ -51,7 +50,7 @@ class Slab:
         self._row = (kv_heads, width)
         self._limit = _rounded(limit)
         self._data = torch.zeros(2, calls, 1, kv_heads, width, dtype=dtype, device=device)
-        self._owners: list[weakref.ref[SlabCache] | None] = []
+        self._owners: list[weakref.ref[ArenaCache] | None] = []
         self._filled: list[int] = []  # of each slot: from here on all entries are 0
         self.slots = 0
         self.capacity = 0
@@ -82,7 +81,7 @@ class Slab:
         slots = self._data[:, :, : self.nowhere]
         return slots.view(2, self.calls, self.slots, self.capacity, *self._row)
 
-    def take(self, owner: SlabCache) -> int:
+    def take(self, owner: ArenaCache) -> int:
         """The lowest free slot. Its memory is there once something was reserved."""
         with self.lock:
             slot = next((slot for slot in range(len(self._owners)) if self._owner(slot) is None), len(self._owners))
@@ -94,7 +93,7 @@ class Slab:
         with self.lock:
             self._owners[slot] = None
 
-    def _owner(self, slot: int) -> SlabCache | None:
+    def _owner(self, slot: int) -> ArenaCache | None:
         """Who holds a slot; a request that was dropped without giving its slot back holds it no more."""
         reference = self._owners[slot]
         return None if reference is None else reference()
@@ -112,7 +111,7 @@ class Slab:
                 self._move(last, slot)
             slot += 1
 
-    def _move(self, owner: SlabCache, slot: int) -> None:
+    def _move(self, owner: ArenaCache, slot: int) -> None:
         source = len(self._owners) - 1
         if source < len(self._filled):  # else nothing was written there yet
             end = self._filled[source]
@@ -156,28 +155,28 @@ class Slab:
         block[:, :, target : target + count] = block[:, :, source : source + count].clone()
 
 
-class SlabCache(RequestCache):
-    """Keys and values of one request, in a slot of a slab; everything else is as in `RequestCache`.
+class ArenaCache(RequestCache):
+    """Keys and values of one request, in a slot of a arena; everything else is as in `RequestCache`.
 
-    A forward over the slab writes the entries itself, by their addresses; `write` is for one that does not know it.
+    A forward over the arena writes the entries itself, by their addresses; `write` is for one that does not know it.
 
     Args:
-        slab: takes the lowest free slot of it.
+        arena: takes the lowest free slot of it.
         limit: the model's context.
 
     Attributes:
-        slot: where the request lies; the slab may move it between forwards. None once it was given back.
+        slot: where the request lies; the arena may move it between forwards. None once it was given back.
     """
 
-    def __init__(self, slab: Slab, limit: int) -> None:
+    def __init__(self, arena: Arena, limit: int) -> None:
         super().__init__(limit)
-        self._slab = slab
-        self.slot: int | None = slab.take(self)
+        self._arena = arena
+        self.slot: int | None = arena.take(self)
 
     @property
-    def slab(self) -> Slab:
-        """The slab that holds this request."""
-        return self._slab
+    def arena(self) -> Arena:
+        """The arena that holds this request."""
+        return self._arena
 
     @property
     def place(self) -> int:
@@ -192,94 +191,76 @@ class SlabCache(RequestCache):
 
     @property
     def capacity(self) -> int:
-        """Tokens that the slot has room for."""
-        return self._slab.capacity
+        return self._arena.capacity
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the slot."""
-        return self._slab.slot_bytes
+        return self._arena.slot_bytes
 
     def reserve(self, count: int, written: int = 0) -> None:
-        """Make room; see `RequestCache.reserve`.
-
-        Raises:
-            CacheError: fewer than `written` uncommitted tokens are there, or the cache was given back.
-        """
-        with self._slab.lock:
+        with self._arena.lock:
             _ = self.place
             if written > self._written:
                 raise CacheError(f"cannot build on {written} uncommitted tokens: {self._written} were written")
-            self._slab.reserve(self.length + count)
+            self._arena.reserve(self.length + count)
             self._start = self.length + written
             self._written = count
 
     def buffers(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """A slot has no buffers of its own.
-
-        Raises:
-            CacheError: always.
-        """
-        raise CacheError("this cache is a slot of a slab, without buffers of its own; use the model that made it")
+        raise CacheError("this cache is a slot of a arena, without buffers of its own; use the model that made it")
 
     @torch.inference_mode()
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of one attention call; see `RequestCache.write`."""
         end = self._start + keys.shape[1]
-        with self._slab.lock:
+        with self._arena.lock:
             slot = self.place
-            self._slab.clean(slot, end)
-            all_keys, all_values = (entries[slot] for entries in self._slab.entries(call))
+            self._arena.clean(slot, end)
+            all_keys, all_values = (entries[slot] for entries in self._arena.entries(call))
         all_keys[self._start : end] = keys.transpose(0, 1)
         all_values[self._start : end] = values.transpose(0, 1)
         span = min(_rounded(end), self.capacity)
         return all_keys[:span].permute(1, 2, 0), all_values[:span].transpose(0, 1)
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the written tokens named by `path`; see `RequestCache.commit`.
-
-        Entries move in runs, by addresses that the host knows, so nothing is copied to the device for it.
-        """
+        # Entries move in runs, by addresses that the host knows, so nothing is copied to the device for it.
         kept = len(path)
         if kept and not 0 <= path[-1] < self._written:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self._written}")
-        with self._slab.lock:
+        with self._arena.lock:
             slot = self.place
             for source, target, count in _runs(path):
-                self._slab.shift(slot, self.length + source, self.length + target, count)
+                self._arena.shift(slot, self.length + source, self.length + target, count)
             self.length += kept
             self._written = 0
 
     def entries(self) -> list[tuple[Tensor, Tensor]]:
-        """Committed keys and values of each attention call, `[kv_heads, length, width]`; for tests and checks."""
-        with self._slab.lock:
+        with self._arena.lock:
             slot = self.place
-            if slot >= self._slab.slots:
+            if slot >= self._arena.slots:
                 return []
-            pairs = [self._slab.entries(call) for call in range(self._slab.calls)]
+            pairs = [self._arena.entries(call) for call in range(self._arena.calls)]
             return [
                 (keys[slot, : self.length].transpose(0, 1), values[slot, : self.length].transpose(0, 1))
                 for keys, values in pairs
             ]
 
 
-class SlabPool(CachePool):
-    """Hands out slots of a slab as caches and takes them back.
+class ArenaPool(CachePool):
+    """Hands out slots of a arena as caches and takes them back.
 
     Args:
-        slab: where they lie.
+        arena: where they lie.
         limit: tokens of one request (the model's context).
     """
 
-    def __init__(self, slab: Slab, limit: int) -> None:
+    def __init__(self, arena: Arena, limit: int) -> None:
         super().__init__(limit, keep=0)
-        self._slab = slab
+        self._arena = arena
 
-    def acquire(self) -> SlabCache:
-        """An empty cache."""
-        cache = SlabCache(self._slab, self._limit)
+    def acquire(self) -> ArenaCache:
+        cache = ArenaCache(self._arena, self._limit)
         with self._lock:
             self.in_use += 1
         return cache
@@ -290,10 +271,10 @@ class SlabPool(CachePool):
         Raises:
             CacheError: it is not of this pool, or was given back before.
         """
-        if not isinstance(cache, SlabCache) or cache.slab is not self._slab:
+        if not isinstance(cache, ArenaCache) or cache.arena is not self._arena:
             raise CacheError("this cache was made by another model; give it back to that one")
-        with self._slab.lock:
-            self._slab.give_back(cache.place)
+        with self._arena.lock:
+            self._arena.give_back(cache.place)
             cache.rollback(0)
             cache.slot = None
         with self._lock:

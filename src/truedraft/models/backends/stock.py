@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,17 +12,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.attention import attend_packed
-from truedraft.models.bodies import Body
-from truedraft.models.layouts import Attending
+from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_width
-from truedraft.models.patterns import AttentionPattern
-from truedraft.models.plan import ForwardPlan
+from truedraft.models.packing import ForwardPlan
 
 _numbers = itertools.count()
 
 
-class StockBody(Body):
+class StockBackend(Backend):
     """Runs a packed forward through a model's own forward, by public doors only.
 
     Attention goes through the attention registry, positions and wanted rows through keyword arguments, and a
@@ -37,8 +36,8 @@ class StockBody(Body):
 
     def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> None:
         self._model = model
-        self._runner = _Runner(patterns)
-        self._runner.register(model)
+        self._attention = _PackedAttention(patterns)
+        self._attention.register(model)
         self._captured: list[Tensor] = []
         self._head = head = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
@@ -49,43 +48,49 @@ class StockBody(Body):
         self.fast_paths = ()
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """See `Body.run`."""
-        with self._runner.running(plan):
-            self._captured.clear()
+        self._captured.clear()
+        with self._attention.following(plan):
             output = self._model(
                 input_ids=plan.tokens,
                 position_ids=plan.positions,
                 use_cache=False,
                 logits_to_keep=plan.rows,
             )
-            return output.logits[0], self._captured.pop()[0]
+        return output.logits[0], self._captured.pop()[0]
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        """See `Body.unembed`."""
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
         self._captured.clear()
         return logits[: len(vectors)]
 
 
-class _Runner:
-    """The attention function of one loaded model: a bound method, so that it knows the plan of the forward."""
+class _PackedAttention:
+    """The attention function of one loaded model: a bound method, so that it knows the plan of the forward.
+
+    The registry keeps it for ever, so it holds nothing of the model.
+    """
 
     def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
-        self.name = f"truedraft-{next(_numbers)}"
         self._patterns = tuple(patterns)
         self._plan: ForwardPlan | None = None
         self._call = 0
 
     def register(self, model: PreTrainedModel) -> None:
-        """Make this runner the model's attention."""
-        AttentionInterface.register(self.name, self.attend)
-        model.set_attn_implementation(self.name)
-        if model.config._attn_implementation != self.name:
+        """Make this the model's attention."""
+        name = f"truedraft-{next(_numbers)}"
+        AttentionInterface.register(name, self.attend)
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
             raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
 
-    def running(self, plan: ForwardPlan) -> _Running:
-        """A context in which forwards of the model follow `plan`."""
-        return _Running(self, plan)
+    @contextmanager
+    def following(self, plan: ForwardPlan) -> Iterator[None]:
+        """Forwards of the model follow `plan` meanwhile."""
+        self._plan, self._call = plan, 0
+        try:
+            yield
+        finally:
+            self._plan = None
 
     def attend(
         self,
@@ -105,24 +110,7 @@ class _Runner:
             raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
         if self._call == len(self._patterns):
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
-        pattern = self._patterns[self._call]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        how = Attending(scale, softcap, s_aux)
-        mixed = attend_packed(query[0], key[0], value[0], plan, self._call, pattern, how)
-        self._call += 1
+        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        call, self._call = self._call, self._call + 1
+        mixed = plan.attend(call, self._patterns[call], scoring, query[0], key[0], value[0])
         return mixed[None].contiguous(), None  # some families take views of it
-
-
-class _Running:
-    """Holds a runner's plan for the duration of one forward."""
-
-    def __init__(self, runner: _Runner, plan: ForwardPlan) -> None:
-        self._runner = runner
-        self._plan = plan
-
-    def __enter__(self) -> None:
-        self._runner._plan = self._plan
-        self._runner._call = 0
-
-    def __exit__(self, *_: object) -> None:
-        self._runner._plan = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +12,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
-from truedraft.models.base import Segment
-from truedraft.models.patterns import AttentionPattern
-from truedraft.models.plan import ForwardPlan
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.base import HeadRun, Segment
+from truedraft.models.packing import ForwardPlan
 from truedraft.models.ranking import Likeliest
 
 
-class SharedHeads(Protocol):
-    """Residual heads x + SiLU(W x + b) that end in a model's LM head."""
-
-    def likeliest(self, hidden: Tensor, depth: int, ranks: int, vocab: int, factor: float) -> Likeliest:
-        """The likeliest of the first `vocab` ids by the first `depth` heads, `[depth, rows, ranks]`.
-
-        A row's guesses depend on it alone.
-
-        Args:
-            hidden: vectors `[rows, width]`.
-            depth: at most as many as there are heads.
-            ranks: ids of each head and row.
-            vocab: ids that exist.
-            factor: what the model multiplies its logits by.
-        """
-        ...
-
-
-class Body(ABC):
+class Backend(ABC):
     """Computes a packed forward of one loaded model. One forward runs at a time.
 
     Attributes:
@@ -103,11 +85,15 @@ class Body(ABC):
         """
         return Likeliest.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
-    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> SharedHeads | None:
-        """Residual heads that end in the LM head, where the body runs them faster than by `likeliest`; else None.
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
+        """Residual heads that end in the LM head, where the backend runs them faster than by `likeliest`; else None.
+
+        A row's guesses depend on it alone.
 
         Args:
             blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.
+            vocab: ids that exist.
+            factor: what the model multiplies its logits by.
         """
         return None
 
@@ -117,5 +103,5 @@ class Body(ABC):
         return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
 
-BodyMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Body]
-"""Makes a body from a loaded model and the pattern of each of its attention calls."""
+BackendMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Backend]
+"""Makes a backend from a loaded model and the pattern of each of its attention calls."""

@@ -1,7 +1,7 @@
 """Compile the forward on this machine, once, and keep it in the user's cache.
 
 There is no compiled file in the package: what a processor can do differs from machine to machine, and the compiler
-that is there knows. Where none is, or it fails, models run without this (`NativeBody.fits` is False).
+that is there knows. Where none is, or it fails, models run without this (`NativeBackend.fits` is False).
 
 A kept library carries the checksum of its bytes in its name, for loading half a library would end the process. It is
 only loaded where nobody but its user (or root) could have put it there.

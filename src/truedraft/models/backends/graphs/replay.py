@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from truedraft.models.graphs.buckets import Bucket
-from truedraft.models.graphs.inputs import Batch, Inputs
+from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs
 
 Outputs: TypeAlias = tuple[Tensor, Tensor]
 """Logits `[wanted, ids]` and vectors before the LM head `[wanted, width]`."""
@@ -21,55 +20,17 @@ Forward: TypeAlias = Callable[[Inputs], Outputs]
 MakeInputs: TypeAlias = Callable[[Bucket], Inputs]
 
 
-class Runner(ABC):
-    """Runs batches through a forward."""
-
-    @abstractmethod
-    def run(self, batch: Batch, generation: int) -> Outputs:
-        """Load a batch and run it.
-
-        Args:
-            batch: what is fed.
-            generation: of the addresses that the forward reads and writes besides its inputs; recordings made under
-                another one are void.
-
-        Returns:
-            The rows that were asked for, without padding. They belong to the caller.
-        """
-
-
 @dataclass(frozen=True, slots=True)
-class Eager(Runner):
-    """Runs the forward as it is, operation by operation.
-
-    Args:
-        forward: what runs.
-        inputs: makes the inputs of a bucket.
-    """
-
-    forward: Forward
-    inputs: MakeInputs
-
-    def run(self, batch: Batch, generation: int) -> Outputs:
-        """See `Runner.run`."""
-        inputs = self.inputs(batch.bucket)
-        inputs.load(batch)
-        logits, hidden = self.forward(inputs)
-        return logits[: batch.wanted], hidden[: batch.wanted]
-
-
-class Recording(ABC):
+class Recording:
     """A forward whose kernels are known; replaying it computes from whatever its inputs hold by then.
 
     Attributes:
         outputs: at fixed addresses; the next replay overwrites them.
+        replay: queues all of its kernels.
     """
 
     outputs: Outputs
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Queue all of its kernels."""
+    replay: Callable[[], None]
 
 
 class Recorder(ABC):
@@ -84,35 +45,26 @@ class Recorder(ABC):
         """All recordings made so far are gone; free what they shared."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A recording, and the inputs that it reads."""
+class Runner:
+    """Runs batches through a forward, as it is or recorded.
 
-    inputs: Inputs
-    recording: Recording
-
-
-class Replayed(Runner):
-    """Records the forward of a bucket when it comes back, and replays it from then on.
-
-    Many shapes, such as the ends of prompts, occur once, and recording costs far more than running: so the first
-    batch of a bucket runs as it is.
+    The forward of a bucket is recorded when it comes back, and replayed from then on. Many shapes, such as the ends of
+    prompts, occur once, and recording costs far more than running: so the first batch of a bucket runs as it is.
 
     Args:
-        forward: what is recorded.
+        forward: what runs.
         inputs: makes the inputs of a bucket.
-        recorder: makes the recordings.
+        recorder: makes the recordings; without one nothing is recorded.
         most: recordings that are kept; of more, the one that was used longest ago goes.
     """
 
-    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder, most: int = 64) -> None:
+    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 64) -> None:
         self._forward = forward
         self._inputs = inputs
         self._recorder = recorder
         self._most = most
-        self._eager = Eager(forward, inputs)
         self._seen: set[Bucket] = set()
-        self._kept: OrderedDict[Bucket, _Recorded] = OrderedDict()
+        self._kept: OrderedDict[Bucket, tuple[Inputs, Recording]] = OrderedDict()
         self._generation = 0
 
     @property
@@ -120,37 +72,55 @@ class Replayed(Runner):
         """Buckets whose recordings are kept, the one used longest ago first."""
         return list(self._kept)
 
-    def run(self, batch: Batch, generation: int) -> Outputs:
-        """See `Runner.run`."""
+    def run_once(self, batch: ArenaBatch) -> Outputs:
+        """Load a batch and run it as it is, operation by operation; returns what `run` does."""
+        logits, hidden = self._forward(self._loaded(batch))
+        return logits[: batch.wanted], hidden[: batch.wanted]
+
+    def run(self, batch: ArenaBatch, generation: int) -> Outputs:
+        """Load a batch and run it.
+
+        Args:
+            batch: what is fed.
+            generation: of the addresses that the forward reads and writes besides its inputs; recordings made under
+                another one are void.
+
+        Returns:
+            The rows that were asked for, without padding. They belong to the caller.
+        """
         if generation != self._generation:
             self._forget(generation)
-        if batch.bucket not in self._seen:
+        if self._recorder is None or batch.bucket not in self._seen:
             self._seen.add(batch.bucket)
-            return self._eager.run(batch, generation)
-        recorded = self._kept.get(batch.bucket)
-        if recorded is None:
-            recorded = self._record(batch)
-        else:
+            return self.run_once(batch)
+        if batch.bucket in self._kept:
             self._kept.move_to_end(batch.bucket)
-            recorded.inputs.load(batch)
-        recorded.recording.replay()
-        logits, hidden = recorded.recording.outputs
+            inputs, recording = self._kept[batch.bucket]
+            inputs.load(batch)
+        else:
+            recording = self._record(batch, self._recorder)
+        recording.replay()
+        logits, hidden = recording.outputs
         # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
         return logits[: batch.wanted].clone(), hidden[: batch.wanted].clone()
 
-    def _record(self, batch: Batch) -> _Recorded:
+    def _loaded(self, batch: ArenaBatch) -> Inputs:
         inputs = self._inputs(batch.bucket)
         inputs.load(batch)
-        recording = self._recorder.record(lambda: self._forward(inputs))
-        recorded = self._kept[batch.bucket] = _Recorded(inputs, recording)
+        return inputs
+
+    def _record(self, batch: ArenaBatch, recorder: Recorder) -> Recording:
+        inputs = self._loaded(batch)
+        recording = recorder.record(lambda: self._forward(inputs))
+        self._kept[batch.bucket] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
-        return recorded
+        return recording
 
     def _forget(self, generation: int) -> None:
         self._generation = generation
         self._seen.clear()
-        if self._kept:
+        if self._kept and self._recorder is not None:
             self._kept.clear()
             self._recorder.forget()
 
@@ -167,7 +137,6 @@ class CudaGraphs(Recorder):
         self._pool: Any = None  # torch names no public type for it
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """See `Recorder.record`."""
         with torch.cuda.device(self._device):
             aside = torch.cuda.Stream(self._device)
             aside.wait_stream(torch.cuda.current_stream(self._device))
@@ -180,20 +149,7 @@ class CudaGraphs(Recorder):
             # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = forward()
-        return _CudaRecording(graph, outputs)
+        return Recording(outputs, graph.replay)
 
     def forget(self) -> None:
-        """See `Recorder.forget`."""
         self._pool = None
-
-
-class _CudaRecording(Recording):
-    """A CUDA graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
-        self._graph = graph
-        self.outputs = outputs
-
-    def replay(self) -> None:
-        """See `Recording.replay`."""
-        self._graph.replay()

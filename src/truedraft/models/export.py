@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from truedraft.errors import ModelError, OptionError
 from truedraft.models.dtypes import pick_dtype
-from truedraft.models.fingerprint import fingerprint_of
-from truedraft.models.loading import load_config, load_weights, refuse_other_kinds, resolve_source
+from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 from truedraft.models.padding import (
     count_parameters,
     pad_model,
@@ -24,7 +24,6 @@ from truedraft.models.padding import (
     padding_note_of,
     record_fingerprint,
 )
-from truedraft.models.quiet import quiet_transformers
 from truedraft.text.tokenizer import Tokenizer
 
 
@@ -80,9 +79,7 @@ def _export(
 ) -> Exported:
     on_stage(f"loading {name}")
     source = resolve_source(name)
-    config = load_config(source, name, None)
-    refuse_other_kinds(config, name)
-    model = load_weights(source, config, name, kind, None)
+    model = read_model(source, name, kind)
     tokenizer = Tokenizer.load(source)
     if pad_to is not None:
         _refuse_full_disk(count_parameters(padded_config(model, pad_to)) * kind.itemsize, folder)

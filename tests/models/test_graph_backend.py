@@ -1,4 +1,4 @@
-"""Forwards over a slab give what the model's own modules give, up to rounding, in every shape of forward."""
+"""Forwards over a arena give what the model's own modules give, up to rounding, in every shape of forward."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, noisy, packed, reference, stock, stock_logits
+from support.backends import HostRecorder, graph_backend
+from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fastest import fastest_body
-from truedraft.models.graphs import GraphBody
-from truedraft.models.graphs.replay import Outputs, Recorder, Recording
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.patterns import AttentionPattern
-from truedraft.models.probe import probe_patterns
-from truedraft.models.selftest import check_against_stock
+from truedraft.models.llama import Llama
+from truedraft.models.loading import fastest_backend
+from truedraft.models.probe import check_against_stock, probe_patterns
 
 needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="no bfloat16 instructions")
 
@@ -64,31 +64,8 @@ LARGE_TREE = TreeShape((-1, 0, 0, *range(1, 69)))
 """71 nodes: two branches in turns, more than one number of 64 bits tells about."""
 
 
-class Again(Recording):
-    """Runs the forward again, into outputs that stay where they are."""
-
-    def __init__(self, forward: Callable[[], Outputs]) -> None:
-        self._forward = forward
-        logits, hidden = forward()
-        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
-
-    def replay(self) -> None:
-        for kept, new in zip(self.outputs, self._forward(), strict=True):
-            kept.copy_(new)
-
-
-class AgainRecorder(Recorder):
-    """Stands for CUDA graphs on the CPU."""
-
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        return Again(forward)
-
-    def forget(self) -> None:
-        pass
-
-
-def recorded(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> GraphBody:
-    return GraphBody(model, patterns, AgainRecorder())
+def recorded(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> GraphBackend:
+    return graph_backend(model, patterns, HostRecorder())
 
 
 def weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -104,7 +81,7 @@ def by_modules(model: PreTrainedModel) -> HuggingFaceModel:
 
 
 def run_forwards(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
-    """All rows of prefills, chains and trees, mixed and alone, by levels; slots that move; a slab that grows.
+    """All rows of prefills, chains and trees, mixed and alone, by levels; slots that move; a arena that grows.
 
     Returns:
         Logits `[rows, vocab]` and vectors before the head `[rows, width]`, float64, on the CPU.
@@ -181,7 +158,7 @@ def test_float32_equals_the_models_own_modules(name: str) -> None:
 @pytest.mark.parametrize("name", ["grouped heads", "mistral with a window", "qwen3"])
 def test_unrecorded_forwards_give_the_same(name: str) -> None:
     """On a device without graphs, everything runs as it is."""
-    plain = HuggingFaceModel(weights(name), None, name, GraphBody)
+    plain = HuggingFaceModel(weights(name), None, name, graph_backend)
     for ours, theirs in zip(run_forwards(plain), run_forwards(graphs(weights(name))), strict=True):
         assert ours.equal(theirs)
 
@@ -292,9 +269,10 @@ def test_the_check_at_load_holds_it_to_the_stock_forward() -> None:
 def test_which_models_fit() -> None:
     for family, fits in (("llama", True), ("mistral", True), ("qwen3", True), ("gemma3", False), ("gpt2", False)):
         module = stock(family)
-        assert GraphBody.fits(module, probe_patterns(module)) is fits
+        llama = Llama.of(module, probe_patterns(module))
+        assert (llama is not None and GraphBackend.fits(llama)) is fits
     module = stock("llama")
-    assert not isinstance(HuggingFaceModel(module, None, "cpu", fastest_body)._body, GraphBody)
+    assert not isinstance(HuggingFaceModel(module, None, "cpu", fastest_backend)._backend, GraphBackend)
     assert "CUDA graphs" not in graphs(stock("llama")).fast_paths
 
 
@@ -304,7 +282,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str, max_batch: int)
     """Plain, by a chain and by a tree, from a draft that often errs; requests come and go, so slots move."""
     expected = [list(tokens)[:64] for tokens in reference(family)]
     prompts = [list(prompt) for prompt in PROMPTS]
-    target, draft = graphs(stock(family)), graphs(noisy(family, 0.1).module)
+    target, draft = graphs(stock(family)), graphs(noisy_stock(family, 0.1))
     for drafter in (None, DraftModel(draft, 3), DraftModel(draft, branching=(3, 2, 1))):
         engine = Engine(target, drafter, max_batch=max_batch)
         answers = engine.generate(prompts, SamplingParams(max_tokens=64))
@@ -334,7 +312,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_cuda_replayed_forwards_equal_the_models_own(name: str) -> None:
     """Recorded for real; float32 products of the GPU sum in another order than those of the CPU."""
-    model = HuggingFaceModel(weights(name).to("cuda"), None, name, fastest_body)  # type: ignore[arg-type]
+    model = HuggingFaceModel(weights(name).to("cuda"), None, name, fastest_backend)  # type: ignore[arg-type]
     assert "CUDA graphs" in model.fast_paths
     theirs = run_forwards(by_modules(weights(name).double()))
     for _ in range(2):  # the second time more is replayed
@@ -351,8 +329,8 @@ def test_on_cuda_greedy_answers_equal_those_of_transformers(family: str) -> None
     expected = [list(tokens) for tokens in reference(family)]
     prompts = [list(prompt) for prompt in PROMPTS]
     target, draft = (
-        HuggingFaceModel(module.to("cuda"), None, family, fastest_body)  # type: ignore[arg-type]
-        for module in (stock(family), noisy(family, 0.1).module)
+        HuggingFaceModel(module.to("cuda"), None, family, fastest_backend)  # type: ignore[arg-type]
+        for module in (stock(family), noisy_stock(family, 0.1))
     )
     for drafter in (None, DraftModel(draft, 3), DraftModel(draft, branching=(3, 2, 1))):
         answers = Engine(target, drafter).generate(prompts, SamplingParams(max_tokens=128))
@@ -363,7 +341,7 @@ def test_on_cuda_greedy_answers_equal_those_of_transformers(family: str) -> None
 @on_cuda
 def test_on_cuda_a_forward_waits_for_nothing() -> None:
     """The driver's own word: any wait raises while this mode is on."""
-    model = HuggingFaceModel(stock("mistral").to("cuda"), None, "mistral", fastest_body)  # type: ignore[arg-type]
+    model = HuggingFaceModel(stock("mistral").to("cuda"), None, "mistral", fastest_backend)  # type: ignore[arg-type]
     cache, ids = model.new_cache(), torch.arange(7, device="cuda")
     model.forward([Segment(cache, ids, chain_shape(7), ())])
     cache.commit(range(7))
@@ -382,7 +360,7 @@ def test_on_cuda_a_forward_waits_for_nothing() -> None:
 @pytest.mark.gpu
 @on_cuda
 def test_on_cuda_what_was_returned_outlives_later_replays() -> None:
-    model = HuggingFaceModel(stock("llama").to("cuda"), None, "llama", fastest_body)  # type: ignore[arg-type]
+    model = HuggingFaceModel(stock("llama").to("cuda"), None, "llama", fastest_backend)  # type: ignore[arg-type]
     cache, ids = model.new_cache(), torch.arange(4, device="cuda")
     kept = [model.forward([Segment(cache, ids + step, chain_shape(4), range(4))]).logits for step in range(4)]
     copies = [logits.clone() for logits in kept]

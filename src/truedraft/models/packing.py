@@ -1,4 +1,4 @@
-"""The plan of one packed forward: where each segment's tokens are, at which positions, and what they may see."""
+"""One packed forward: where each segment's tokens are, at which positions, and what they may see."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.errors import ModelError
+from truedraft.models.attention import AttentionPattern, Scoring, SegmentLayout, layout_of
 from truedraft.models.base import Segment
-from truedraft.models.layouts import SegmentLayout, layout_of
-from truedraft.models.patterns import AttentionPattern
 
 
 @dataclass(slots=True)
@@ -99,6 +98,32 @@ class ForwardPlan:
             wanted,
             max(positions),
         )
+
+    def attend(
+        self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of all segments, each against its own cache, which takes their keys and values.
+
+        Args:
+            call: which attention call of the forward this is, from 0.
+            pattern: which positions this layer may see.
+            scoring: how the layer makes weights of products.
+            query: `[heads, total, key width]`.
+            key: `[kv_heads, total, key width]`.
+            value: `[kv_heads, total, value width]`.
+
+        Returns:
+            `[total, heads, value width]`; rows of padding hold numbers without meaning.
+        """
+        outputs: list[Tensor] = []
+        for part in self.segments:
+            rows = slice(part.start, part.start + part.count)
+            keys, values = part.segment.cache.write(call, key[:, rows], value[:, rows])
+            outputs.append(part.layout(pattern).attend(query[:, rows], keys, values, scoring))
+        padding = query.shape[1] - sum(part.count for part in self.segments)
+        if padding:
+            outputs.append(outputs[0][:1].expand(padding, -1, -1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -1,5 +1,5 @@
 """The forward of Llama-like decoders in C, compiled once on the user's machine where that is possible."""
 
-from truedraft.models.native.body import NativeBody
+from truedraft.models.backends.native.backend import NativeBackend
 
-__all__ = ["NativeBody"]
+__all__ = ["NativeBackend"]

@@ -1,4 +1,4 @@
-"""Keys and values of many requests in one slab: each behaves like a cache of its own, at addresses that stay."""
+"""Keys and values of many requests in one arena: each behaves like a cache of its own, at addresses that stay."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.cache.slab import SPAN_STEP, Slab, SlabCache, SlabPool
+from truedraft.cache.arena import SPAN_STEP, Arena, ArenaCache, ArenaPool
 from truedraft.errors import CacheError
 
 HEADS, WIDTH, CALLS, LIMIT = 2, 3, 2, 1024
 
 
-def new_slab() -> Slab:
-    return Slab(CALLS, HEADS, WIDTH, torch.float32, torch.device("cpu"), LIMIT)
+def new_arena() -> Arena:
+    return Arena(CALLS, HEADS, WIDTH, torch.float32, torch.device("cpu"), LIMIT)
 
 
-def new_pool() -> SlabPool:
-    return SlabPool(new_slab(), LIMIT)
+def new_pool() -> ArenaPool:
+    return ArenaPool(new_arena(), LIMIT)
 
 
 def forward(cache: RequestCache, tokens: Sequence[float], written: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -42,7 +42,7 @@ def fill(cache: RequestCache, tokens: Sequence[float]) -> None:
     cache.commit(range(len(tokens)))
 
 
-def filled(pool: SlabPool, tokens: Sequence[float]) -> SlabCache:
+def filled(pool: ArenaPool, tokens: Sequence[float]) -> ArenaCache:
     cache = pool.acquire()
     fill(cache, tokens)
     return cache
@@ -109,7 +109,7 @@ def test_capacity_and_slots_grow_and_entries_stay() -> None:
     second = filled(pool, range(SPAN_STEP + 1))
     assert first.capacity == second.capacity == 2 * SPAN_STEP
     others = [filled(pool, [7, number]) for number in range(3)]
-    assert first.slab.slots == 8
+    assert first.arena.slots == 8
     for cache, tokens in ((first, [1, 2, 3]), (second, range(SPAN_STEP + 1)), (others[2], [7, 2])):
         assert_holds(cache.entries(), tokens)
 
@@ -122,22 +122,22 @@ def test_capacity_stops_at_the_limit_unless_a_tree_needs_more() -> None:
     assert cache.capacity == LIMIT + SPAN_STEP
 
 
-def test_addresses_stay_until_the_slab_grows() -> None:
+def test_addresses_stay_until_the_arena_grows() -> None:
     pool = new_pool()
     cache = filled(pool, [1, 2, 3])
 
     def addresses() -> list[int]:
-        return [tensor.data_ptr() for call in range(CALLS) for tensor in cache.slab.rows(call)]
+        return [tensor.data_ptr() for call in range(CALLS) for tensor in cache.arena.rows(call)]
 
-    before, generation = addresses(), cache.slab.generation
+    before, generation = addresses(), cache.arena.generation
     for token in range(SPAN_STEP - 10):
         fill(cache, [token])
     forward(cache, range(5))
     cache.commit((0, 3))
     assert addresses() == before
-    assert cache.slab.generation == generation
+    assert cache.arena.generation == generation
     forward(cache, range(2 * SPAN_STEP))
-    assert cache.slab.generation == generation + 1
+    assert cache.arena.generation == generation + 1
 
 
 def test_requests_lie_in_the_lowest_slots_without_gaps() -> None:
@@ -146,10 +146,10 @@ def test_requests_lie_in_the_lowest_slots_without_gaps() -> None:
     caches = [filled(pool, [number, 10]) for number in range(5)]
     assert [cache.slot for cache in caches] == [0, 1, 2, 3, 4]
     forward(caches[4], [20, 21, 22])
-    slab = caches[0].slab
+    arena = caches[0].arena
     for gone in (caches[1], caches[3]):
         pool.release(gone)
-    slab.close_gaps()
+    arena.close_gaps()
     assert [caches[number].slot for number in (0, 4, 2)] == [0, 1, 2]
     for number in (0, 2, 4):
         assert_holds(caches[number].entries(), [number, 10])
@@ -167,7 +167,7 @@ def test_a_free_slot_is_taken_again_and_nothing_of_its_past_shows() -> None:
     cache = filled(pool, [1, 2, 3])
     assert cache.slot == 0
     for call in range(CALLS):
-        for entries in cache.slab.entries(call):
+        for entries in cache.arena.entries(call):
             assert bool(entries.isfinite().all())
     assert_holds(cache.entries(), [1, 2, 3])
 
@@ -178,7 +178,7 @@ def test_what_a_longer_tree_left_is_cleaned_by_the_next_forward() -> None:
     cache.commit((0,))
     forward(cache, [5])
     for call in range(CALLS):
-        for entries in cache.slab.entries(call):
+        for entries in cache.arena.entries(call):
             assert bool(entries.isfinite().all())
 
 
@@ -187,13 +187,13 @@ def test_what_a_moved_request_left_is_cleaned_as_well() -> None:
     pool = new_pool()
     long, short = filled(pool, [float("nan")] * 30), filled(pool, [1, 2])
     pool.release(long)
-    short.slab.close_gaps()
+    short.arena.close_gaps()
     assert short.slot == 0
     fill(short, [3])
     fresh = filled(pool, [9])
     assert_holds(short.entries(), [1, 2, 3])
     assert_holds(fresh.entries(), [9])
-    for entries in short.slab.entries(0):
+    for entries in short.arena.entries(0):
         assert bool(entries.isfinite().all())
 
 
@@ -202,7 +202,7 @@ def test_a_cache_that_was_dropped_frees_its_slot() -> None:
     kept = [filled(pool, [1]), filled(pool, [2])]
     del kept[0]
     gc.collect()
-    kept[0].slab.close_gaps()
+    kept[0].arena.close_gaps()
     assert kept[0].slot == 0
     assert_holds(kept[0].entries(), [2])
 
