@@ -21,7 +21,7 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 from truedraft.verification import Rule
 from truedraft.verification.coupled import coupled_choice
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 
 class SlippedCache(RequestCache):
@@ -86,8 +86,8 @@ class AcceptAlways(Rule):
     lossless = True
     judges = frozenset(DrawKind)
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        return [self._verify(*each) for each in zip(proposals, laws, noise, strict=True)]
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        return DeviceVerdicts.of([self._verify(*each) for each in zip(proposals, laws, noise, strict=True)])
 
     def _verify(self, proposal: Proposal, law: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
@@ -99,7 +99,7 @@ class AcceptAlways(Rule):
         token = int(coupled_choice(law[slot : slot + 1], gumbel))
         return Verdict(tuple(path), (*(proposal.tree.token_list[node] for node in path), token), Origin.BONUS)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         raise NotImplementedError
 
 

@@ -29,7 +29,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 
 def test_coupled_and_greedy_requests_hold() -> None:
@@ -99,8 +99,9 @@ def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
 
 def test_a_coupled_kernel_that_follows_the_draft_fails() -> None:
     class ByDraft(CoupledSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return super().outcomes(draws[0].q if draws else p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            (slot,) = group
+            return super().outcomes([JudgedSlot(slot.draws[0].q if slot.draws else slot.p, slot.draws)])
 
     found = findings(ByDraft(), DRAWN)
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled kernel"}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from truedraft.certify.decision_cells import cell_laws
 from truedraft.certify.exact import TOLERANCE, exact_findings
@@ -24,7 +23,7 @@ from truedraft.verification import (
     SpeculativeSampling,
     TypicalAcceptance,
 )
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 HOST = torch.device("cpu")
 CAUGHT = 0.01
@@ -115,8 +114,8 @@ def test_the_milder_rule_is_nearer_and_one_by_hand() -> None:
 
 def test_a_lossy_rule_that_does_not_do_what_its_kernel_says_fails() -> None:
     class Hides(LenientSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return LenientSampling(0.8).outcomes(p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            return LenientSampling(0.8).outcomes(group)
 
     (found,) = findings(Hides(0.5), FIXED).values()
     assert found.status is Status.FAILS

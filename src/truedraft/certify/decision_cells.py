@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.certify.verdict_laws import VerdictLaw, block_kernel, block_of, kernel_law, node_kernel
+from truedraft.certify.verdict_laws import VerdictLaw, group_kernel, is_joint, kernel_law, node_kernel
 from truedraft.certify.worlds import Case
 from truedraft.core import transfers
 from truedraft.core.noise import Purpose
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import TruedraftError
-from truedraft.verification import BlockVerification, Rule
+from truedraft.verification import Rule
 from truedraft.verification.deferred import DeferredRule
 
 Key = tuple[Purpose, int, int]
@@ -269,13 +269,14 @@ class _Predicted:
             return [_Edge(index, script, key, _Beyond(token), min(each, 1.0)) for token, each in enumerate(places)]
         slot = start = 0
         while start <= depth:
-            block = block_of(self._rule, self._cases[index], slot)
-            if block and depth < start + len(block):
+            joint = is_joint(self._rule, self._cases[index], slot)
+            block = self._rule.group(self._cases[index].proposal, slot)
+            if joint and depth < start + len(block):
                 guess = self._passes(index, block, depth - start + 1)
                 return [_Edge(index, script, key, _Failed(depth), guess)]
             if start == depth:
                 break
-            start += max(1, len(block))
+            start += len(block)
             slot = verdict.path[start - 1] + 1
         accepts, _ = self._node(index, slot)
         guess = accepts[key[2]] if key[2] < len(accepts) else 0.5
@@ -288,8 +289,9 @@ class _Predicted:
 
     def _final(self, index: int, verdict: Verdict) -> list[float]:
         """The law of the token that ends a walk with this path."""
-        if not isinstance(self._rule, BlockVerification):
-            return self._node(index, verdict.path[-1] + 1 if verdict.path else 0)[1]
+        slot = verdict.path[-1] + 1 if verdict.path else 0
+        if not is_joint(self._rule, self._cases[index], slot):
+            return self._node(index, slot)[1]
         if index not in self._laws:
             self._laws[index] = kernel_law(self._rule, self._cases[index])
         final = [0.0] * self._cases[index].laws.shape[-1]
@@ -301,9 +303,8 @@ class _Predicted:
 
     def _passes(self, index: int, block: Sequence[int], length: int) -> float:
         """The number below which the prefix of this length of a block passes, all longer ones having failed."""
-        assert isinstance(self._rule, BlockVerification)
         ends = [0.0] * (len(block) + 1)
-        for outcome in block_kernel(self._rule, self._cases[index], block):
+        for outcome in group_kernel(self._rule, self._cases[index], block):
             ends[outcome.accepted] += outcome.probability
         reach = sum(ends[: length + 1])
         return ends[length] / reach if reach > 0.0 else 0.0

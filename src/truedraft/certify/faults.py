@@ -26,7 +26,7 @@ from truedraft.core.trees import TokenTree
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.verification import CoupledSampling, Rule
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import DeviceVerdicts, HasKind, JudgedSlot, Outcome
 
 JUDGED_AT = 2.0
 """The temperature at which q is judged where it should be 1."""
@@ -47,13 +47,17 @@ class _Around(Rule):
         """As the inner rule."""
         self.inner.check(kinds, drafter)
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def joins(self, draws: Sequence[HasKind]) -> bool:
         """As the inner rule."""
-        return self.inner.verify(proposals, laws, noise)
+        return self.inner.joins(draws)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        """As the inner rule."""
+        return self.inner.decide(proposals, laws, noise)
+
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         """Those of the inner rule: the faults here are in what is shipped, not in its kernel."""
-        return self.inner.outcomes(p, draws)
+        return self.inner.outcomes(group)
 
 
 # ------------------------------------------------------------------------------------------------ faults of rules
@@ -62,9 +66,9 @@ class _Around(Rule):
 class AcceptsAlways(_Around):
     """Keeps the first drafted path whole, whatever the target says; then a bonus token."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Judge nothing."""
-        return [self._verdict(*each) for each in zip(proposals, laws, noise, strict=True)]
+        return DeviceVerdicts.of([self._verdict(*each) for each in zip(proposals, laws, noise, strict=True)])
 
     def _verdict(self, proposal: Proposal, laws: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
@@ -95,10 +99,10 @@ class CoupledAcceptsAlways(AcceptsAlways):
 class ResidualIsTarget(_Around):
     """After a rejection draws from p, not from norm(max(0, p - q))."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Judge rightly, and draw the recovered token again, wrongly, by the same number."""
         verdicts = self.inner.verify(proposals, laws, noise)
-        return [self._redrawn(*each) for each in zip(verdicts, laws, noise, strict=True)]
+        return DeviceVerdicts.of([self._redrawn(*each) for each in zip(verdicts, laws, noise, strict=True)])
 
     def _redrawn(self, verdict: Verdict, laws: Tensor, noise: Noise) -> Verdict:
         if verdict.final is not Origin.RECOVERED:
@@ -112,18 +116,18 @@ class ResidualIsTarget(_Around):
 class JudgesAnotherTemperature(_Around):
     """Judges q at a temperature at which it was not drawn."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Judge against flatter laws."""
         wrong = [own if own.laws is None else replace(own, laws=flattened(own.laws)) for own in proposals]
-        return self.inner.verify(wrong, laws, noise)
+        return self.inner.decide(wrong, laws, noise)
 
 
 class OneKeyTwice(_Around):
     """The number that rejected a draft also draws the recovered token."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Judge with noise in which two decisions read one number."""
-        return self.inner.verify(proposals, laws, [_AcceptIsRecovered(own) for own in noise])
+        return self.inner.decide(proposals, laws, [_AcceptIsRecovered(own) for own in noise])
 
 
 class CoupledOneKey(_Around):
@@ -132,9 +136,9 @@ class CoupledOneKey(_Around):
     def __init__(self) -> None:
         super().__init__(CoupledSampling())
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Judge with noise that does not depend on the depth."""
-        return self.inner.verify(proposals, laws, [_FirstDepth(own) for own in noise])
+        return self.inner.decide(proposals, laws, [_FirstDepth(own) for own in noise])
 
 
 class _NoiseAround:

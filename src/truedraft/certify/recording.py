@@ -10,10 +10,9 @@ from torch import Tensor
 from truedraft.certify.delegating_drafter import DelegatingDrafter
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import Proposal
-from truedraft.core.verdicts import Verdict
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.verification import Rule
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import DeviceVerdicts, HasKind, JudgedSlot, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,18 @@ class RecordingRule(Rule):
         """That of the inner rule."""
         return self if self._inner.greedy_form is self._inner else self._inner.greedy_form
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Keep the laws, and judge."""
         self.given.extend(law.clone() for law in laws)
-        return self._inner.verify(proposals, laws, noise)
+        return self._inner.decide(proposals, laws, noise)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+    def joins(self, draws: Sequence[HasKind]) -> bool:
+        """As the inner rule."""
+        return self._inner.joins(draws)
+
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         """Those of the inner rule."""
-        return self._inner.outcomes(p, draws)
+        return self._inner.outcomes(group)
 
 
 class RecordingDrafter(DelegatingDrafter):

@@ -9,21 +9,18 @@ from torch import Tensor
 
 from truedraft.certify.worlds import Case, Prefix
 from truedraft.core.verdicts import Origin, Verdict
-from truedraft.verification import BlockVerification, Rule
-from truedraft.verification.block import BlockOutcome
-from truedraft.verification.block_looks import block_at
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification import Rule
+from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
 
 VerdictLaw = dict[Verdict, float]
 
 
-def node_kernel(rule: Rule, case: Case, slot: int) -> tuple[list[float], list[float]]:
-    """What the one-node kernel says of a slot.
+def group_kernel(rule: Rule, case: Case, group: Sequence[int]) -> list[Outcome]:
+    """What the kernel says of slots that are judged together."""
+    return rule.outcomes([_judged(case, slot) for slot in group])
 
-    Returns:
-        Each draw's probability to stay once it is its turn (draws that are never reached may be missing), and the law
-        of the final token.
-    """
+
+def _judged(case: Case, slot: int) -> JudgedSlot:
     proposal, p = case.proposal, case.laws[slot]
     drawn = []
     for draw in proposal.draws[slot]:
@@ -35,29 +32,30 @@ def node_kernel(rule: Rule, case: Case, slot: int) -> tuple[list[float], list[fl
             assert proposal.laws is not None
             q = proposal.laws[draw.law]
         drawn.append(DrawnToken(token, draw.law, q, draw.kind))
-    accepts, final, reach = [], [0.0] * len(p), 1.0
-    for outcome in rule.outcomes(p, drawn):
+    return JudgedSlot(p, tuple(drawn))
+
+
+def node_kernel(rule: Rule, case: Case, slot: int) -> tuple[list[float], list[float]]:
+    """What the kernel says of a slot that is judged by itself.
+
+    Returns:
+        Each draw's probability to stay once it is its turn (draws that are never reached may be missing), and the law
+        of the final token.
+    """
+    accepts, final, reach = [], [0.0] * case.laws.shape[-1], 1.0
+    for outcome in group_kernel(rule, case, [slot]):
         if outcome.accepted:
             accepts.append(outcome.probability / reach if reach > 0 else 0.0)
             reach -= outcome.probability
         else:
-            final[outcome.token] += outcome.probability
+            final[outcome.tokens[0]] += outcome.probability
     left = sum(final)
     return accepts, [mass / left for mass in final] if left else final
 
 
-def block_kernel(rule: BlockVerification, case: Case, block: Sequence[int]) -> list[BlockOutcome]:
-    """What the kernel of a block says of some slots, one below the other."""
-    proposal, laws = case.proposal, case.proposal.laws
-    assert laws is not None
-    sole = [proposal.draws[slot][0] for slot in block]
-    drawn = [DrawnToken(proposal.tree.token_list[d.child], d.law, laws[d.law], d.kind) for d in sole]
-    return rule.block_outcomes([case.laws[slot] for slot in block], drawn)
-
-
-def block_of(rule: Rule, case: Case, slot: int) -> list[int]:
-    """The slots that the rule judges together from a slot on; none where it judges the slot by itself."""
-    return block_at(case.proposal, slot) if isinstance(rule, BlockVerification) else []
+def is_joint(rule: Rule, case: Case, slot: int) -> bool:
+    """Whether a slot is judged by its tokens together with those of the slots below."""
+    return rule.joins(case.proposal.draws[slot])
 
 
 def kernel_law(rule: Rule, case: Case) -> VerdictLaw:
@@ -70,20 +68,18 @@ def kernel_law(rule: Rule, case: Case) -> VerdictLaw:
             verdict = Verdict(path, (*(ids[node] for node in path), token), origin)
             law[verdict] = law.get(verdict, 0.0) + mass
 
-    def visit_block(rule: BlockVerification, block: Sequence[int], path: Prefix, mass: float) -> None:
-        nodes = [case.proposal.draws[each][0].child for each in block]
-        for outcome in block_kernel(rule, case, block):
+    def visit_block(group: Sequence[int], path: Prefix, mass: float) -> None:
+        nodes = [case.proposal.draws[each][0].child for each in group]
+        for outcome in group_kernel(rule, case, group):
             below = (*path, *nodes[: outcome.accepted])
-            if outcome.token is not None:
-                end(below, outcome.token, Origin.RECOVERED, mass * outcome.probability)
+            if not outcome.goes_on:
+                end(below, outcome.tokens[-1], Origin.RECOVERED, mass * outcome.probability)
             elif outcome.probability > 0.0:
                 visit(nodes[-1] + 1, below, mass * outcome.probability)
 
     def visit(slot: int, path: Prefix, mass: float) -> None:
-        block = block_of(rule, case, slot)
-        if block:
-            assert isinstance(rule, BlockVerification)
-            visit_block(rule, block, path, mass)
+        if is_joint(rule, case, slot):
+            visit_block(rule.group(case.proposal, slot), path, mass)
             return
         draws = case.proposal.draws[slot]
         accepts, final = node_kernel(rule, case, slot)
