@@ -12,9 +12,9 @@ import pytest
 from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, KERNEL, REMOVED, VERIFY, findings, statuses
 from torch import Tensor
 
-from truedraft.certify.decision_cells import decision_cells, mass_that_moves
+from truedraft.certify.cells import decision_cells, mass_that_moves
+from truedraft.certify.checks import Status
 from truedraft.certify.exact import TOLERANCE
-from truedraft.certify.findings import Status
 from truedraft.certify.worlds import Choice, build
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind, Proposal
