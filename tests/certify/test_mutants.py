@@ -342,8 +342,8 @@ MUTANTS = {
     ),
     "plain decoding is compared with itself": Mutant(
         equality,
-        "{size: self._stack.engine(size) for size in sorted({1, context.batch})}",
-        "{size: self._stack.plain(size) for size in sorted({1, context.batch})}",
+        "{size: context.stack.engine(size) for size in sorted({1, context.batch})}",
+        "{size: context.stack.plain(size) for size in sorted({1, context.batch})}",
         accepting_always_is_a_fault_together,
     ),
     "warnings do not count": Mutant(

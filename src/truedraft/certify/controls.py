@@ -46,6 +46,7 @@ from truedraft.core.laws import law_from_logits, total_variation
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import Drafter, DraftModel
+from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
 from truedraft.verification.coupled import coupled_choice
 
@@ -210,10 +211,10 @@ class SampledControls(Check):
             # Most faults are found at once and leave their time to the others.
             left = PATIENCE * context.seconds * (1.0 - whole.fraction - _RESERVE * (count - 1 - number))
             # Off by one only shows in what was used; it is compared with a healthy target's.
-            broken = _Broken(
-                control.plant(setting.stack), stack, setting.params, setting.words, control.emitted is None
+            planted = _Planted(
+                control.plant(setting.stack), setting.params, setting.words, control.sizes, control.emitted is None
             )
-            shown = _show_to_tests(broken, control.sizes, prompts, Limits.of(sampled, left))
+            shown = planted.shown(stack.target, prompts, Limits.of(sampled, left))
             findings.append(shown.finding(control.name))
             context.tell((number + 1) / count)
         return findings
@@ -301,10 +302,9 @@ class CoupledControls(Check):
         stack = context.stack
         findings = ComparedControls().run(replace(context, tell=lambda done: context.tell(done / 2)))
         itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
-        planted = itself.but(coupled_rule=faults.coupled_one_key())
-        broken = _Broken(planted, stack, context.params, "drafted by the target itself")
-        limits = Limits.of(sampled, context.seconds)
-        shown = _show_to_tests(broken, off_by_sharing, _beginnings(context.prompts), limits)
+        broken = itself.but(coupled_rule=faults.coupled_one_key())
+        planted = _Planted(broken, context.params, "drafted by the target itself", off_by_sharing)
+        shown = planted.shown(stack.target, _beginnings(context.prompts), Limits.of(sampled, context.seconds))
         context.tell(1.0)
         return [*findings, shown.finding("two tokens share their noise")]
 
@@ -347,22 +347,53 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Broken:
-    """A stack with a fault, and where it is shown.
+class _Planted:
+    """A fault where it is shown.
 
     Attributes:
         stack: with the fault.
-        healthy: without it; its target judges.
         params: sampling options.
         words: what is not the user's own; "" if all is.
-        records_probs: whether what the rule is given is wanted.
+        sizes: how far it puts the distributions of an answer's tokens off, `[tokens]`, without a look at the tokens.
+        records_probs: whether that is read off what the rule is given.
     """
 
     stack: Stack
-    healthy: Stack
     params: SamplingParams
     words: str
+    sizes: Callable[[Scored], Tensor]
     records_probs: bool = False
+
+    def shown(self, healthy: LanguageModel, prompts: Sequence[Sequence[int]], limits: Limits) -> Shown:
+        """Let the tests run until they find the fault, or their tokens or the time are used up.
+
+        Args:
+            healthy: the target without the fault, which judges.
+            prompts: token ids.
+            limits: what the tests may use.
+        """
+        events = Events(healthy.vocab_size, batch=1)
+        tests = EProcesses(events.names, limits.allowance)
+        sizes: list[Tensor] = []
+        for answers in scored_answers(
+            self.stack,
+            prompts,
+            self.params,
+            _BATCH,
+            judge=healthy,
+            records_probs=self.records_probs,
+            length=_LENGTH,
+        ):
+            for scored in answers:
+                size = self.sizes(scored)
+                counts = size >= ROOM
+                sizes.append(size[counts])
+                probs, hits = events.measure(scored)
+                tests.add(probs.masked_fill(~counts[:, None], -1.0), hits)
+            shown = Shown.so_far(tests, torch.cat(sizes), self.words, limits)
+            if shown.done:
+                return shown
+        raise AssertionError("answers do not run out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +415,16 @@ class Shown:
     test: str
     setting: str
     limits: Limits
+
+    @classmethod
+    def so_far(cls, tests: EProcesses, sizes: Tensor, setting: str, limits: Limits) -> Shown:
+        """What came of tests of tokens whose distributions were this far off, `[tokens]`."""
+        results = tests.results()
+        adjusted = holm([result.p_value for result in results])
+        best = min(range(len(results)), key=lambda i: (adjusted[i], results[i].p_value))
+        tokens = max(result.tokens for result in results)
+        size = float(sizes.mean()) if tokens else 0.0
+        return cls(tokens, size, adjusted[best], results[best].name, setting, limits)
 
     @property
     def strong(self) -> bool:
@@ -428,52 +469,6 @@ class Shown:
             "setting": self.setting,
         }
         return Finding(Part.CONTROLS, name, status, summary, facts)
-
-
-def _show_to_tests(
-    broken: _Broken, sizes_of: Callable[[Scored], Tensor], prompts: Sequence[Sequence[int]], limits: Limits
-) -> Shown:
-    """Let the tests run on a broken stack until they find the fault, or their tokens or the time are used up.
-
-    Args:
-        broken: what answers.
-        sizes_of: how far the fault put the distributions of an answer's tokens off, `[tokens]`, without a look at the
-            tokens.
-        prompts: token ids.
-        limits: what the tests may use.
-    """
-    judge = broken.healthy.target
-    events = Events(judge.vocab_size, batch=1)
-    tests = EProcesses(events.names, limits.allowance)
-    sizes: list[Tensor] = []
-    for answers in scored_answers(
-        broken.stack,
-        prompts,
-        broken.params,
-        _BATCH,
-        judge=judge,
-        records_probs=broken.records_probs,
-        length=_LENGTH,
-    ):
-        for scored in answers:
-            size = sizes_of(scored)
-            counts = size >= ROOM
-            sizes.append(size[counts])
-            probs, hits = events.measure(scored)
-            tests.add(probs.masked_fill(~counts[:, None], -1.0), hits)
-        shown = _so_far(tests, sizes, broken.words, limits)
-        if shown.done:
-            return shown
-    raise AssertionError("answers do not run out")
-
-
-def _so_far(tests: EProcesses, sizes: Sequence[Tensor], setting: str, limits: Limits) -> Shown:
-    results = tests.results()
-    adjusted = holm([result.p_value for result in results])
-    best = min(range(len(results)), key=lambda i: (adjusted[i], results[i].p_value))
-    tokens = max(result.tokens for result in results)
-    size = float(torch.cat(list(sizes)).mean()) if tokens else 0.0
-    return Shown(tokens, size, adjusted[best], results[best].name, setting, limits)
 
 
 def off_by_sharing(scored: Scored) -> Tensor:

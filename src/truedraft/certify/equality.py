@@ -161,11 +161,11 @@ class _Answers:
     """Answers of one kind, batch after batch, to the context's prompts with its options."""
 
     def __init__(self, context: Context) -> None:
-        self._stack, self._batch = context.stack, context.batch
+        self._context, self._batch = context, context.batch
         self._prompts = enough_prompts(context.prompts, context.batch)
         self._each = [replace(context.params, seed=context.seed + i) for i in range(len(self._prompts))]
-        self._plain = self._stack.plain(1)
-        self._engines = {size: self._stack.engine(size) for size in sorted({1, context.batch})}
+        self._plain = context.stack.plain(1)
+        self._engines = {size: context.stack.engine(size) for size in sorted({1, context.batch})}
         self.comparisons = {size: Comparison() for size in self._engines}
         self.texts: list[list[int]] = []
 
@@ -199,8 +199,8 @@ class _Answers:
 
     def _compare(self, size: int, group: Sequence[int], expected: Sequence[Answer], found: Sequence[Answer]) -> None:
         for number, plain, other in zip(group, expected, found, strict=True):
-            asked = Asked(self._stack, number, self._prompts[number], self._each[number], size)
-            self.comparisons[size].add(plain, other, asked)
+            asked = replace(self._context, prompts=[self._prompts[number]], params=self._each[number], batch=size)
+            self.comparisons[size].add(plain, other, asked, number)
 
 
 def _finding(name: str, comparison: Comparison, stack: Stack, least: int) -> Finding:
@@ -246,25 +246,6 @@ def _count(number: int, what: str) -> str:
 # ---------------------------------------------------------------------------------------- answers side by side
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request whose answers are compared.
-
-    Attributes:
-        stack: what answers; its target must decode plainly as it did for the reference.
-        number: of the prompt.
-        prompt: token ids.
-        params: greedy, or coupled and seeded, without stop texts.
-        batch: requests of a step where the other answer came about.
-    """
-
-    stack: Stack
-    number: int
-    prompt: Sequence[int]
-    params: SamplingParams
-    batch: int
-
-
 @dataclass
 class Comparison:
     """Answers beside those that they must equal.
@@ -295,8 +276,17 @@ class Comparison:
         """Those that it explains."""
         return [point for point in self.points if not point.fault]
 
-    def add(self, expected: Answer, found: Answer, asked: Asked, *, has_margins: bool = True) -> None:
-        """Compare an answer with its reference; without margins a divergence is only counted."""
+    def add(self, expected: Answer, found: Answer, asked: Context, number: int, *, has_margins: bool = True) -> None:
+        """Compare an answer with its reference.
+
+        Args:
+            expected: the reference.
+            found: the other answer.
+            asked: the one prompt, the request's own options and the requests of a step where the other came about.
+            number: of the prompt.
+            has_margins: whether the request is greedy, or coupled and seeded, without stop texts; of others a
+                divergence is only counted.
+        """
         self.answers += 1
         self.compared += len(expected.token_ids)
         self.stats += found.stats
@@ -304,7 +294,7 @@ class Comparison:
         if expected.token_ids == found.token_ids and expected.finish_reason == found.finish_reason:
             return
         if has_margins and len(self.faults) < _MOST_FAULTS:
-            self.points.append(divergence_point(expected, found, asked))
+            self.points.append(divergence_point(expected, found, asked, number))
         else:
             self.untraced += 1
 
@@ -384,34 +374,36 @@ class DivergencePoint:
         }
 
 
-def divergence_point(expected: Answer, found: Answer, asked: Asked) -> DivergencePoint:
-    """Find and judge the first place where an answer leaves the reference; they differ."""
-    target, params = asked.stack.target, asked.params
+def divergence_point(expected: Answer, found: Answer, asked: Context, number: int) -> DivergencePoint:
+    """Find and judge the first place where an answer leaves the reference; they differ.
+
+    Arguments as of `Comparison.add`; the target must decode plainly as it did for the reference.
+    """
+    target, params, prompt = asked.stack.target, asked.params, asked.prompts[0]
     answers = expected, found
     place = _first_difference(expected.token_ids, found.token_ids)
     ids = _token_at(expected, place), _token_at(found, place)
     texts = _shown(target, expected, ids[0]), _shown(target, found, ids[1])
 
     def fault(why: str) -> DivergencePoint:
-        return DivergencePoint(asked.number, place, *ids, texts, (), math.inf, None, True, why)
+        return DivergencePoint(number, place, *ids, texts, (), math.inf, None, True, why)
 
     failed = next((answer for answer in answers if answer.error is not None), None)
     if failed is not None:
         return fault(f"the request failed ({failed.error})")
     if any(token is None and answer.finish_reason != "stop" for token, answer in zip(ids, answers, strict=True)):
         return fault("no token was chosen there, so no logits decided where the answer ends")
-    before = [*asked.prompt, *expected.token_ids[:place]]
-    start = len(asked.prompt)
-    near = max(start, len(before) - _NEAR + 1)
+    before = [*prompt, *expected.token_ids[:place]]
+    near = max(len(prompt), len(before) - _NEAR + 1)
     limits = asked.stack.drafter.limits
-    logits, rounding = compare_shapes(target, [*before, 0], start, near, asked.batch, params, limits)
+    logits, rounding = compare_shapes(target, [*before, 0], len(prompt), near, asked.batch, params, limits)
     row = logits[-1]
     order = row.double().topk(min(2, len(row)))
     best = tuple(zip(order.indices.tolist(), order.values.tolist(), strict=True))
     choose = _chooser(params, len(before), row)
     wanted = [_stops(target, params) if token is None else {token} for token in ids]
     margin = max(lead_needed(row, choose, tokens) for tokens in wanted)
-    return DivergencePoint(asked.number, place, *ids, texts, best, margin, rounding, *_judged(margin, rounding))
+    return DivergencePoint(number, place, *ids, texts, best, margin, rounding, *_judged(margin, rounding))
 
 
 def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:

@@ -20,7 +20,7 @@ from truedraft.certify.checks import (
     answer_of,
     answers_in_time,
 )
-from truedraft.certify.equality import Asked, Comparison, enough_prompts
+from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
 from truedraft.control import Controller, Decision, FixedBudget, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
@@ -122,10 +122,10 @@ class _Asking:
         own = replace(self._params, seed=(self._params.seed or 0) + number)
         expected = self._ask(self._alone, prompt, own, number)
         self._texts.append([*prompt, *expected.token_ids])
-        asked = Asked(self._stack, number, prompt, own, self._batch)
+        asked = Context(self._stack, [prompt], own, self._batch)
         for name, way in self._ways.items():
             found = way(prompt, own, number)
-            self._comparisons[name].add(expected, found, asked, has_margins=self._has_margins)
+            self._comparisons[name].add(expected, found, asked, number, has_margins=self._has_margins)
 
     def _ask(self, engine: Engine, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The answer, or how it failed; without neighbours the prompt's number does not matter."""
