@@ -15,8 +15,7 @@ from truedraft.core.sampling import SamplingParams
 from truedraft.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from truedraft.certify.certificate import Certificate
-    from truedraft.certify.stack import Stack
+    from truedraft.certify import Certificate, Stack
     from truedraft.cli.session import Setup
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
@@ -121,9 +120,8 @@ def _run(
     json: bool,
     no_float32: bool,
 ) -> int:
-    from truedraft.certify.certificate import certify as certify_stack
-    from truedraft.certify.findings import Part
-    from truedraft.certify.stack import Stack
+    from truedraft.certify import Part, Stack
+    from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
     from truedraft.cli.terminal import Terminal
 
@@ -169,7 +167,7 @@ def _in_float32(setup: Setup, params: SamplingParams, batch: int, terminal: Term
     """The same stack in float32, loaded when it is asked for."""
 
     def load() -> Stack:
-        from truedraft.certify.stack import Stack
+        from truedraft.certify import Stack
         from truedraft.cli.session import load_engine
 
         engine = load_engine(dataclasses.replace(setup, dtype="float32"), terminal.err, params, batch)
@@ -188,8 +186,7 @@ def _record(certificate: Certificate, engine: Engine, setup: Setup, params: Samp
 def _show(certificate: Certificate, terminal: Terminal) -> None:
     from rich.table import Table
 
-    from truedraft.certify.findings import Status
-    from truedraft.certify.report import MARKS, by_part, meaning, verdict
+    from truedraft.certify import MARKS, Status, by_part, meaning, verdict
 
     styles = {Status.HOLDS: "green", Status.FAILS: "bold red", Status.MEASURED: "cyan", Status.DOES_NOT_APPLY: "dim"}
     styles[Status.NOT_ENOUGH] = "bold yellow"
@@ -209,7 +206,7 @@ def _show(certificate: Certificate, terminal: Terminal) -> None:
 
 
 def _write(folder: Path, certificate: Certificate, record: dict[str, Any]) -> None:
-    from truedraft.certify.report import markdown
+    from truedraft.certify import markdown
 
     left_out = {"command", "findings", "failures", "undecided", "certified"}
     circumstances = {name: value for name, value in record.items() if name not in left_out}

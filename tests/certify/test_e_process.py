@@ -1,4 +1,4 @@
-"""Bets against the target's law: fair ones hardly ever win, and unfair ones do as soon as the formula says."""
+"""Tests of streams: a correct stream hardly ever fails them, a wrong one does as soon as the formula says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from truedraft.certify.betting import POWER, Bets, holm
+from truedraft.certify.e_process import POWER, EProcesses, holm
 
 NAMES = ["a", "b", "c"]
 
@@ -18,15 +18,15 @@ def chances_of(tokens: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(tokens, len(NAMES), generator=generator, dtype=torch.float64) ** torch.tensor([1.0, 4.0, 0.2])
 
 
-def test_wealth_is_fair_by_enumeration() -> None:
-    """Over all outcomes of three tokens the mean wealth is 1 at most: summed, not sampled."""
+def test_the_e_process_has_mean_one_by_enumeration() -> None:
+    """Over all outcomes of three tokens the mean is 1 at most: summed, not sampled."""
     chances = torch.tensor([0.3, 0.9, 0.05], dtype=torch.float64)
     mean = 0.0
     for hits in itertools.product([False, True], repeat=3):
-        bets = Bets(["one"])
-        bets.add(chances[:, None], torch.tensor(hits)[:, None])
+        tests = EProcesses(["one"])
+        tests.add(chances[:, None], torch.tensor(hits)[:, None])
         probability = math.prod(float(p if hit else 1.0 - p) for p, hit in zip(chances, hits, strict=True))
-        mean += probability * math.exp(bets._wealth.logsumexp(0).item()) / len(bets._stakes)
+        mean += probability * math.exp(tests._logs.logsumexp(0).item()) / len(tests._logs)
     assert 0.9999 < mean <= 1.0
 
 
@@ -39,12 +39,12 @@ def test_a_small_p_value_is_as_rare_as_it_says() -> None:
     generator = torch.Generator().manual_seed(3)
     alarms = [0, 0, 0]
     for _ in range(600):
-        bets, smallest = Bets(NAMES), [1.0, 1.0, 1.0]
+        tests, smallest = EProcesses(NAMES), [1.0, 1.0, 1.0]
         for _ in range(5):
             chances = chances_of(40, generator)
             hits = torch.rand(chances.shape, generator=generator, dtype=torch.float64) < chances
-            bets.add(chances, hits)
-            smallest = [min(p, result.p_value) for p, result in zip(smallest, bets.results(), strict=True)]
+            tests.add(chances, hits)
+            smallest = [min(p, result.p_value) for p, result in zip(smallest, tests.results(), strict=True)]
         alarms = [count + (p <= 0.05) for count, p in zip(alarms, smallest, strict=True)]
     assert max(alarms) <= 52
 
@@ -57,14 +57,14 @@ def test_the_smallest_detectable_excess_is_detected(level: float, p: float, sign
     tokens, found = 3000, 0
     generator = torch.Generator().manual_seed(int(p * 10) + sign)
     chances = torch.full((tokens, 1), p, dtype=torch.float64)
-    bets = Bets(["one"])
-    bets.add(chances, torch.rand(tokens, 1, generator=generator, dtype=torch.float64) < p)
-    shift = bets.results()[0].smallest_detectable(level)
+    tests = EProcesses(["one"])
+    tests.add(chances, torch.rand(tokens, 1, generator=generator, dtype=torch.float64) < p)
+    shift = tests.results()[0].smallest_detectable(level)
     assert 0.0 < shift < 0.1
     for _ in range(400):
-        bets = Bets(["one"])
-        bets.add(chances, torch.rand(tokens, 1, generator=generator, dtype=torch.float64) < p + sign * shift)
-        found += bets.results()[0].p_value <= level
+        tests = EProcesses(["one"])
+        tests.add(chances, torch.rand(tokens, 1, generator=generator, dtype=torch.float64) < p + sign * shift)
+        found += tests.results()[0].p_value <= level
     assert found / 400 >= POWER - 0.01
 
 
@@ -75,9 +75,9 @@ def test_what_is_allowed_for_rounding_is_not_an_alarm() -> None:
     hits = torch.rand(chances.shape, generator=generator, dtype=torch.float64) < 0.31 + 0.005
     p_values = []
     for allowance in (0.0, 0.02):
-        bets = Bets(["one"], allowance)
-        bets.add(chances, hits)
-        p_values.append(bets.results()[0].p_value)
+        tests = EProcesses(["one"], allowance)
+        tests.add(chances, hits)
+        p_values.append(tests.results()[0].p_value)
     assert p_values[0] < 1e-5
     assert p_values[1] == 1.0
 
@@ -85,7 +85,7 @@ def test_what_is_allowed_for_rounding_is_not_an_alarm() -> None:
 def test_tokens_that_a_test_is_not_about_change_nothing() -> None:
     chances = torch.tensor([[0.2, 0.5], [-1.0, 0.5]], dtype=torch.float64)
     hits = torch.tensor([[True, True], [True, False]])
-    both, alone = Bets(["a", "b"]), Bets(["a"])
+    both, alone = EProcesses(["a", "b"]), EProcesses(["a"])
     both.add(chances, hits)
     alone.add(chances[:1, :1], hits[:1, :1])
     assert both.results()[0] == alone.results()[0]

@@ -1,22 +1,16 @@
-"""How far a lossy rule's answers are from the target's law: what its verdicts say, and what is seen from outside."""
+"""How far a lossy rule's answers are from the target's distribution: what its verdicts say, and seen from outside."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truedraft.certify.clock import Deadline
-from truedraft.certify.directions import Scored
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.recording import Decision
-from truedraft.certify.sampling_runs import TOKENS, check_sound, open_ended
-from truedraft.certify.scoring import plain_laws
-from truedraft.certify.stack import Stack
-from truedraft.certify.statistical import Sampling
+from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Status, check_sound, open_ended
+from truedraft.certify.sampling import TOKENS, Decision, Scored, plain_probs
+from truedraft.certify.statistics import TokenTests
 from truedraft.core.divergence import Divergence
-from truedraft.core.sampling import SamplingParams
 
 _SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
 _UNKNOWN = Decision(0, None, ())
@@ -52,50 +46,37 @@ class Interval:
         return f"{self.mean:.4f} ± {self.half_width:.4f}"
 
 
-def divergence_findings(
-    stack: Stack,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    batch: int,
-    seconds: float,
-    tell: Callable[[float], None],
-    *,
-    seed: int = 0,
-) -> list[Finding]:
-    """Measure a lossy rule.
+class LossyDivergence(Check):
+    """Measures a lossy rule: by what its verdicts say, and by the tests of sampled answers; at least two batches."""
 
-    Args:
-        stack: what answers.
-        prompts: token ids, at least one.
-        params: the user's options.
-        batch: requests in a batch.
-        seconds: how long to measure; at least two batches are.
-        tell: is told the fraction done.
-        seed: of the first request.
-    """
-    engine = stack.engine(batch)
-    turn = itertools.cycle(prompts)
-    found: list[Divergence] = []
-    sampling = Sampling(stack.target.vocab_size, 1, 0.0)
-    deadline = Deadline(seconds)
-    for first in itertools.count(seed, batch):
-        asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
-        room = stack.target.context_length
-        options = [open_ended(params, first + i, min(TOKENS, room - len(p))) for i, p in enumerate(asked)]
-        answers = engine.generate(asked, options)
-        for answer in answers:
-            check_sound(answer, stack.drafter.name)
-        found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
-        if not params.greedy:
-            texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
-            for law, (prompt, tokens) in zip(plain_laws(stack.target, texts, params), texts, strict=True):
-                sampling.add(Scored(law, tokens, prompt, [_UNKNOWN] * len(tokens), 0, params.coupled))
-        tell(deadline.fraction)
-        if deadline.over and (len(found) > batch or not found):
-            break
-    if not found:
-        return [_unmeasured()]
-    return [_measured(found), *([] if params.greedy else [_outside(sampling)])]
+    part = Part.DIVERGENCE
+    share = 0.7
+
+    def run(self, context: Context) -> list[Finding]:
+        stack, params, batch = context.stack, context.params, context.batch
+        engine = stack.engine(batch)
+        turn = itertools.cycle(context.prompts)
+        found: list[Divergence] = []
+        tests = TokenTests(stack.target.vocab_size, 1, 0.0)
+        deadline = Deadline(context.seconds)
+        for first in itertools.count(context.seed, batch):
+            asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
+            room = stack.target.context_length
+            options = [open_ended(params, first + i, min(TOKENS, room - len(p))) for i, p in enumerate(asked)]
+            answers = engine.generate(asked, options)
+            for answer in answers:
+                check_sound(answer, stack.drafter.name)
+            found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
+            if not params.greedy:
+                texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
+                for probs, (prompt, tokens) in zip(plain_probs(stack.target, texts, params), texts, strict=True):
+                    tests.add(Scored(probs, tokens, prompt, [_UNKNOWN] * len(tokens), 0, params.coupled))
+            context.tell(deadline.fraction)
+            if deadline.over and (len(found) > batch or not found):
+                break
+        if not found:
+            return [_unmeasured()]
+        return [_measured(found), *([] if params.greedy else [_outside(tests)])]
 
 
 def _measured(found: Sequence[Divergence]) -> Finding:
@@ -124,10 +105,10 @@ def _unmeasured() -> Finding:
     return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.FAILS, summary)
 
 
-def _outside(sampling: Sampling) -> Finding:
+def _outside(tests: TokenTests) -> Finding:
     """What the tests of sampled answers see, without a look at what the rule says of itself."""
-    tests = sampling.sample().tests
-    widest = max(tests, key=lambda test: test.least_excess(_SIGMAS))
+    results = tests.sample().tests
+    widest = max(results, key=lambda test: test.least_excess(_SIGMAS))
     least = widest.least_excess(_SIGMAS)
     summary = (
         f"seen from outside: on average a token's law is off by at least {least:.4f} ({widest.name}: "
