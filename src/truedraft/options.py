@@ -53,7 +53,8 @@ class Group:
 
 def option(default: Any = dataclasses.MISSING, meaning: str = "", metavar: str | None = None, **more: Any) -> Any:
     """A field that is an option; `more` are further fields of `Option`. Without a default it must be given."""
-    return field(default=default, metadata={"option": Option(meaning, metavar, **more)})
+    needed = default is dataclasses.MISSING
+    return field(default=default, kw_only=needed, metadata={"option": Option(meaning, metavar, **more)})
 
 
 def flag(meaning: str, **more: Any) -> Any:
@@ -63,7 +64,7 @@ def flag(meaning: str, **more: Any) -> Any:
 
 def group(heading: str, without: Collection[str] = (), **defaults: Any) -> Any:
     """A field that holds a dataclass of options."""
-    return field(metadata={"group": Group(heading, without, defaults)})
+    return field(kw_only=True, metadata={"group": Group(heading, without, defaults)})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.bench import runs
-from truedraft.cli import compare, export, generate, info
+from truedraft.cli import export, generate, info
 from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
 from truedraft.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def interrupt(*_: object, **__: object) -> None:
     [
         (["info"], info, "_native_forward"),
         (["generate", "x", "--compare"], runs, "_warm_up"),
-        (["generate", "x", "--compare"], compare, "write_answer"),
+        (["generate", "x", "--compare"], generate, "stream_answer"),
     ],
 )
 def test_an_interruption(

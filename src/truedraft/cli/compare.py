@@ -108,7 +108,7 @@ class Pair:
             "finish_reason": self.first[1].outcome.finish_reasons[0],
             "speedup": self.sides.ratio.mean,
             "identical": self.same_tokens if tell_identical else None,
-            "difference": None if self.difference is None else self.difference.as_dict(),
+            "difference": None if self.difference is None else dataclasses.asdict(self.difference),
             "repeated_8grams": self.repeated_8grams,
             **self.sides.as_dict(),
         }
@@ -216,15 +216,13 @@ def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -
     pairs = []
     for group in groups:
         rows = [row for row in results.rows if row.prompts == group.names]
-        if len(rows) == 2 * runs:
-            first = (next(row for row in rows if row.system == name) for name in suite.our_names)
-            pair = Pair(group, Sides.of(rows), tuple(first))  # type: ignore[arg-type]
-            if suite.must_agree(group.params) and pair.name in differing:
-                plain, other = differing[pair.name]
-                pair = dataclasses.replace(
-                    pair, difference=find_difference(suite.target, group.prompts[0], plain, other)
-                )
-            pairs.append(pair)
+        if len(rows) < 2 * runs:
+            continue
+        plain, speculative = (next(row for row in rows if row.system == name) for name in suite.our_names)
+        difference = None
+        if suite.must_agree(group.params) and group.names[0] in differing:
+            difference = find_difference(suite.target, group.prompts[0], *differing[group.names[0]])
+        pairs.append(Pair(group, Sides.of(rows), (plain, speculative), difference))
     return pairs
 
 

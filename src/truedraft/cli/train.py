@@ -63,7 +63,7 @@ HEAD_NAMES = _NAMES | {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobOptions:
     """What is trained, on what, and where to."""
 
@@ -82,7 +82,7 @@ class JobOptions:
     clean: bool = flag("Remove the working files of the training in --out, and do nothing else.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DraftJobOptions(JobOptions):
     """The same for a draft model."""
 

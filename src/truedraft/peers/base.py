@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from truedraft.core.counters import Counters
+from truedraft.core.counters import Counters, StepRecord
 from truedraft.core.sampling import SamplingParams
 from truedraft.models.base import LanguageModel
 
@@ -27,7 +26,7 @@ class Outcome:
         mean_acceptance_length: tokens per target call; None where it cannot be counted.
         first_tokens: new tokens of a prompt that came with the prefill; several where that already judges a draft.
         counters: of our engine; None for a peer.
-        steps: of our engine, in order: its records of them.
+        steps: of our engine, in order.
         finish_reasons: of our engine, for each prompt.
         warnings: of our engine, about all prompts together.
     """
@@ -42,7 +41,7 @@ class Outcome:
     mean_acceptance_length: float | None
     first_tokens: int = 1
     counters: Counters | None = None
-    steps: Sequence[Any] = field(default=(), repr=False)
+    steps: Sequence[StepRecord] = field(default=(), repr=False)
     finish_reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
