@@ -24,10 +24,11 @@ BELOW["heads"] = _BASE | {"core", "models"}
 BELOW["drafters"] = BELOW["models"] | {"models", "heads", "verification", "theory", "control"}
 BELOW["costs"] = BELOW["drafters"] | {"drafters"}
 BELOW["engine"] = BELOW["costs"] | {"costs"}
+BELOW["peers"] = BELOW["costs"] | {"costs"}
 BELOW["testing"] = BELOW["costs"] | {"costs", "engine"}
 BELOW["planning"] = BELOW["engine"] | {"engine"}
 for _name in ("training", "certify", "bench", "server"):
-    BELOW[_name] = BELOW["planning"] | {"planning", "testing"}
+    BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
 BELOW["__main__"] = {"cli"}
 TORCH_FREE = ("core/sampling.py", "core/budget.py", "core/counters.py", "errors.py")
@@ -74,7 +75,7 @@ def test_a_module_imports_only_what_lies_below(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_transformers_stays_where_it_belongs(path: Path) -> None:
-    users = {"models", "text", "bench"}
+    users = {"models", "text", "peers"}
     trains_tokenizers = path.relative_to(SOURCE).as_posix() == "training/tokenizer.py"
     libraries = {name.split(".")[0] for name in imports_of(path, typing_too=False)}
     if "transformers" in libraries:

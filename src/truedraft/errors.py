@@ -2,7 +2,8 @@
 
 TruedraftError
 ├── OptionError            an option has an unusable value (also a ValueError)
-│   └── UnknownOptionError     an option or word that does not exist; names the nearest valid one
+│   ├── UnknownOptionError     an option or word that does not exist; names the nearest valid one
+│   └── ChangedOptionsError    what was begun with some options cannot go on with others
 ├── PromptError            a request cannot be run as asked (also a ValueError)
 ├── ModelError             a model cannot be loaded or run
 │   ├── ModelNotFoundError     no such folder, file or hub name
@@ -17,17 +18,50 @@ TruedraftError
 ├── TrainingError          training cannot start or go on
 └── MissingExtraError      an optional dependency is not installed
 
-Each message says what was wrong, with what value, and what to do.
+Each message says what was wrong, with what value, and what to do; an error also knows which option it is about.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 
 class TruedraftError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    Args:
+        message: a sentence; with a field, what is wrong with that: "must be 1 or more, got 0".
+        field: the option that the sentence begins with.
+
+    Attributes:
+        field: the option or field that this is about, by its name in Python; None where it is about none.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self._subject = field
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self._subject is None else f"{self._subject} {self.args[0]}"
+
+    def call_fields(self, names: Mapping[str, str]) -> None:
+        """Let the message call fields as its reader knows them: "--max-tokens" where that was typed."""
+        if self._subject is not None:
+            self._subject = names.get(self._subject, self._subject)
+
+
+@contextlib.contextmanager
+def errors_about(field: str) -> Iterator[None]:
+    """Errors from inside that name no other field are about this one."""
+    try:
+        yield
+    except TruedraftError as error:
+        error.field = error.field or field
+        raise
 
 
 class OptionError(TruedraftError, ValueError):
@@ -39,11 +73,46 @@ class UnknownOptionError(OptionError):
 
     @classmethod
     def nearest(cls, what: str, given: str, valid: Iterable[str]) -> UnknownOptionError:
-        """Build the message: what was given, the nearest valid word, and all valid words."""
+        """Build the message: what was given, the nearest valid word, and all valid words.
+
+        Args:
+            what: was given; in a single word it is the option itself.
+            given: the word.
+            valid: words that there are.
+        """
         words = sorted(valid)
         close = difflib.get_close_matches(given, words, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        return cls(f"unknown {what} {given!r}; {hint}valid: {', '.join(words)}")
+        error = cls(f"unknown {what} {given!r}; {hint}valid: {', '.join(words)}")
+        error.field = what if what.isidentifier() else None
+        return error
+
+
+class ChangedOptionsError(OptionError):
+    """What was begun with some options cannot go on with others.
+
+    Args:
+        what: was begun.
+        changes: for each field that differs its value before, and now.
+    """
+
+    def __init__(self, what: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        super().__init__(what)
+        self.changes = changes
+        self._names: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        changes = "; ".join(
+            f"{self._names.get(name, name)} was {before} and is now {now}"
+            for name, (before, now) in self.changes.items()
+        )
+        return (
+            f"{self.args[0]} was begun with another configuration ({changes}): go on with the values it was begun "
+            "with, or name a new folder"
+        )
+
+    def call_fields(self, names: Mapping[str, str]) -> None:
+        self._names = names
 
 
 class PromptError(TruedraftError, ValueError):

@@ -9,13 +9,14 @@ import pytest
 
 from support.tiny_models import packed
 from truedraft.bench.breakdown import Breakdown, Shares
-from truedraft.bench.reading import ReadSize, read_size
+from truedraft.bench.costs import Memory, ReadSize, read_size
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import markdown
-from truedraft.bench.rows import Outcome, Row, time_without_core
-from truedraft.bench.summary import Memory, Ratio, Spread, Summary, differing_answers, shown, summarise
-from truedraft.bench.table import acceptance_table, all_tables, speed_table, time_table
+from truedraft.bench.runs import Failure, Results, Row, time_without_core
+from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, shown, summarise
+from truedraft.bench.tables import acceptance_table, all_tables, speed_table, time_table
 from truedraft.core.counters import Counters
+from truedraft.peers import Outcome
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
 BEST = {"peer": ("peer, slow", "peer, fast")}
@@ -43,7 +44,15 @@ def row(name: str, prompt: str, total_s: float, run: int = 0, tokens: tuple[int,
         drafting_curve_s=0.02 if calls == 2 else 0.0,
     )
     outcome = Outcome(
-        (tokens,), (0.5,), 0.5, calls, 6 if calls == 2 else 0, 100, calls, 4 / calls, counters if ours else None
+        (tokens,),
+        (0.5,),
+        0.5,
+        calls,
+        6 if calls == 2 else 0,
+        100,
+        calls,
+        4 / calls,
+        counters=counters if ours else None,
     )
     return Row(name, (prompt,), run, 0, total_s, 2.0 * total_s, outcome, breakdown if ours else None)
 
@@ -123,14 +132,14 @@ def test_identity_looks_at_all_runs() -> None:
 def test_without_plain_rows_there_is_no_ratio() -> None:
     draft = summarise([row("draft", "a", 1.0)], NAMES, ("plain", "draft"), {})[0]
     assert draft.speedup is None and draft.measured_over_predicted is None and draft.compared_groups == 0
-    assert bench_record([draft], circumstances(), [], [], True)["identical"] is None
+    assert bench_record([draft], circumstances(), [], Results(interrupted=True))["identical"] is None
 
 
 def test_what_an_interrupted_run_did_not_compare_is_not_different() -> None:
     found = summarise([*rows()[:1], *rows()[2:4]], NAMES, ("plain", "draft"), {})
     assert (found[1].groups, found[1].compared_groups, found[1].identical_groups) == (2, 1, 1)
     assert speed_table(found, must_agree=True).rows[1][-1] == "1 of 1"
-    assert bench_record(found, circumstances(), [], [], True)["identical"] is True
+    assert bench_record(found, circumstances(), [], Results(interrupted=True))["identical"] is True
 
 
 def test_the_best_of_several_settings_is_shown() -> None:
@@ -159,7 +168,7 @@ def test_peers_draw_other_random_numbers() -> None:
     coupled = dataclasses.replace(circumstances(), sampling={"temperature": 0.8, "coupled": True})
     rows_of = {each[0]: each[-1] for each in all_tables(summaries(), coupled)[0].rows}
     assert (rows_of["draft"], rows_of["peer, slow"]) == ("2 of 2", "-")
-    contestants = bench_record(summaries(), coupled, [], [], False)["contestants"]
+    contestants = bench_record(summaries(), coupled, [], Results())["contestants"]
     assert [each["identical"] for each in contestants] == [True, True, None, None]
 
 
@@ -214,24 +223,25 @@ def test_an_impossible_share_is_never_shown_without_saying_so() -> None:
     plain = dataclasses.replace(summaries()[1], shares=Shares(1.5, 0.12, -0.62, 0.01, 0.8, 0.1), mbu=1.95)
     row = time_table([plain]).rows[0]
     assert row[4:] == ("1.50 (impossible)", "0.12", "-0.62 (impossible)", "0.010", "1.95 (impossible)")
-    record = bench_record([plain], circumstances(), [], [], False)
+    record = bench_record([plain], circumstances(), [], Results())
     assert record["contestants"][0]["impossible"] == ["mbu", "target", "host"]
-    assert bench_record(summaries(), circumstances(), [], [], False)["contestants"][1]["impossible"] == []
+    assert bench_record(summaries(), circumstances(), [], Results())["contestants"][1]["impossible"] == []
 
 
 def test_record() -> None:
-    record = bench_record(summaries(), circumstances(), [{"rows": 1, "context": 128, "seconds": 0.1}], ["oh"], False)
+    results = Results(failures=[Failure("", ("b",), "oh"), Failure("draft", ("a", "c"), "no")])
+    record = bench_record(summaries(), circumstances(), [{"rows": 1, "context": 128, "seconds": 0.1}], results)
     again = json.loads(json.dumps(record, allow_nan=False))
     assert again.keys() == record.keys() and again["contestants"] == record["contestants"]
     assert record["tokens_per_s"] == pytest.approx(5 / 1.5) and record["speedup"] == pytest.approx(5**0.5)
-    assert record["identical"] is True and record["failures"] == ["oh"]
+    assert record["identical"] is True and record["failures"] == ["prompt b: oh", "draft, prompt a, c: no"]
     for key in ("machine", "dtype", "threads", "batch", "sampling", "prompt_set", "fast_paths", "pad_to", "note"):
         assert key in record
     assert all(each["note"] == record["note"] for each in record["contestants"]) and record["differences"] == []
     assert record["contestants"][1]["shares"]["host"] == pytest.approx(1 - 0.3 - 0.02)
     loose = dataclasses.replace(circumstances(), must_agree=False)
-    assert bench_record(summaries(), loose, [], [], False)["identical"] is None
-    assert bench_record([], circumstances(), [], [], True)["tokens_per_s"] is None
+    assert bench_record(summaries(), loose, [], Results())["identical"] is None
+    assert bench_record([], circumstances(), [], Results(interrupted=True))["tokens_per_s"] is None
 
 
 def test_report() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.records import step_record
 from truedraft.bench.breakdown import Breakdown, break_down, is_impossible, shares
 from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
-from truedraft.bench.lineup import Lineup
+from truedraft.bench.suite import Suite
 from truedraft.testing import MarkovModel
 from truedraft.theory import DraftCost, DraftPoint, TargetCost
 
@@ -83,9 +83,9 @@ def test_shown_points_stay_within_the_context() -> None:
 
 
 def test_no_bandwidth_means_no_memory_figures() -> None:
-    lineup = Lineup(MarkovModel.random(8, seed=0), lossless=True, ours=[])
-    assert MachineCosts(bandwidth=None).memory(lineup) == {}
-    assert MachineCosts(bandwidth=1e9).memory(lineup) == {}  # a table of laws reads no weights
+    suite = Suite(MarkovModel.random(8, seed=0), lossless=True, ours=[])
+    assert MachineCosts(bandwidth=None).memory(suite) == {}
+    assert MachineCosts(bandwidth=1e9).memory(suite) == {}  # a table of laws reads no weights
 
 
 def test_a_share_that_no_run_can_have_is_known() -> None:

@@ -1,4 +1,4 @@
-"""Turns, pairing, interruption: with contestants that only pretend, and with the engine on a table of laws."""
+"""Turns, pairing, interruption: with systems that only pretend, and with the engine on a table of laws."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from collections.abc import Sequence
 import pytest
 
 from truedraft import Engine
-from truedraft.bench.contestants import Contestant, OurEngine
-from truedraft.bench.rows import Outcome, Row
-from truedraft.bench.run import Group, Results, grouped, run_all
+from truedraft.bench import Group, OurEngine, Results, Row, grouped, run_all
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters import PromptLookup
 from truedraft.errors import ModelError
+from truedraft.peers import Outcome, System
 from truedraft.testing import MarkovModel
 
 GREEDY = SamplingParams(max_tokens=20)
-PROMPTS = grouped("abc", [[1, 2], [3], [4, 5, 6]], 1)
+PROMPTS = grouped([("a", [1, 2], GREEDY), ("b", [3], GREEDY), ("c", [4, 5, 6], GREEDY)], 1)
 
 
-class Pretender(Contestant):
+class Pretender(System):
     """Writes down when it was asked, and for how many tokens."""
-
-    ours = False
 
     def __init__(self, name: str, log: list[tuple[str, int]], fails: str = "", stops_at: int = -1) -> None:
         self.name = name
@@ -39,13 +36,12 @@ class Pretender(Contestant):
         return Outcome(tuple((1, 2, 3) for _ in prompts), (0.0,), 0.0, 2, 0, 5, 2, 1.0)
 
 
-def run(contestants: Sequence[Contestant], groups: Sequence[Group] = PROMPTS, runs: int = 1) -> Results:
+def run(systems: Sequence[System], groups: Sequence[Group] = PROMPTS, runs: int = 1) -> Results:
     kept: list[Row] = []
     seen: list[int] = []
     results = run_all(
-        contestants,
+        systems,
         groups,
-        GREEDY,
         runs=runs,
         context_length=22,
         keep=kept.append,
@@ -56,7 +52,7 @@ def run(contestants: Sequence[Contestant], groups: Sequence[Group] = PROMPTS, ru
 
 
 def test_grouped() -> None:
-    groups = grouped(["a", "b", "c"], [[1], [2, 3], [4]], 2)
+    groups = grouped([("a", [1], GREEDY), ("b", [2, 3], GREEDY), ("c", [4], GREEDY)], 2)
     assert [group.names for group in groups] == [("a", "b"), ("c",)]
     assert groups[0].prompts == ((1,), (2, 3))
 
@@ -69,13 +65,13 @@ def test_turns_rotate_after_a_warm_up() -> None:
     assert order == "ABCBCACAB" * 2
     assert [row.place for row in results.rows[:4]] == [0, 1, 2, 0]
     for name in "ABC":  # each goes first equally often
-        assert sum(row.place == 0 for row in results.rows if row.contestant == name) == 2
+        assert sum(row.place == 0 for row in results.rows if row.system == name) == 2
     assert {row.run for row in results.rows} == {0, 1}
 
 
 def test_answers_end_where_the_context_does() -> None:
     log: list[tuple[str, int]] = []
-    run([Pretender("A", log)], groups=[Group(("long",), (tuple(range(15)),)), *PROMPTS])
+    run([Pretender("A", log)], groups=[Group(("long",), (tuple(range(15)),), GREEDY), *PROMPTS])
     assert [most for _, most in log] == [7, 7, 20, 20, 19]
 
 
@@ -83,7 +79,7 @@ def test_ctrl_c_keeps_what_is_finished() -> None:
     log: list[tuple[str, int]] = []
     results = run([Pretender("A", log), Pretender("B", log, stops_at=7)])
     assert results.interrupted
-    assert [row.contestant for row in results.rows] == ["A", "B", "B", "A", "A"]
+    assert [row.system for row in results.rows] == ["A", "B", "B", "A", "A"]
 
 
 def test_ctrl_c_in_the_warm_up() -> None:
@@ -94,15 +90,15 @@ def test_ctrl_c_in_the_warm_up() -> None:
 def test_a_failure_is_told_and_the_rest_goes_on() -> None:
     log: list[tuple[str, int]] = []
     results = run([Pretender("A", log, fails="it broke"), Pretender("B", log)])
-    assert results.failures == [f"A, prompt {name}: it broke" for name in "abc"]
-    assert [row.contestant for row in results.rows] == ["B"] * 3 and not results.interrupted
+    assert [each.describe() for each in results.failures] == [f"A, prompt {name}: it broke" for name in "abc"]
+    assert [row.system for row in results.rows] == ["B"] * 3 and not results.interrupted
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_our_engine(batch: int) -> None:
     model = MarkovModel.random(8, seed=3)
-    contestants = [OurEngine("plain", Engine(model)), OurEngine("lookup", Engine(model, PromptLookup(min_ngram=1)))]
-    results = run(contestants, grouped("abc", [[1, 2], [3, 1], [4, 5, 6]], batch))
+    systems = [OurEngine("plain", Engine(model)), OurEngine("lookup", Engine(model, PromptLookup(min_ngram=1)))]
+    results = run(systems, grouped([("a", [1, 2], GREEDY), ("b", [3, 1], GREEDY), ("c", [4, 5, 6], GREEDY)], batch))
     assert not results.failures
     alone = Engine(model).generate([3, 1], GREEDY).token_ids
     for row in results.rows:
@@ -120,7 +116,7 @@ def test_our_engine(batch: int) -> None:
 
 
 def test_our_engine_tells_of_a_prompt_that_fails() -> None:
-    contestant = OurEngine("plain", Engine(MarkovModel.random(8, seed=3)))
+    system = OurEngine("plain", Engine(MarkovModel.random(8, seed=3)))
     with pytest.raises(ModelError, match="token id 99 is outside"):
-        contestant.answer([[1], [99]], GREEDY)
-    assert contestant.engine.listeners == []
+        system.answer([[1], [99]], GREEDY)
+    assert system.engine.listeners == []

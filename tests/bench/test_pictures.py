@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from truedraft.bench.output import OutputFolder
 from truedraft.bench.plots import draw_all
-from truedraft.bench.rows import Outcome, Row
+from truedraft.bench.report import OutputFolder
+from truedraft.bench.runs import Row
 from truedraft.bench.summary import Ratio, Spread, Summary
 from truedraft.core.counters import Counters
 from truedraft.errors import DataError, MissingExtraError
+from truedraft.peers import Outcome
 
 COSTS = [
     {"rows": rows, "context": context, "seconds": 0.01 + 1e-3 * rows} for rows in (1, 2, 4) for context in (128, 512)

@@ -11,15 +11,14 @@ import pytest
 from PIL import Image
 
 from support.tiny_models import VOCAB, packed
-from truedraft.bench import drafted_trees as trees_of_a_run
-from truedraft.bench.contestants import PLAIN, OurEngine
-from truedraft.bench.drafted_trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
-from truedraft.bench.lineup import Lineup
-from truedraft.bench.output import OutputFolder
+from truedraft.bench import trees as trees_of_a_run
+from truedraft.bench.plots import draw_drafted, draw_tree
 from truedraft.bench.record import Circumstances, bench_record
-from truedraft.bench.report import markdown
+from truedraft.bench.report import OutputFolder, markdown
+from truedraft.bench.runs import Results
+from truedraft.bench.suite import PLAIN, OurEngine, Suite
 from truedraft.bench.summary import Spread, Summary
-from truedraft.bench.tree_picture import draw_drafted, draw_tree
+from truedraft.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
 from truedraft.costs import StepCosts
@@ -136,7 +135,7 @@ def circumstances() -> Circumstances:
 def test_report_and_record_show_the_trees(tmp_path: Path) -> None:
     trees = [DraftedTree("medusa", counted_tree(8), 2.1, product=2.4)]
     summaries = [summary(PLAIN, 1.0), summary("medusa", 2.1)]
-    record = bench_record(summaries, circumstances(), [], [], False, (), trees)
+    record = bench_record(summaries, circumstances(), [], Results(), (), trees)
     assert record["trees"][0]["measured_over_promised"] == pytest.approx(2.1 / counted_tree(8).expected_tokens)
     with OutputFolder(tmp_path) as folder:
         report = folder.finish(summaries, circumstances(), [], [], record, trees).read_text()
@@ -155,12 +154,12 @@ def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytes
     target = packed("llama")
     ours = [OurEngine(PLAIN, Engine(target))]
     ours += [OurEngine(name, Engine(target, drafter)) for name, drafter in (("open", medusa()), ("fixed", medusa(4)))]
-    lineup = Lineup(target, True, ours, batch=40)
+    suite = Suite(target, True, ours, batch=40)
     level = TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0})
-    size_trees(lineup, level, SamplingParams())
-    assert lineup.notes == [f"open: {nodes_for(target, medusa(), costs=StepCosts(target, forwards=level)).describe()}"]
-    found = drafted_trees(lineup, [summary("open", 1.5)], SamplingParams())
-    assert [(each.contestant, len(each.tree), each.measured) for each in found] == [
+    size_trees(suite, level, SamplingParams())
+    assert suite.notes == [f"open: {nodes_for(target, medusa(), costs=StepCosts(target, forwards=level)).describe()}"]
+    found = drafted_trees(suite, {"open": 1.5}, SamplingParams())
+    assert [(each.system, len(each.tree), each.measured) for each in found] == [
         ("open", 40, 1.5),
         ("fixed", 4, None),
     ]
@@ -174,11 +173,11 @@ def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
     ours = [OurEngine(PLAIN, Engine(target)), OurEngine("medusa", Engine(target, medusa()))]
-    lineup = Lineup(target, True, ours)
+    suite = Suite(target, True, ours)
     dear = TargetCost.fit({(1, 8): 1.0, (64, 8): 1000.0})
-    size_trees(lineup, dear, SamplingParams())
-    assert "no tree is predicted to pay" in lineup.notes[0]
-    assert drafted_trees(lineup, [], SamplingParams()) == []
+    size_trees(suite, dear, SamplingParams())
+    assert "no tree is predicted to pay" in suite.notes[0]
+    assert drafted_trees(suite, {}, SamplingParams()) == []
     outcome = ours[1].answer([[5, 9, 11]], SamplingParams(max_tokens=8))
     assert outcome.counters is not None and outcome.counters.draft_tokens == 0
 
@@ -188,8 +187,8 @@ def test_drafters_that_choose_their_trees_are_found_too() -> None:
     heads, fixed = MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), FixedTrees({"greedy": counted_tree(40)})
     ways = [LikeliestTrees(3, {"greedy": curve}, fixed), LikeliestTrees(3, {}, fixed), LikeliestTrees(3)]
     ours = [OurEngine(str(i), Engine(target, Medusa(heads, way, nodes=6))) for i, way in enumerate(ways)]
-    found = drafted_trees(Lineup(target, True, ours), [summary("0", 1.5)], SamplingParams())
-    assert [each.contestant for each in found] == ["0", "1"], "nothing is known of the third one's trees"
+    found = drafted_trees(Suite(target, True, ours), {"0": 1.5}, SamplingParams())
+    assert [each.system for each in found] == ["0", "1"], "nothing is known of the third one's trees"
     assert [each.chosen for each in found] == [ChosenTrees(6, 2.0), ChosenTrees(6, found[1].counted)]
     assert found[0].tree == counted_tree(6) and found[0].measured == 1.5
 
@@ -197,7 +196,7 @@ def test_drafters_that_choose_their_trees_are_found_too() -> None:
 def test_accuracies_kept_with_the_heads_give_the_product() -> None:
     target, drafter = packed("llama"), medusa(6)
     drafter.facts = {"trees": {"greedy": {"rank_accuracy": CHANCES}}}
-    lineup = Lineup(target, True, [OurEngine("medusa", Engine(target, drafter))])
-    found = trees_of_a_run.drafted_trees(lineup, [], SamplingParams())
+    suite = Suite(target, True, [OurEngine("medusa", Engine(target, drafter))])
+    found = trees_of_a_run.drafted_trees(suite, {}, SamplingParams())
     assert found[0].product == pytest.approx(counted_tree(6).expected_tokens)  # these counts are a product
-    assert trees_of_a_run.drafted_trees(lineup, [], SamplingParams(temperature=1.0))[0].product is None
+    assert trees_of_a_run.drafted_trees(suite, {}, SamplingParams(temperature=1.0))[0].product is None

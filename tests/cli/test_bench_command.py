@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
-from truedraft.bench import costs, lineup
-from truedraft.bench import run as bench_run
-from truedraft.bench.contestants import OurEngine
+from truedraft.bench import OurEngine, costs, runs, suite
 from truedraft.costs import Effort
 
 Run = Callable[..., Result]
@@ -198,7 +196,7 @@ def test_without_bfloat16_instructions_float32_is_used(
     run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("truedraft.models.dtypes.has_bfloat16", lambda device: False)
-    monkeypatch.setattr(lineup, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr(suite, "has_bfloat16", lambda device: False)
     words = [word for word in base if word not in ("--dtype", "float32")]
     result = run(*words, "--drafter", "none", "--limit", "1")
     assert result.status == 0, result.err
@@ -212,8 +210,8 @@ def test_without_bfloat16_instructions_float32_is_used(
 def test_a_busy_machine_is_told(
     run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cpu_s: float, told: bool
 ) -> None:
-    turn = bench_run.take_turn
-    monkeypatch.setattr(bench_run, "take_turn", lambda *words: dataclasses.replace(turn(*words), cpu_s=cpu_s))
+    turn = runs.take_turn
+    monkeypatch.setattr(runs, "take_turn", lambda *words: dataclasses.replace(turn(*words), cpu_s=cpu_s))
     result = run(*base, "--drafter", "none", "--limit", "1")
     assert ("for 1.00 of the time this process had no core" in result.out) is told
 

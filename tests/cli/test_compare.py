@@ -11,26 +11,32 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
-from truedraft import load_model
-from truedraft.cli import compare
-from truedraft.cli.differences import find_difference
-from truedraft.cli.measure import Comparison, Pair, Side, repeated_ngrams
+from truedraft import SamplingParams, load_model
+from truedraft.bench import Group, OurEngine, Row, find_difference
+from truedraft.cli.compare import Comparison, Pair, Sides, repeated_ngrams
 from truedraft.core.counters import Counters
-from truedraft.engine import Answer
-from truedraft.engine.answer import Timing
+from truedraft.peers import Outcome
 
 Run = Callable[..., Result]
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
 
 
-def answer(tokens: list[int], seconds: float = 1.0) -> Answer:
+def row(system: str, prompt: str, seconds: float, tokens: tuple[int, ...]) -> Row:
     counters = Counters(target_calls=len(tokens) - 1, emitted_tokens=len(tokens) - 1, prefill_tokens=1)
-    return Answer("", tokens, "length", counters, [], 0, 3, Timing(seconds / 10, seconds))
+    outcome = Outcome(
+        (tokens,), (seconds / 10,), seconds / 10, 3, 0, 9, 3, 1.0, counters=counters, finish_reasons=("length",)
+    )
+    return Row(system, (prompt,), 0, 0, seconds, seconds, outcome)
 
 
-def pair(plain_s: float, speculative_s: float, tokens: list[int] | None = None) -> Pair:
-    plain, speculative = answer([1, 2, 3, 4], plain_s), answer(tokens or [1, 2, 3, 4], speculative_s)
-    return Pair("x", Side([plain]), Side([speculative]))
+def comparison(*pairs: tuple[float, float, tuple[int, ...]], must_agree: bool = True) -> Comparison:
+    """Of prompts by the seconds of both ways and the tokens of the second; plain decoding gives 1 2 3 4."""
+    rows = [
+        (row("plain", str(place), plain_s, (1, 2, 3, 4)), row("speculative", str(place), speculative_s, tokens))
+        for place, (plain_s, speculative_s, tokens) in enumerate(pairs)
+    ]
+    found = [Pair(Group(both[0].prompts, ((7,),), SamplingParams()), Sides.of(both), both) for both in rows]
+    return Comparison(found, Sides.of([each for both in rows for each in both]), 1, must_agree)
 
 
 def test_one_prompt(run: Run, target: str) -> None:
@@ -70,14 +76,17 @@ def test_temperature(run: Run, target: str, draft: str, extra: tuple[str, ...], 
 
 
 def test_different_tokens_fail_and_are_explained(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tampered(*arguments: Any) -> tuple[Side, Side]:
-        plain, speculative = measure(*arguments)
-        wrong = list(plain.token_ids)
-        wrong[5] = 100 if wrong[5] != 100 else 101
-        return plain, Side([dataclasses.replace(each, token_ids=wrong) for each in speculative.answers])
+    answer = OurEngine.answer
 
-    measure = compare.measure
-    monkeypatch.setattr(compare, "measure", tampered)
+    def tampered(self: OurEngine, *arguments: Any) -> Outcome:
+        outcome = answer(self, *arguments)
+        if self.name == "plain":
+            return outcome
+        wrong = list(outcome.token_ids[0])
+        wrong[5] = 100 if wrong[5] != 100 else 101
+        return dataclasses.replace(outcome, token_ids=(tuple(wrong),))
+
+    monkeypatch.setattr(OurEngine, "answer", tampered)
     result = run("generate", "hello", "--model", target, *WORDS)
     assert result.status == 1
     assert result.record["identical"] is False
@@ -99,15 +108,15 @@ def test_a_failing_prompt_is_told_and_left_out(run: Run, target: str, tmp_path: 
 
 def test_ctrl_c_keeps_what_was_measured(run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
+    answer = OurEngine.answer
 
-    def interrupted(*arguments: Any) -> tuple[Side, Side]:
+    def interrupted(self: OurEngine, *arguments: Any) -> Outcome:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 2 + 4:  # after the warm-up of both ways and three turns
             raise KeyboardInterrupt
-        return measure(*arguments)
+        return answer(self, *arguments)
 
-    measure = compare.measure
-    monkeypatch.setattr(compare, "measure", interrupted)
+    monkeypatch.setattr(OurEngine, "answer", interrupted)
     file = tmp_path / "prompts.txt"
     file.write_text("one\ntwo\nthree\n")
     result = run("generate", "--prompts", str(file), "--model", target, *WORDS)
@@ -117,29 +126,35 @@ def test_ctrl_c_keeps_what_was_measured(run: Run, target: str, tmp_path: Path, m
 
 def test_an_answer_that_ends_early_differs_there(target: str) -> None:
     model = load_model(target, dtype="float32")
-    difference = find_difference(model, "hello", [7, 8], [7, 8, 9])
+    ids = list(b"hello")
+    difference = find_difference(model, ids, [7, 8], [7, 8, 9])
     assert difference is not None
     assert difference.position == 2 and difference.plain.id is None and difference.speculative.id == 9
     assert "(end)" in difference.describe()
-    assert find_difference(model, "hello", [7, 8], [7, 8]) is None
+    assert find_difference(model, ids, [7, 8], [7, 8]) is None
 
 
 def test_figures_of_many_prompts() -> None:
-    comparison = Comparison([pair(2.0, 1.0), pair(1.0, 2.0), pair(4.0, 1.0)], must_agree=True)
-    assert comparison.speedups == pytest.approx([2.0, 0.5, 4.0])
-    assert comparison.speedup == pytest.approx(4.0 ** (1 / 3))
-    assert comparison.share_faster == pytest.approx(2 / 3)
-    assert comparison.identical is True
-    assert comparison.total(lambda each: each.plain)["tokens_per_s"] == pytest.approx(2.0)
-    assert comparison.total(lambda each: each.plain)["target_calls"] == 9
-    assert comparison.repeated_8grams is None
+    same = (1, 2, 3, 4)
+    found = comparison((2.0, 1.0, same), (1.0, 2.0, same), (4.0, 1.0, same))
+    assert [pair.sides.ratio.mean for pair in found.pairs] == pytest.approx([2.0, 0.5, 4.0])
+    assert found.all.ratio.mean == pytest.approx(4.0 ** (1 / 3))
+    assert found.all.ratio.share_faster == pytest.approx(2 / 3)
+    assert found.identical is True
+    plain = found.as_dict()["plain"]
+    assert plain["tokens_per_s"] == pytest.approx(2.0) and plain["target_calls"] == 9
+    assert found.repeated_8grams is None
 
 
 def test_one_odd_prompt_makes_it_not_identical() -> None:
-    pairs = [pair(1.0, 1.0), pair(1.0, 1.0, [1, 2, 3, 5])]
-    assert Comparison(pairs, must_agree=True).identical is False
-    assert Comparison(pairs, must_agree=True).identical_prompts == 1
-    assert Comparison(pairs, must_agree=False).identical is None
+    pairs = ((1.0, 1.0, (1, 2, 3, 4)), (1.0, 1.0, (1, 2, 3, 5)))
+    assert comparison(*pairs).identical is False
+    assert comparison(*pairs).identical_prompts == 1
+    assert comparison(*pairs, must_agree=False).identical is None
+
+
+def test_answers_without_tokens_are_as_fast_as_each_other() -> None:
+    assert comparison((1.0, 2.0, ())).pairs[0].sides.ratio.mean == 1.0
 
 
 def test_repeated_ngrams() -> None:

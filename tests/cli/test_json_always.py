@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
-from truedraft.cli import answering, compare, export, info
+from truedraft.bench import runs
+from truedraft.cli import export, generate, info
 from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
 from truedraft.text.tokenizer import Tokenizer
@@ -21,23 +22,25 @@ Run = Callable[..., Result]
 
 
 @pytest.mark.parametrize(
-    ("words", "command", "status"),
+    ("words", "command", "field"),
     [
-        (["generate", "x", "--top-k", "-1"], "generate", 2),
-        (["generate", "x", "--nonsense"], "generate", 2),
-        (["generate", "x", "--drafter", "nobody"], "generate", 2),
-        (["bench", "--batch", "0"], "bench", 2),
-        (["bench", "--prompts", "nothing"], "bench", 2),
-        (["certify", "--minutes", "0"], "certify", 2),
-        (["export"], "export", 2),
-        (["train", "draft"], "train draft", 2),
-        (["nonsense"], "nonsense", 2),
+        (["generate", "x", "--top-k", "-1"], "generate", "top_k"),
+        (["generate", "x", "--nonsense"], "generate", None),
+        (["generate", "x", "--drafter", "nobody"], "generate", "drafter"),
+        (["generate", "x", "--rule", "typical,epsilon=2"], "generate", "rule"),
+        (["bench", "--batch", "0"], "bench", "batch"),
+        (["bench", "--prompts", "nothing"], "bench", None),
+        (["certify", "--minutes", "0"], "certify", "minutes"),
+        (["export"], "export", None),
+        (["train", "draft"], "train draft", None),
+        (["nonsense"], "nonsense", None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_an_error(run: Run, words: list[str], command: str, status: int) -> None:
+def test_an_error(run: Run, words: list[str], command: str, field: str | None) -> None:
     result = run(*words, "--json")
-    assert (result.status, result.record["command"], result.record["status"]) == (status, command, status)
+    assert (result.status, result.record["command"], result.record["status"]) == (2, command, 2)
+    assert result.record["field"] == field
     assert result.err == f"truedraft: error: {result.record['error']}\n"
 
 
@@ -48,7 +51,7 @@ def test_an_interrupted_training(run: Run, target: str, tmp_path: Path, monkeypa
     result = run("train", "draft", *words)
     assert (result.status, result.record) == (
         130,
-        {"command": "train draft", "error": "interrupted", "status": 130},
+        {"command": "train draft", "error": "interrupted", "status": 130, "field": None},
     )
 
 
@@ -60,8 +63,8 @@ def interrupt(*_: object, **__: object) -> None:
     ("words", "module", "name"),
     [
         (["info"], info, "_native_forward"),
-        (["generate", "x", "--compare"], compare, "warm_up"),
-        (["generate", "x", "--compare"], compare, "stream_answer"),
+        (["generate", "x", "--compare"], runs, "_warm_up"),
+        (["generate", "x", "--compare"], generate, "stream_answer"),
     ],
 )
 def test_an_interruption(
@@ -81,7 +84,7 @@ def test_a_failure_in_the_middle_of_an_answer(run: Run, target: str, monkeypatch
         show(Piece("half an answer", [], []))
         raise ModelError("the target broke")
 
-    monkeypatch.setattr(answering, "stream_answer", broken)
+    monkeypatch.setattr(generate, "stream_answer", broken)
     result = run("generate", "x", "--model", target, "--json")
     assert result.status == 1 == result.record["status"]
     assert result.out.startswith("half an answer\n{") and result.record["error"] == "the target broke"

@@ -12,7 +12,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.bench import costs
-from truedraft.cli.lossy import divergence_words
+from truedraft.cli.report import divergence_words
 from truedraft.core.counters import Counters
 from truedraft.core.divergence import Divergence
 from truedraft.costs import Effort

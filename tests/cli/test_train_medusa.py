@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
-from truedraft.cli.train_heads import how_to_go_on
-from truedraft.cli.train_job import Job
+from truedraft.cli.train import JobOptions, how_to_go_on
 from truedraft.training import acceptance, medusa
 
 Run = Callable[..., Result]
@@ -137,7 +136,8 @@ def test_ctrl_c_says_how_to_go_on(
     (tmp_path / "out" / "work").mkdir(parents=True)
     result = run(*words, "--resume")
     assert result.status == 130 and "interrupted; the same command goes on" in result.err
-    job = Job("m", [], [], tmp_path / "out", resume=False)
-    assert how_to_go_on(job) == "interrupted; the same command with --resume goes on, with the answers that are written"
+    job = JobOptions(out=tmp_path / "out")
+    told = "interrupted; the same command with --resume goes on, with the answers that are written"
+    assert how_to_go_on(job, keeps_answers=True) == told
     (tmp_path / "out" / "work" / "checkpoint.pt").write_bytes(b"torn")
-    assert "cannot read the checkpoint" in how_to_go_on(job)
+    assert "cannot read the checkpoint" in how_to_go_on(job, keeps_answers=True)

@@ -10,9 +10,8 @@ from timed_doubles import Clock, TimedModel
 
 from support.records import step_record
 from truedraft import Engine
+from truedraft.bench import OurEngine, Suite
 from truedraft.bench import costs as bench_costs
-from truedraft.bench.contestants import OurEngine
-from truedraft.bench.lineup import Lineup
 from truedraft.core.sampling import SamplingParams
 from truedraft.costs import (
     CostStore,
@@ -133,8 +132,8 @@ def test_a_benchmark_measures_kept_curves_again_where_plain_steps_part(
     monkeypatch.setattr(bench_costs, "target_cost", curve)
     monkeypatch.setattr(bench_costs, "read_bandwidth", lambda device: ReadBandwidth({"sum": 1e10}))
     monkeypatch.setattr(bench_costs, "ratio_of_steps", lambda engine, forwards: ratio)
-    lineup = Lineup(kept.model, lossless=True, ours=[OurEngine("plain", Engine(kept.model))])
-    found = bench_costs.measure_costs(lineup, SamplingParams(), lambda done, label: None)
+    suite = Suite(kept.model, lossless=True, ours=[OurEngine("plain", Engine(kept.model))])
+    found = bench_costs.measure_costs(suite, SamplingParams(), lambda done, label: None)
     assert asked == [False, True][:measured]
     assert found.kept == (measured == 1)
     assert any("2.20 times" in warning for warning in found.warnings) == (measured == 2)

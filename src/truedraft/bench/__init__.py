@@ -1,1 +1,47 @@
-"""Benchmarks one can believe: workloads, paired runs, peers, tables, plots, one JSON line last."""
+"""Benchmarks one can believe: systems under test, paired runs, tables, plots, one JSON line last."""
+
+from truedraft.bench.costs import PARTS, MachineCosts, measure_costs
+from truedraft.bench.differences import Difference, find_difference
+from truedraft.bench.prompts import is_question_file, read_questions, spread
+from truedraft.bench.record import Circumstances, bench_record
+from truedraft.bench.report import OutputFolder
+from truedraft.bench.runs import Failure, Group, Results, Row, grouped, run_all, time_without_core
+from truedraft.bench.suite import PLAIN, OurEngine, Suite, SuiteParts, load_suite
+from truedraft.bench.summary import Ratio, Summary, differing_answers, shown, summarise
+from truedraft.bench.tables import TextTable, all_tables
+from truedraft.bench.trees import DraftedTree, drafted_trees
+
+__all__ = [
+    "PARTS",
+    "PLAIN",
+    "Circumstances",
+    "Difference",
+    "DraftedTree",
+    "Failure",
+    "Group",
+    "MachineCosts",
+    "OurEngine",
+    "OutputFolder",
+    "Ratio",
+    "Results",
+    "Row",
+    "Suite",
+    "SuiteParts",
+    "Summary",
+    "TextTable",
+    "all_tables",
+    "bench_record",
+    "differing_answers",
+    "drafted_trees",
+    "find_difference",
+    "grouped",
+    "is_question_file",
+    "load_suite",
+    "measure_costs",
+    "read_questions",
+    "run_all",
+    "shown",
+    "spread",
+    "summarise",
+    "time_without_core",
+]

@@ -1,24 +1,25 @@
-"""Cost curves of this machine as a benchmark uses them: what each step should have cost."""
+"""What this machine costs, as a benchmark uses it: what each step should take, and how many bytes it has to read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from truedraft.bench.drafted_trees import size_trees
-from truedraft.bench.lineup import Lineup, draft_model
-from truedraft.bench.reading import read_size
-from truedraft.bench.summary import Memory
+from truedraft.bench.suite import Suite
+from truedraft.bench.trees import size_trees
 from truedraft.core.sampling import SamplingParams
 from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
 from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
 from truedraft.planning import ratio_of_steps
+from truedraft.progress import Progress
 from truedraft.theory import DraftCost, TargetCost
 
-Progress = Callable[[int, str], None]
 PARTS = 100
 """What the progress of one curve is counted in."""
 
+_MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_CONTEXTS = (128, 512, 1024)
 
@@ -50,6 +51,59 @@ class CurveCosts:
         return self._of_nodes[each]
 
 
+@dataclass(frozen=True, slots=True)
+class ReadSize:
+    """Bytes.
+
+    Attributes:
+        weights: read once in each forward of few tokens.
+        cached_token: keys and values of one cached token over all layers.
+    """
+
+    weights: int
+    cached_token: int
+
+    def of(self, forwards: int, context_tokens: int) -> int:
+        """Bytes of so many forwards that read so many cached tokens in all."""
+        return forwards * self.weights + context_tokens * self.cached_token
+
+
+def read_size(model: LanguageModel) -> ReadSize | None:
+    """What a forward of a model reads; None where it depends on the tokens (mixtures of experts), or is not known.
+
+    Windows of attention are not looked at: with one, the cached tokens that it leaves out are counted too.
+    """
+    config = getattr(getattr(model, "module", None), "config", None)
+    if config is None or not model.weight_bytes:
+        return None
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in _MIXTURES):
+        return None
+    return ReadSize(model.weight_bytes, _cached_values(text) * model.dtype.itemsize)
+
+
+def _cached_values(config: Any) -> int:
+    """Numbers cached for a token: a key and a value for each head of each layer."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers) * int(heads) * int(width)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What memory bandwidth used is computed from.
+
+    Attributes:
+        bandwidth: read bandwidth of this machine in bytes per second.
+        target: what a forward of the target reads.
+        draft: what a forward of the draft model reads; None without one.
+    """
+
+    bandwidth: float
+    target: ReadSize
+    draft: ReadSize | None = None
+
+
 @dataclass(slots=True)
 class MachineCosts:
     """What was measured of this machine before a benchmark.
@@ -68,27 +122,27 @@ class MachineCosts:
     kept: bool = False
     warnings: list[str] = field(default_factory=list)
 
-    def memory(self, lineup: Lineup) -> dict[str, Memory]:
-        """What use of memory bandwidth is computed from, for each contestant."""
-        target = read_size(lineup.target)
+    def memory(self, suite: Suite) -> dict[str, Memory]:
+        """What use of memory bandwidth is computed from, for each system."""
+        target = read_size(suite.target)
         if self.bandwidth is None or target is None:
             return {}
-        drafts = {each.name: draft_model(each.engine) for each in lineup.ours}
+        drafts = {each.name: each.draft_model for each in suite.ours}
         shared = next((model for model in drafts.values() if model is not None), None)
-        drafts |= {each.name: shared for each in lineup.peers}  # their draft forwards are counted as well
+        drafts |= {each.name: shared for each in suite.peers}  # their draft forwards are counted as well
         return {
             name: Memory(self.bandwidth, target, None if model is None else read_size(model))
             for name, model in drafts.items()
         }
 
 
-def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
+def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
     """Read bandwidth, the curve V of the target and the cost of each drafter: kept ones, else measured now.
 
-    Drafters whose number of nodes was left open get as many as V favours; the lineup's notes then say how many.
+    Drafters whose number of nodes was left open get as many as V favours; the suite's notes then say how many.
 
     Args:
-        lineup: whose engines are to be predicted; they do not run meanwhile.
+        suite: whose engines are to be predicted; they do not run meanwhile.
         params: sampling options of the benchmark; drawing is a part of what drafting costs.
         progress: is called with parts done, `PARTS` for each of our engines, and what is being measured.
         refresh: measure although kept curves would do; those may be of a moment when the machine was busy.
@@ -99,38 +153,38 @@ def measure_costs(lineup: Lineup, params: SamplingParams, progress: Progress, *,
     measured = MachineCosts()
     progress(0, "reading memory")
     try:
-        measured.bandwidth = read_bandwidth(lineup.target.device).bytes_per_s
+        measured.bandwidth = read_bandwidth(suite.target.device).bytes_per_s
     except OptionError as error:
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
-    forwards = target_cost(lineup.target, progress=_part(progress, 0), refresh=refresh)
+    forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=refresh)
     measured.warnings += forwards.warnings
-    ratio = ratio_of_steps(lineup.ours[0].engine, forwards.value) if forwards.kept and _is_seen(lineup) else None
+    ratio = ratio_of_steps(suite.ours[0].engine, forwards.value) if forwards.kept and _is_seen(suite) else None
     if ratio is not None and parts(ratio):
         measured.warnings.append(
             f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say; the "
             "machine was busier then, or is now"
         )
         refresh = True
-        forwards = target_cost(lineup.target, progress=_part(progress, 0), refresh=True)
+        forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=True)
     measured.kept = forwards.kept
-    measured.points = shown_points(forwards.value, lineup.target.context_length)
-    size_trees(lineup, forwards.value, params, refresh=refresh)
-    for number, each in enumerate(lineup.ours):
+    measured.points = shown_points(forwards.value, suite.target.context_length)
+    size_trees(suite, forwards.value, params, refresh=refresh)
+    for number, each in enumerate(suite.ours):
         drafting = None
         if number:  # the first is plain decoding
             drafting = drafter_cost(
-                each.engine.drafter, lineup.target, params=params, progress=_part(progress, number), refresh=refresh
+                each.engine.drafter, suite.target, params=params, progress=_part(progress, number), refresh=refresh
             )
             measured.warnings += drafting.warnings
             measured.kept |= drafting.kept
         measured.by_name[each.name] = CurveCosts(forwards.value, None if drafting is None else drafting.value)
-    progress(len(lineup.ours) * PARTS, "")
+    progress(len(suite.ours) * PARTS, "")
     return measured
 
 
-def _is_seen(lineup: Lineup) -> bool:
+def _is_seen(suite: Suite) -> bool:
     """Whether the host sees what a forward takes; on a device it is only queued."""
-    return lineup.target.device.type == "cpu"
+    return suite.target.device.type == "cpu"
 
 
 def _part(progress: Progress, number: int) -> Callable[[int, int, str], None]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.bench.breakdown import is_impossible
-from truedraft.bench.contestants import PLAIN
-from truedraft.bench.drafted_trees import DraftedTree
+from truedraft.bench.runs import Results
+from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Ratio, Spread, Summary
+from truedraft.bench.trees import DraftedTree
 from truedraft.core.counters import Counters
 
 
@@ -32,14 +33,14 @@ class Circumstances:
         batch: prompts answered together.
         prompt_set: its name.
         prompts: how many prompts were asked for.
-        runs: how often each contestant answered each group.
+        runs: how often each system answered each group.
         sampling: all sampling options, the seed among them.
-        must_agree: whether our contestants' tokens are promised to be those of plain decoding.
+        must_agree: whether our engines' tokens are promised to be those of plain decoding.
         costs_kept: whether a cost curve is of an earlier run, and so of another moment of the machine.
         bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
         weight_bytes: bytes that a forward of the target reads; None where not known.
         machine: machine and versions.
-        lossless: whether the rule keeps the target's law.
+        lossless: whether the rule keeps the target's distribution.
     """
 
     model: str
@@ -105,21 +106,19 @@ def bench_record(
     summaries: Sequence[Summary],
     circumstances: Circumstances,
     costs: Sequence[Mapping[str, float]],
-    failures: Sequence[str],
-    interrupted: bool,
+    results: Results,
     differences: Sequence[str] = (),
     trees: Sequence[DraftedTree] = (),
 ) -> dict[str, Any]:
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
     Args:
-        summaries: of contestants that finished a row.
+        summaries: of systems that finished a row.
         circumstances: of the run.
         costs: points of the target's cost curve: rows, context, seconds.
-        failures: what could not be answered.
-        interrupted: whether Ctrl-C ended the run.
+        results: of the run.
         differences: where tokens part that must not, a sentence each.
-        trees: that contestants drafted.
+        trees: that systems drafted.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
@@ -130,8 +129,8 @@ def bench_record(
         "speedup": None if first is None or first.speedup is None else first.speedup.mean,
         "identical": _identical(ours, circumstances),
         "differences": list(differences),
-        "interrupted": interrupted,
-        "failures": list(failures),
+        "interrupted": results.interrupted,
+        "failures": [failure.describe() for failure in results.failures],
         "contestants": [_summary_record(each, circumstances) for each in summaries],
         "costs": [dict(point) for point in costs],
         "trees": [tree.as_dict() for tree in trees],

@@ -1,4 +1,4 @@
-"""From rows to what a contestant achieved: medians and spread over prompts, and ratios paired by prompt."""
+"""From rows to what a system achieved: medians and spread over prompts, and ratios paired by prompt."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from truedraft.bench.breakdown import Breakdown, Shares, shares
-from truedraft.bench.contestants import PLAIN
-from truedraft.bench.reading import ReadSize
-from truedraft.bench.rows import Row
+from truedraft.bench.costs import Memory
+from truedraft.bench.runs import Row
+from truedraft.bench.suite import PLAIN
 from truedraft.core.counters import Counters
 from truedraft.theory import predicted_speedup
 
@@ -64,23 +64,8 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What memory bandwidth used is computed from.
-
-    Attributes:
-        bandwidth: read bandwidth of this machine in bytes per second.
-        target: what a forward of the target reads.
-        draft: what a forward of the draft model reads; None without one.
-    """
-
-    bandwidth: float
-    target: ReadSize
-    draft: ReadSize | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
-    """What one contestant achieved.
+    """What one system achieved.
 
     Attributes:
         name: its name.
@@ -127,7 +112,7 @@ class Summary:
 
     @property
     def lossy(self) -> bool:
-        """Whether a lossy rule judged; its counters then say how far it was from the target's law."""
+        """Whether a lossy rule judged; its counters then say how far it was from the target's distribution."""
         return self.counters is not None and self.counters.divergence is not None
 
     @property
@@ -146,27 +131,27 @@ ByGroup = dict[tuple[str, ...], float]
 def summarise(
     rows: Sequence[Row], names: Sequence[str], ours: Sequence[str], memory: Mapping[str, Memory]
 ) -> list[Summary]:
-    """One summary for each contestant that finished a row, in the order of `names`.
+    """One summary for each system that finished a row, in the order of `names`.
 
     Args:
-        rows: of all contestants.
-        names: all contestants.
+        rows: of all systems.
+        names: all systems.
         ours: those that are our engine.
-        memory: for contestants whose use of memory bandwidth is wanted.
+        memory: for systems whose use of memory bandwidth is wanted.
     """
     by_name: dict[str, Groups] = {}
     for row in rows:
-        by_name.setdefault(row.contestant, {}).setdefault(row.prompts, []).append(row)
+        by_name.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
     plain = by_name.get(PLAIN, {})
     return [_summary(name, name in ours, by_name[name], plain, memory.get(name)) for name in names if name in by_name]
 
 
 def shown(summaries: Sequence[Summary], best_of: Mapping[str, Sequence[str]]) -> tuple[list[Summary], list[str]]:
-    """The summaries for people: of contestants that only differ in a setting, the fastest stands for all.
+    """The summaries for people: of systems that only differ in a setting, the fastest stands for all.
 
     Args:
-        summaries: of all contestants.
-        best_of: titles, each with the contestants that it stands for.
+        summaries: of all systems.
+        best_of: titles, each with the systems that it stands for.
 
     Returns:
         The summaries to show, and for each title a sentence that says which setting it is.
@@ -193,16 +178,16 @@ def _speed_of(summary: Summary) -> str:
 def differing_answers(
     rows: Sequence[Row], names: Sequence[str]
 ) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
-    """Contestant, prompt, plain tokens and its tokens, where these differ from plain decoding's first run."""
+    """System, prompt, plain tokens and its tokens, where these differ from plain decoding's first run."""
     plain: dict[str, tuple[int, ...]] = {}
     for row in rows:
-        if row.contestant == PLAIN:
+        if row.system == PLAIN:
             for name, tokens in zip(row.prompts, row.outcome.token_ids, strict=True):
                 plain.setdefault(name, tokens)
     return [
-        (row.contestant, name, plain[name], tokens)
+        (row.system, name, plain[name], tokens)
         for row in rows
-        if row.contestant in names
+        if row.system in names
         for name, tokens in zip(row.prompts, row.outcome.token_ids, strict=True)
         if name in plain and tokens != plain[name]
     ]

@@ -4,332 +4,314 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from truedraft.cli import options as opt
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, describe, say, warn
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts, user_path
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, say, warn
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
+from truedraft.cli.session import DRAFTER_HELP, RULE_HELP, ReportOptions, seeded
+from truedraft.cli.visible import visible
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.specs import drafter_help
-from truedraft.errors import DataError, OptionError, PromptError, TruedraftError
+from truedraft.errors import DataError, PromptError
+from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.bench.costs import MachineCosts
-    from truedraft.bench.lineup import Lineup, LineupSetup
-    from truedraft.bench.output import OutputFolder
-    from truedraft.bench.record import Circumstances
-    from truedraft.bench.run import Group, Results
+    from rich.table import Table
+
+    from truedraft.bench import (
+        Circumstances,
+        Group,
+        MachineCosts,
+        OutputFolder,
+        Results,
+        Suite,
+        Summary,
+        TextTable,
+    )
     from truedraft.cli.terminal import Terminal
 
-_WHAT, _RUN = "What to measure", "Runs"
+_SHOWN_DIFFERENCES = 5
+_DISTURBED = 0.1
 
-_Drafters = Annotated[
-    list[str] | None,
-    opt.option(
-        "--drafter",
-        "What guesses, one of these; options stand behind it as ,option=value. May be repeated.\n\n" + drafter_help(),
-        _WHAT,
-        "D",
-        show_default="auto",
-    ),
-]
-_Peers = Annotated[
-    list[str] | None, opt.option("--peer", "transformers: its own ways of generating; may be repeated.", _WHAT, "PEER")
-]
-_Prompts = Annotated[
-    str,
-    opt.option(
-        "--prompts",
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """What is measured."""
+
+    drafter: tuple[str, ...] = option(
+        ("auto",), f"{DRAFTER_HELP} May be repeated.\n\n{drafter_help()}", "D", shown_default="auto"
+    )
+    rule: str = option("speculative", RULE_HELP, "R", heading="Model and drafter")
+    peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
+    prompts: str = option(
+        HELDOUT,
         "heldout: those that ship; a .jsonl or .txt file; or a folder with HumanEval, GSM8K, MT-bench or Spec-Bench.",
-        _WHAT,
         "SET",
-    ),
-]
-_Batch = Annotated[int, opt.option("--batch", "Prompts that are answered together.", _RUN, "N")]
-_Runs = Annotated[int, opt.option("--runs", "How often each way answers each prompt.", _RUN, "N")]
-_Limit = Annotated[
-    int | None, opt.option("--limit", "Only so many prompts, evenly over the set.", _RUN, "N", show_default="all")
-]
-_Out = Annotated[
-    Path | None,
-    opt.option("--out", "Write report, plots, record and rows into this folder.", "Report", "DIR"),
-]
-_RefreshCosts = Annotated[
-    bool, opt.flag("--refresh-costs", "Measure cost curves again, also where kept ones would do.", _RUN)
-]
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How it is measured."""
+
+    limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
+    batch: int = option(1, "Prompts that are answered together.", "N", least=1)
+    runs: int = option(1, "How often each way answers each prompt.", "N", least=1)
+    refresh_costs: bool = flag("Measure cost curves again, also where kept ones would do.")
+
+
+@dataclass(frozen=True)
+class BenchReport(ReportOptions):
+    """What `truedraft bench` tells."""
+
+    out: Path | None = option(None, "Write report, plots, record and rows into this folder.", "DIR")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of `truedraft bench`."""
+
+    model: ModelOptions = group("Model and drafter")
+    what: SuiteOptions = group("What to measure")
+    prompt: PromptOptions = group("Prompt", without=("prompt", "prompts"))
+    runs: RunOptions = group("Runs")
+    sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids"))
+    report: BenchReport = group("Report")
+    machine: MachineOptions = group("Machine")
+
+
+def bench(options: BenchOptions) -> int:
+    """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
+    from truedraft.bench import OutputFolder
+    from truedraft.cli.session import as_chat, check_rule, encoded, quiet_hub, set_threads
+    from truedraft.cli.terminal import Terminal
+    from truedraft.peers import check_peer
+
+    for peer in options.what.peer:
+        check_peer(peer)
+    params, out = seeded(options.sampling), options.report.out
+    out = None if out is None else user_path(str(out))
+    check_rule(options.what.rule, params)
+    terminal = Terminal()
+    set_name, prompts = _prompts(options)
+    asked = [(each, params) for each in prompts]
+    set_threads(options.machine.threads)
+    with contextlib.ExitStack() as stack:
+        folder = None if out is None else stack.enter_context(OutputFolder(out))
+        with quiet_hub():
+            suite = _load(options, terminal)
+        if options.prompt.chat:
+            asked = as_chat(suite.target, asked)
+        groups, failures = encoded(suite.target, asked, options.runs.batch)
+        if not groups:
+            raise PromptError(f"none of the prompts can be answered; {failures[0].describe()}")
+        measured = _costs(suite, params, options.runs.refresh_costs, terminal)
+        circumstances = _circumstances(options, suite, measured, params, (set_name, len(prompts)))
+        run = _Run(suite, measured, groups, circumstances)
+        results = _measure(run, folder, terminal)
+        results.failures[:0] = failures
+        return _tell(run, results, options.report.json, folder, terminal)
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """What was asked for."""
+class _Run:
+    """What is measured and on what."""
 
-    prompt_set: str
-    limit: int | None
-    batch: int
-    runs: int
-    chat: bool
-    refresh_costs: bool
-    out: Path | None
-    json: bool
+    suite: Suite
+    measured: MachineCosts
+    groups: Sequence[Group]
+    circumstances: Circumstances
 
-
-def bench(
-    model: opt.Model = "embedded:target",
-    pad_to: opt.PadTo = None,
-    drafter: _Drafters = None,
-    rule: opt.RuleWord = "speculative",
-    peer: _Peers = None,
-    prompts: _Prompts = HELDOUT,
-    chat: opt.Chat = False,
-    limit: _Limit = None,
-    batch: _Batch = 1,
-    runs: _Runs = 1,
-    max_tokens: opt.MaxTokens = 128,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
-    coupled: opt.Coupled = False,
-    ignore_eos: opt.IgnoreEos = False,
-    out: _Out = None,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = "auto",
-    threads: opt.Threads = None,
-    no_fast_paths: opt.NoFastPaths = False,
-    refresh_costs: _RefreshCosts = False,
-    json: opt.Json = False,
-) -> int:
-    """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
-    from truedraft.bench.lineup import LineupSetup
-    from truedraft.bench.peers import check_peer
-    from truedraft.cli.session import sampling
-
-    for name, value in (("--batch", batch), ("--runs", runs), ("--limit", limit)):
-        if value is not None and value < 1:
-            raise OptionError(f"{name} must be 1 or more, got {value}")
-    peers = tuple(dict.fromkeys(peer or ()))
-    for each in peers:
-        check_peer(each)
-    params = sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        coupled=coupled,
-        ignore_eos=ignore_eos,
-    )
-    setup = LineupSetup(
-        model=model,
-        drafters=tuple(dict.fromkeys(drafter or ("auto",))),
-        peers=peers,
-        rule=rule,
-        dtype=dtype,
-        device=device,
-        batch=batch,
-        pad_to=pad_to,
-        fast_paths=not no_fast_paths,
-    )
-    folder = None if out is None else user_path(str(out))
-    return _run(setup, threads, params, _Task(prompts, limit, batch, runs, chat, refresh_costs, folder, json))
+    @property
+    def turns(self) -> int:
+        """How often a system answers a group."""
+        return len(self.suite.systems) * len(self.groups) * self.circumstances.runs
 
 
-def _run(setup: LineupSetup, threads: int | None, params: SamplingParams, task: _Task) -> int:
-    from truedraft.bench.output import OutputFolder
-    from truedraft.cli.lossy import check_rule
-    from truedraft.cli.session import as_chat, quiet_hub, set_threads
-    from truedraft.cli.terminal import Terminal
-
-    check_rule(setup.rule, params)
-    terminal = Terminal()
-    set_name, prompts = _prompts(task)
-    set_threads(threads)
-    with contextlib.ExitStack() as stack:
-        folder = None if task.out is None else stack.enter_context(OutputFolder(task.out))
-        with quiet_hub():
-            lineup = _load(setup, terminal)
-        if task.chat:
-            prompts = as_chat(lineup.target, prompts)
-        groups, failures = _groups(lineup, prompts, task.batch)
-        measured = _costs(lineup, params, task.refresh_costs, terminal)
-        circumstances = _circumstances(setup, lineup, measured, params, task, (set_name, len(prompts)))
-        results = _measure(lineup, groups, params, circumstances, folder, terminal)
-        results.failures[:0] = failures
-        return _tell(lineup, measured, results, groups, circumstances, task, folder, terminal)
-
-
-def _prompts(task: _Task) -> tuple[str, list[NamedPrompt]]:
+def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
     """The name of the set, and as many of its prompts as are wanted."""
-    from truedraft.bench.prompts import is_question_file, read_questions, spread
+    from truedraft.bench import is_question_file, read_questions, spread
 
-    path = user_path(task.prompt_set)
-    if task.prompt_set != HELDOUT and (path.is_dir() or is_question_file(path)):
+    path = user_path(options.what.prompts)
+    if options.what.prompts != HELDOUT and (path.is_dir() or is_question_file(path)):
         questions = read_questions(path)
-        chosen = spread(questions.questions, task.limit)
+        chosen = spread(questions.questions, options.runs.limit)
         return questions.name, [NamedPrompt(each.name, each.text) for each in chosen]
-    if task.prompt_set != HELDOUT and not path.suffix and not path.exists():
+    if options.what.prompts != HELDOUT and not path.suffix and not path.exists():
         raise DataError(
-            f"there is no prompt set {task.prompt_set!r}; give {HELDOUT}, a .jsonl or .txt file, or a folder with "
+            f"there is no prompt set {options.what.prompts!r}; give {HELDOUT}, a .jsonl or .txt file, or a folder with "
             "questions of HumanEval, GSM8K, MT-bench or Spec-Bench"
         )
-    name = HELDOUT if task.prompt_set == HELDOUT else path.name
-    return name, spread(read_prompts(None, task.prompt_set), task.limit)
+    name = HELDOUT if options.what.prompts == HELDOUT else path.name
+    return name, spread(read_prompts(None, options.what.prompts), options.runs.limit)
 
 
-def _load(setup: LineupSetup, terminal: Terminal) -> Lineup:
-    """Load what takes part; on a terminal, show what is being waited for."""
-    from truedraft.bench.lineup import load_lineup
+def _load(options: BenchOptions, terminal: Terminal) -> Suite:
+    """Load the systems under test; on a terminal, show what is being waited for."""
+    from truedraft.bench import SuiteParts, load_suite
+    from truedraft.cli.session import waiting
 
-    if not terminal.err.is_terminal:
-        return load_lineup(setup)
-    with terminal.err.status(f"loading {setup.model}"):
-        return load_lineup(setup)
+    what = options.what
+    drafters, peers = tuple(dict.fromkeys(what.drafter)), tuple(dict.fromkeys(what.peer))
+    with waiting(terminal.err, f"loading {options.model.model}"):
+        return load_suite(options.model, options.machine, SuiteParts(drafters, peers, what.rule, options.runs.batch))
 
 
-def _costs(lineup: Lineup, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
+def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
     """Cost curves of this machine, measured now or kept from an earlier run."""
-    from truedraft.bench.costs import PARTS, measure_costs
+    from truedraft.bench import PARTS, measure_costs
 
-    with terminal.progress("cost curves", PARTS * len(lineup.ours)) as progress:
-        measured = measure_costs(lineup, params, progress, refresh=refresh)
+    with terminal.progress("cost curves", PARTS * len(suite.ours)) as progress:
+        measured = measure_costs(suite, params, progress, refresh=refresh)
     for warning in measured.warnings:
         warn(warning)
-    for each in lineup.ours:
-        each.costs = measured.by_name.get(each.name)
     return measured
 
 
-def _groups(lineup: Lineup, prompts: Sequence[NamedPrompt], batch: int) -> tuple[list[Group], list[str]]:
-    """Prompts as token ids, so that all contestants get the same; those that the target cannot take are told."""
-    from truedraft.bench.run import grouped
-    from truedraft.engine.prompts import encode_prompt
+def _measure(run: _Run, folder: OutputFolder | None, terminal: Terminal) -> Results:
+    from truedraft.bench import run_all
 
-    names: list[str] = []
-    ids: list[list[int]] = []
-    failures: list[str] = []
-    given: Counter[str] = Counter()
-    for each in prompts:
-        try:
-            ids.append(encode_prompt(lineup.target, each.prompt))
-            given[each.name] += 1  # two prompts of one id are two prompts, not two runs of one
-            names.append(each.name if given[each.name] == 1 else f"{each.name} ({given[each.name]})")
-        except TruedraftError as error:
-            failures.append(f"prompt {each.name}: {describe(error)}")
-    if not names:
-        raise PromptError(f"none of the prompts can be answered; {failures[0]}")
-    return grouped(names, ids, batch), failures
-
-
-def _measure(
-    lineup: Lineup,
-    groups: Sequence[Group],
-    params: SamplingParams,
-    circumstances: Circumstances,
-    folder: OutputFolder | None,
-    terminal: Terminal,
-) -> Results:
-    from truedraft.bench.run import run_all
-
-    about = circumstances.of_a_row()
-    turns = len(lineup.contestants) * len(groups) * circumstances.runs
-    with terminal.progress("benchmark", turns) as progress:
+    about = run.circumstances.of_a_row()
+    with terminal.progress("benchmark", run.turns) as progress:
         return run_all(
-            lineup.contestants,
-            groups,
-            params,
-            runs=circumstances.runs,
-            context_length=lineup.target.context_length,
+            run.suite.systems,
+            run.groups,
+            runs=run.circumstances.runs,
+            context_length=run.suite.target.context_length,
+            costs=run.measured.by_name,
             keep=(lambda row: None) if folder is None else (lambda row: folder.keep(row, about)),
             progress=progress,
         )
 
 
 def _circumstances(
-    setup: LineupSetup,
-    lineup: Lineup,
-    measured: MachineCosts,
-    params: SamplingParams,
-    task: _Task,
-    prompt_set: tuple[str, int],
+    options: BenchOptions, suite: Suite, measured: MachineCosts, params: SamplingParams, prompts: tuple[str, int]
 ) -> Circumstances:
-    from truedraft.bench.record import Circumstances
+    """Of this run, on a prompt set of this name and size."""
+    from truedraft.bench import Circumstances
     from truedraft.cli.machine import machine_facts
 
-    machine = machine_facts()
-    target = lineup.target
+    machine, target = machine_facts(), suite.target
     return Circumstances(
-        model=setup.model,
-        note=lineup.target.note,
-        pad_to=setup.pad_to,
-        drafters=tuple(each.name for each in lineup.ours[1:]),
-        peers=setup.peers,
-        rule=setup.rule,
+        **dataclasses.asdict(options.model),
+        note=target.note,
+        drafters=tuple(suite.our_names[1:]),
+        peers=tuple(dict.fromkeys(options.what.peer)),
+        rule=options.what.rule,
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
         threads=machine["threads"],
         fast_paths=target.fast_paths,
-        batch=task.batch,
-        prompt_set=prompt_set[0],
-        prompts=prompt_set[1],
-        runs=task.runs,
+        batch=options.runs.batch,
+        prompt_set=prompts[0],
+        prompts=prompts[1],
+        runs=options.runs.runs,
         sampling=dataclasses.asdict(params),
-        must_agree=lineup.lossless and (params.greedy or params.coupled),
+        must_agree=suite.must_agree(params),
         costs_kept=measured.kept,
         bandwidth=measured.bandwidth,
         weight_bytes=target.weight_bytes or None,
         machine=machine,
-        lossless=lineup.lossless,
+        lossless=suite.lossless,
     )
 
 
-def _tell(
-    lineup: Lineup,
-    measured: MachineCosts,
-    results: Results,
-    groups: Sequence[Group],
-    circumstances: Circumstances,
-    task: _Task,
-    folder: OutputFolder | None,
-    terminal: Terminal,
-) -> int:
+def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
     """Print and write what was measured; the exit status."""
-    from truedraft.bench.drafted_trees import drafted_trees
-    from truedraft.bench.record import bench_record
-    from truedraft.bench.summary import shown, summarise
-    from truedraft.cli.bench_tables import differences, disturbance, print_summaries
+    from truedraft.bench import bench_record, drafted_trees, shown, summarise
 
-    names = [each.name for each in lineup.contestants]
-    ours = [each.name for each in lineup.ours]
-    summaries = summarise(results.rows, names, ours, measured.memory(lineup))
-    parted = differences(lineup, results, groups, circumstances)
-    trees = drafted_trees(lineup, summaries, SamplingParams(**circumstances.sampling))
-    record = bench_record(
-        summaries, circumstances, measured.points, results.failures, results.interrupted, parted, trees
-    )
+    suite, measured, circumstances = run.suite, run.measured, run.circumstances
+    names = [each.name for each in suite.systems]
+    summaries = summarise(results.rows, names, suite.our_names, measured.memory(suite))
+    parted = _differences(suite, results, run.groups, circumstances)
+    lengths = {each.name: each.mean_acceptance_length for each in summaries}
+    trees = drafted_trees(suite, lengths, SamplingParams(**circumstances.sampling))
+    record = bench_record(summaries, circumstances, measured.points, results, parted, trees)
     failed = results.failures or record["identical"] is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     record["status"] = status
-    best, notes = shown(summaries, lineup.best_of)
-    notes = [*lineup.notes, *notes, *parted, *disturbance(results, circumstances.device)]
-    wrong = [f"error: {failure}" for failure in results.failures]
+    best, notes = shown(summaries, suite.best_of)
+    notes = [*suite.notes, *notes, *parted, *_disturbance(results, circumstances.device)]
+    wrong = [f"error: {failure.describe()}" for failure in results.failures]
     if results.interrupted:
-        turns = len(names) * len(groups) * task.runs
         wrong.append(
-            f"interrupted after {len(results.rows)} of {turns} turns; some answered one prompt more than others"
+            f"interrupted after {len(results.rows)} of {run.turns} turns; some answered one prompt more than others"
         )
     for each in wrong:
         say(each)
     if best:
-        print_summaries(best, circumstances, [*notes, *(tree.describe() for tree in trees)], terminal)
+        _print_summaries(best, circumstances, [*notes, *(tree.describe() for tree in trees)], terminal)
     if folder is not None:
         report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record, trees)
         terminal.note(f"report: {report}")
-    if task.json:
+    if json:
         terminal.json(record)
     return status
+
+
+def _print_summaries(
+    summaries: Sequence[Summary], circumstances: Circumstances, notes: Sequence[str], terminal: Terminal
+) -> None:
+    """The tables for people, with what they were measured on and what to know about them."""
+    from truedraft.bench import all_tables
+
+    terminal.out.print()
+    terminal.out.print(circumstances.line(), style="dim", soft_wrap=True)
+    for text in all_tables(summaries, circumstances):
+        _print_whole(_table(text), terminal)
+    if circumstances.costs_kept:
+        notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
+    for note in notes:
+        terminal.out.print(visible(f"note: {note}"), style="dim", soft_wrap=True)
+
+
+def _table(text: TextTable) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(text.headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in text.rows:
+        table.add_row(*row)
+    return table
+
+
+def _print_whole(table: Table, terminal: Terminal) -> None:
+    """Print without cutting cells: a terminal that is too narrow breaks the lines instead."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    endless = Console(width=10_000)
+    width = max(terminal.out.width, Measurement.get(endless, endless.options, table).maximum)
+    Console(highlight=False, markup=False, emoji=False, width=width).print(table)
+
+
+def _disturbance(results: Results, device: str) -> list[str]:
+    """A sentence if this process often had to wait for a core."""
+    from truedraft.bench import time_without_core
+
+    waited = time_without_core(results.rows)
+    if not device.startswith("cpu") or waited < _DISTURBED:
+        return []
+    return [f"for {waited:.2f} of the time this process had no core: others use this machine, and times are too long"]
+
+
+def _differences(suite: Suite, results: Results, groups: Sequence[Group], circumstances: Circumstances) -> list[str]:
+    """Where our engines' tokens part from plain decoding, though they must not; the first few, a sentence each."""
+    from truedraft.bench import differing_answers, find_difference
+
+    if not circumstances.must_agree:
+        return []
+    prompts = {name: ids for group in groups for name, ids in zip(group.names, group.prompts, strict=True)}
+    differing = differing_answers(results.rows, suite.our_names)
+    found = (
+        (system, name, find_difference(suite.target, prompts[name], list(plain), list(other)))
+        for system, name, plain, other in differing[:_SHOWN_DIFFERENCES]
+    )
+    told = [f"{system}, prompt {name} {each.describe()}" for system, name, each in found if each is not None]
+    rest = len(differing) - _SHOWN_DIFFERENCES
+    return [*told, f"and {rest} more"] if rest > 0 else told

@@ -3,95 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_module
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
+from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import DataError, OptionError
+from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
     from truedraft.certify import Certificate, Stack
-    from truedraft.cli.session import Setup
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
 
-_RUN = "Run"
 _STEPS = 100
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
 
-_Prompts = Annotated[
-    str,
-    opt.option("--prompts", "heldout: those that ship; or a .jsonl or .txt file.", _RUN, "FILE"),
-]
-_Batch = Annotated[int, opt.option("--batch", "Requests that are answered together.", _RUN, "N")]
-_Minutes = Annotated[
-    float,
-    opt.option(
-        "--minutes",
-        "About how long to take, at most four times that; more find smaller deviations.",
-        _RUN,
-        "N",
-    ),
-]
-_NoFloat32 = Annotated[
-    bool, opt.flag("--no-float32", "Leave out float32, for a model that is too large to load again.", _RUN)
-]
-_Out = Annotated[Path | None, opt.option("--out", f"Write {_MARKDOWN} and {_JSON} into this folder.", "Report", "DIR")]
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is checked, and how long."""
+
+    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
+    batch: int = option(1, "Requests that are answered together.", "N", least=1)
+    minutes: float = option(5.0, "About how long to take, at most four times that; more find smaller deviations.", "N")
+    no_float32: bool = flag("Leave out float32, for a model that is too large to load again.")
 
 
-def certify(
-    model: opt.Model = "embedded:target",
-    pad_to: opt.PadTo = None,
-    drafter: opt.Drafter = "auto",
-    rule: opt.RuleWord = "speculative",
-    prompts: _Prompts = HELDOUT,
-    batch: _Batch = 1,
-    minutes: _Minutes = 5.0,
-    max_tokens: opt.MaxTokens = 64,
-    temperature: opt.Temperature = 1.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
-    coupled: opt.Coupled = False,
-    out: _Out = None,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = "auto",
-    threads: opt.Threads = None,
-    no_fast_paths: opt.NoFastPaths = False,
-    no_float32: _NoFloat32 = False,
-    json: opt.Json = False,
-) -> int:
+@dataclass(frozen=True)
+class CertifyReport(ReportOptions):
+    """What `truedraft certify` tells."""
+
+    out: Path | None = option(None, f"Write {_MARKDOWN} and {_JSON} into this folder.", "DIR")
+
+
+@dataclass(frozen=True)
+class CertifyOptions:
+    """Options of `truedraft certify`."""
+
+    stack: StackOptions = group("Model and drafter")
+    check: CheckOptions = group("Run")
+    sampling: SamplingParams = group(
+        "Answer", without=("stop", "stop_token_ids", "ignore_eos"), max_tokens=64, temperature=1.0
+    )
+    report: CertifyReport = group("Report")
+    machine: MachineOptions = group("Machine")
+
+
+def certify(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
     Exit status 0 if so, 1 if not, 3 if there was not enough time to tell. A lossy rule is measured instead, which is
     exit status 0 unless another check fails.
     """
-    from truedraft.cli.lossy import check_rule
-    from truedraft.cli.session import Setup, sampling
+    from truedraft.cli.session import check_rule
 
-    if batch < 1:
-        raise OptionError(f"--batch must be 1 or more, got {batch}")
-    if not 0.0 < minutes < 1e6:
-        raise OptionError(f"--minutes must be above 0, got {minutes:g}")
-    params = sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        coupled=coupled,
-    )
-    check_rule(rule, params)
-    folder = None if out is None else _folder(out)
-    setup = Setup(model, drafter, rule, dtype, device, threads, pad_to, not no_fast_paths)
-    return _run(setup, read_prompts(None, prompts), params, batch, minutes * 60.0, folder, json, no_float32)
+    if not 0.0 < options.check.minutes < 1e6:
+        raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
+    params = seeded(options.sampling)
+    check_rule(options.stack.rule, params)
+    folder = None if options.report.out is None else _folder(options.report.out)
+    return _run(options, read_prompts(None, options.check.prompts), params, folder)
 
 
 def _folder(out: Path) -> Path:
@@ -110,23 +87,14 @@ def _folder(out: Path) -> Path:
     return folder
 
 
-def _run(
-    setup: Setup,
-    prompts: Sequence[NamedPrompt],
-    params: SamplingParams,
-    batch: int,
-    seconds: float,
-    folder: Path | None,
-    json: bool,
-    no_float32: bool,
-) -> int:
+def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, folder: Path | None) -> int:
     from truedraft.certify import Part, Stack
     from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
     from truedraft.cli.terminal import Terminal
 
-    terminal = Terminal()
-    engine = load_engine(setup, terminal.err, params, batch)
+    terminal, batch = Terminal(), options.check.batch
+    engine = load_engine(options.stack, options.machine, terminal.err, params, batch)
     ids = _ids(engine, prompts)
     parts = list(Part)
     with terminal.progress("certify", len(parts) * _STEPS) as show:
@@ -139,16 +107,16 @@ def _run(
             ids,
             params,
             batch=batch,
-            seconds=seconds,
+            seconds=options.check.minutes * 60.0,
             tell=tell,
-            in_float32=None if no_float32 else _in_float32(setup, params, batch, terminal),
+            in_float32=None if options.check.no_float32 else _in_float32(options, params, terminal),
         )
     _show(certificate, terminal)
-    record = _record(certificate, engine, setup, params)
+    record = _record(certificate, engine, options.stack, params)
     if folder is not None:
         _write(folder, certificate, record)
         terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")
-    if json:
+    if options.report.json:
         terminal.json(record)
     if certificate.failures:
         return FAILED
@@ -163,24 +131,25 @@ def _ids(engine: Engine, prompts: Sequence[NamedPrompt]) -> list[list[int]]:
     return [encode_prompt(engine.target, each.prompt)[:room] for each in prompts]
 
 
-def _in_float32(setup: Setup, params: SamplingParams, batch: int, terminal: Terminal) -> Callable[[], Stack]:
+def _in_float32(options: CertifyOptions, params: SamplingParams, terminal: Terminal) -> Callable[[], Stack]:
     """The same stack in float32, loaded when it is asked for."""
 
     def load() -> Stack:
         from truedraft.certify import Stack
         from truedraft.cli.session import load_engine
 
-        engine = load_engine(dataclasses.replace(setup, dtype="float32"), terminal.err, params, batch)
+        machine = dataclasses.replace(options.machine, dtype="float32")
+        engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
         return Stack(engine.target, engine.drafter, engine.rule)
 
     return load
 
 
-def _record(certificate: Certificate, engine: Engine, setup: Setup, params: SamplingParams) -> dict[str, Any]:
+def _record(certificate: Certificate, engine: Engine, stack: StackOptions, params: SamplingParams) -> dict[str, Any]:
     from truedraft.cli.report import circumstances_record
 
     times = {"batch": certificate.batch, "seconds": certificate.seconds}
-    return {"command": "certify"} | certificate.as_dict() | times | circumstances_record(engine, setup, params)
+    return {"command": "certify"} | certificate.as_dict() | times | circumstances_record(engine, stack, params)
 
 
 def _show(certificate: Certificate, terminal: Terminal) -> None:
@@ -212,7 +181,7 @@ def _write(folder: Path, certificate: Certificate, record: dict[str, Any]) -> No
     circumstances = {name: value for name, value in record.items() if name not in left_out}
     try:
         (folder / _MARKDOWN).write_text(markdown(certificate, circumstances), encoding="utf-8")
-        text = json_module.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
         (folder / _JSON).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error

@@ -1,130 +1,260 @@
-"""`generate --compare`: speculation against plain decoding, on this machine, with these prompts."""
+"""`generate --compare`: a benchmark of plain decoding and speculation on the prompts given, shown in its own way."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.differences import find_difference
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, describe, say
-from truedraft.cli.measure import Comparison, Pair, measure, warm_up
-from truedraft.cli.painting import writer
-from truedraft.cli.streaming import stream_answer
-from truedraft.core.sampling import SamplingParams
-from truedraft.errors import TruedraftError
+from truedraft.bench import (
+    PLAIN,
+    Difference,
+    Group,
+    OurEngine,
+    Ratio,
+    Results,
+    Row,
+    Suite,
+    Summary,
+    differing_answers,
+    find_difference,
+    run_all,
+    summarise,
+)
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, say
+from truedraft.cli.generate import GenerateOptions, remark, write_answer
+from truedraft.cli.report import counts_dict, print_comparison
+from truedraft.cli.session import encoded
+from truedraft.engine import Engine
 
 if TYPE_CHECKING:
     from truedraft.cli.prompts import Asked, NamedPrompt
     from truedraft.cli.terminal import Terminal
-    from truedraft.engine import Engine
 
+_SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
 _ECHOED_CHARACTERS = 400
+_NGRAM = 8
 
 
-@dataclass(slots=True)
-class Measured:
-    """What a comparison brought.
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Prompts, one or all, decoded both ways.
 
     Attributes:
-        pairs: prompts that were decoded both ways.
-        runs: how often each way.
-        prompts: how many there were.
-        failures: for each prompt that could not be answered, which and why.
-        interrupted: whether Ctrl-C ended it.
+        plain: without a drafter.
+        speculative: with it.
     """
 
-    prompts: int
-    runs: int
-    pairs: list[Pair] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    interrupted: bool = False
+    plain: Summary
+    speculative: Summary
 
-    def status(self, comparison: Comparison | None) -> int:
-        """The exit status."""
-        if self.interrupted:
-            return INTERRUPTED
-        parted = any(pair.difference is not None for pair in self.pairs)
-        sound = comparison is not None and comparison.identical is not False and not parted and not self.failures
-        return DONE if sound else FAILED
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Sides:
+        """From rows of both."""
+        return cls(*summarise(rows, (PLAIN, _SPECULATIVE), (PLAIN, _SPECULATIVE), {}))
 
     @property
-    def outcome(self) -> str:
-        """Why there is nothing to compare, in a sentence."""
-        return "interrupted" if self.interrupted else "no prompt could be answered"
+    def ratio(self) -> Ratio:
+        """Tokens per second, speculative over plain; 1 where neither emitted a token."""
+        return self.speculative.speedup or Ratio(1.0, 1.0, 1.0, 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return {PLAIN: _side_record(self.plain), _SPECULATIVE: _side_record(self.speculative)}
 
 
-def compare_one(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: bool) -> Measured:
-    """Stream the speculative answer, then measure both ways in turns, several runs each.
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prompt, decoded both ways.
+
+    Attributes:
+        group: the prompt, and how its answers were drawn.
+        sides: what was measured.
+        first: the first row of plain decoding, and of speculation.
+        difference: where the tokens part, if they must not and do.
+    """
+
+    group: Group
+    sides: Sides
+    first: tuple[Row, Row]
+    difference: Difference | None = None
+
+    @property
+    def name(self) -> str:
+        """The prompt's."""
+        return self.group.names[0]
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether all runs of both ways gave the same tokens."""
+        sides = self.sides.plain, self.sides.speculative
+        return all(side.identical_groups == side.compared_groups for side in sides)
+
+    @property
+    def repeated_8grams(self) -> float | None:
+        """Share of the plain answer's 8-grams that occurred before in it; None if it has none."""
+        return repeated_ngrams(self.first[0].outcome.token_ids[0])
+
+    def as_dict(self, tell_identical: bool) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "id": self.name,
+            "prompt_tokens": len(self.group.prompts[0]),
+            "seed": self.group.params.seed,
+            "sampling": dataclasses.asdict(self.group.params),
+            "finish_reason": self.first[1].outcome.finish_reasons[0],
+            "speedup": self.sides.ratio.mean,
+            "identical": self.same_tokens if tell_identical else None,
+            "difference": None if self.difference is None else dataclasses.asdict(self.difference),
+            "repeated_8grams": self.repeated_8grams,
+            **self.sides.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All prompts of a comparison.
+
+    Attributes:
+        pairs: at least one.
+        all: what was measured over all of them.
+        runs: how often each way.
+        must_agree: whether the tokens are promised to be identical (temperature 0, or coupled, and a lossless rule).
+        lossless: whether the rule keeps the target's distribution.
+    """
+
+    pairs: Sequence[Pair]
+    all: Sides
+    runs: int
+    must_agree: bool
+    lossless: bool = True
+
+    @property
+    def identical_prompts(self) -> int:
+        """How many prompts gave the same tokens both ways."""
+        return sum(pair.same_tokens for pair in self.pairs)
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all prompts did; None where that is not promised: at most the distribution is the same."""
+        return self.identical_prompts == len(self.pairs) if self.must_agree else None
+
+    @property
+    def repeated_8grams(self) -> float | None:
+        """Mean over the prompts whose plain answer has an 8-gram."""
+        shares = [share for pair in self.pairs if (share := pair.repeated_8grams) is not None]
+        return statistics.mean(shares) if shares else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        # Identical tokens say something where they are promised, or where a lossy rule may be why they differ.
+        told, sides = self.must_agree or not self.lossless, self.all.as_dict()
+        return {
+            "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
+            "speedup": self.all.ratio.mean,
+            "identical": self.identical,
+            "identical_prompts": self.identical_prompts if told else None,
+            "speedup_min": self.all.ratio.low,
+            "speedup_max": self.all.ratio.high,
+            "share_faster": self.all.ratio.share_faster,
+            "repeated_8grams": self.repeated_8grams,
+            "runs": self.runs,
+            **sides,
+            "prompts": [pair.as_dict(told) for pair in self.pairs],
+        }
+
+
+def compare(
+    engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
+) -> tuple[int, dict[str, Any]]:
+    """Measure both ways in turns, and print; gives the exit status and the comparison's part of the record.
+
+    A single prompt is echoed and its speculative answer streamed first; a prompt of several that fails is left out.
 
     Raises:
-        TruedraftError: the prompt cannot be answered.
+        TruedraftError: a single prompt cannot be answered.
     """
-    prompt, params = asked
-    measured = Measured(prompts=1, runs=_RUNS_OF_ONE_PROMPT)
-    _echo(prompt, terminal)
-    try:
-        answer = stream_answer(engine, prompt.prompt, params, writer(engine.target.tokenizer, terminal, show_drafts))
-    finally:
-        terminal.end_line()
-    measured.interrupted = answer.finish_reason == "cancelled"
-    if measured.interrupted:
-        return measured
-    plain = _plain(engine)
-    try:
-        warm_up((plain,), prompt.prompt, params)
-        measured.pairs.append(_measure(plain, engine, prompt, params, [run % 2 == 0 for run in range(measured.runs)]))
-    except KeyboardInterrupt:
-        measured.interrupted = True
-    return measured
-
-
-def compare_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal) -> Measured:
-    """Decode each prompt once each way; the two ways take turns in going first. A prompt that fails is left out."""
-    measured = Measured(prompts=len(prompts), runs=1)
-    plain = _plain(engine)
-    try:
-        with terminal.progress("plain and speculative", len(prompts)) as progress:
-            with contextlib.suppress(TruedraftError):  # it is told below
-                warm_up((plain, engine), prompts[0][0].prompt, prompts[0][1])
-            for number, (prompt, params) in enumerate(prompts):
-                try:
-                    measured.pairs.append(_measure(plain, engine, prompt, params, [number % 2 == 0]))
-                except TruedraftError as error:
-                    measured.failures.append(f"prompt {prompt.name}: {describe(error)}")
-                progress(number + 1, f"{measured.pairs[-1].speedup:.2f}x" if measured.pairs else "")
-    except KeyboardInterrupt:
-        measured.interrupted = True
-    for failure in measured.failures:
+    alone = len(prompts) == 1
+    if alone:
+        _echo(prompts[0][0], terminal)
+        answer = write_answer(engine, prompts[0], terminal, options.report.show_drafts)
+        if answer.finish_reason == "cancelled":
+            return _end(None, [], len(prompts), options, terminal, interrupted=True)
+    suite = Suite(
+        engine.target, engine.rule.lossless, [OurEngine(PLAIN, Engine(engine.target)), OurEngine(_SPECULATIVE, engine)]
+    )
+    groups, failures = encoded(engine.target, prompts, 1)
+    results, runs = Results(failures=failures), _RUNS_OF_ONE_PROMPT if alone else 1
+    if groups:
+        with terminal.progress("plain and speculative", 2 * runs * len(groups)) as progress:
+            context = engine.target.context_length
+            results = run_all(suite.systems, groups, runs=runs, context_length=context, progress=progress)
+            results.failures[:0] = failures
+    pairs = _pairs(suite, groups, results, runs)
+    comparison = None
+    if pairs:
+        together = Sides.of([row for row in results.rows if row.prompts[0] in {pair.name for pair in pairs}])
+        promised = all(suite.must_agree(params) for _, params in prompts)
+        comparison = Comparison(pairs, together, runs, promised, engine.rule.lossless)
+    told = {each.prompts: f"prompt {each.prompts[0]}: {each.reason}" for each in results.failures}
+    for failure in told.values():
         say(f"error: {failure}")
-    return measured
+    status, record = _end(
+        comparison, list(told.values()), len(prompts), options, terminal, interrupted=results.interrupted
+    )
+    if comparison is not None:
+        print_comparison(comparison, engine, options.stack, terminal)
+    return status, record
 
 
-def _plain(engine: Engine) -> Engine:
-    """Plain decoding is the same engine without a drafter."""
-    from truedraft.engine import Engine
-
-    return Engine(engine.target)
-
-
-def _measure(
-    plain: Engine, engine: Engine, prompt: NamedPrompt, params: SamplingParams, orders: Sequence[bool]
-) -> Pair:
-    pair = Pair(prompt.name, *measure(plain, engine, prompt.prompt, params, orders), params=params)
-    if pair.same_tokens or not must_agree(engine, params):
-        return pair
-    first = pair.plain.token_ids
-    runs = (*pair.speculative.answers, *pair.plain.answers)
-    other = next((run.token_ids for run in runs if run.token_ids != first), first)
-    return dataclasses.replace(pair, difference=find_difference(engine.target, prompt.prompt, first, other))
+def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -> list[Pair]:
+    """The prompts that have all runs of both ways."""
+    differing = {name: (plain, other) for _, name, plain, other in differing_answers(results.rows, suite.our_names)}
+    pairs = []
+    for group in groups:
+        rows = [row for row in results.rows if row.prompts == group.names]
+        if len(rows) < 2 * runs:
+            continue
+        plain, speculative = (next(row for row in rows if row.system == name) for name in suite.our_names)
+        difference = None
+        if suite.must_agree(group.params) and group.names[0] in differing:
+            difference = find_difference(suite.target, group.prompts[0], *differing[group.names[0]])
+        pairs.append(Pair(group, Sides.of(rows), (plain, speculative), difference))
+    return pairs
 
 
-def must_agree(engine: Engine, params: SamplingParams) -> bool:
-    """Whether plain and speculative tokens are promised to be the same."""
-    return engine.rule.lossless and (params.greedy or params.coupled)
+def _end(
+    comparison: Comparison | None,
+    failures: Sequence[str],
+    prompts: int,
+    options: GenerateOptions,
+    terminal: Terminal,
+    *,
+    interrupted: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Remarks, and the exit status with the record."""
+    pairs = [] if comparison is None else comparison.pairs
+    remark([warning for pair in pairs for warning in pair.first[1].outcome.warnings], options, terminal)
+    record = {"failed_prompts": len(failures), "errors": list(failures)}
+    if interrupted:
+        terminal.end_line()
+        say(f"interrupted after {len(pairs)} of {prompts} prompts")
+    if comparison is None:
+        outcome = "interrupted" if interrupted else "no prompt could be answered"
+        return INTERRUPTED if interrupted else FAILED, record | {"error": outcome}
+    parted = any(pair.difference is not None for pair in pairs)
+    sound = comparison.identical is not False and not parted and not failures
+    return INTERRUPTED if interrupted else DONE if sound else FAILED, record | comparison.as_dict()
+
+
+def _side_record(side: Summary) -> dict[str, Any]:
+    """Medians of speeds, sums of counts."""
+    assert side.counters is not None  # ours
+    speeds = {"tokens_per_s": side.tokens_per_s.median, "decode_tokens_per_s": side.decode_tokens_per_s.median}
+    return speeds | counts_dict(side.counters)
 
 
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
@@ -132,3 +262,13 @@ def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
     text = prompt.prompt if isinstance(prompt.prompt, str) else f"{len(prompt.prompt)} token ids: "
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]
     terminal.dim(shown)
+
+
+def repeated_ngrams(token_ids: Sequence[int], size: int = _NGRAM) -> float | None:
+    """Share of n-grams that occurred before in the same tokens; None where there are none.
+
+    >>> repeated_ngrams([1, 2, 1, 2, 1], size=2)
+    0.5
+    """
+    ngrams = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None

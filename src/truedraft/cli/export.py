@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE
 from truedraft.cli.prompts import user_path
+from truedraft.cli.session import ReportOptions
+from truedraft.options import MachineOptions, ModelOptions, group, option
 
-_Out = Annotated[Path, opt.option("--out", "The folder to write; a new one, or an empty one.", "Report", "DIR")]
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `truedraft export`."""
+
+    out: Path = option(meaning="The folder to write; a new one, or an empty one.", metavar="DIR", heading="Report")
+    model: ModelOptions = group("Model and drafter")
+    machine: MachineOptions = group("Machine", without=("device", "no_fast_paths"))
+    report: ReportOptions = group("Report")
 
 
-def export(
-    *,
-    model: opt.Model = "embedded:target",
-    pad_to: opt.PadTo = None,
-    out: _Out,
-    dtype: opt.Dtype = "auto",
-    threads: opt.Threads = None,
-    json: opt.Json = False,
-) -> int:
+def export(options: ExportOptions) -> int:
     """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime."""
     from truedraft.cli.machine import machine_facts
     from truedraft.cli.session import quiet_hub, set_threads, waiting
     from truedraft.cli.terminal import Terminal
     from truedraft.models.export import export_model
 
-    terminal = Terminal()
-    set_threads(threads)
+    terminal, model = Terminal(), options.model
+    set_threads(options.machine.threads)
     started = time.perf_counter()
-    with quiet_hub(), waiting(terminal.err, f"loading {model}") as show:
-        exported = export_model(model, user_path(str(out)), pad_to=pad_to, dtype=dtype, on_stage=show)
+    with quiet_hub(), waiting(terminal.err, f"loading {model.model}") as show:
+        folder = user_path(str(options.out))
+        exported = export_model(model.model, folder, pad_to=model.pad_to, dtype=options.machine.dtype, on_stage=show)
     elapsed_s = time.perf_counter() - started
     size = f"{exported.parameters / 1e6:,.1f} M parameters, {exported.dtype}, {exported.bytes / 1e6:,.1f} MB"
     terminal.out.print(f"wrote {exported.folder}: {size}, in {elapsed_s:.1f} s", soft_wrap=True)
     if exported.note is not None:
         terminal.out.print(exported.note, soft_wrap=True)
-    if json:
+    if options.report.json:
         terminal.json(
             {
                 "command": "export",
-                "model": model,
-                "pad_to": pad_to,
+                **dataclasses.asdict(model),
                 "out": str(exported.folder),
                 "parameters": exported.parameters,
                 "bytes": exported.bytes,

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec
+from collections.abc import Iterator
+from typing import Any
 
-from truedraft.cli.visible import json_line, visible
+from truedraft.cli.visible import visible
 from truedraft.errors import (
     CompositionError,
     DataError,
@@ -30,8 +29,6 @@ DONE, FAILED, UNUSABLE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 _UNUSABLE = (OptionError, PromptError, ModelNotFoundError, UnsupportedModelError, CompositionError, DataError)
 _DEBUG = "TRUEDRAFT_DEBUG"
-
-P = ParamSpec("P")
 
 
 class InterruptedCommandError(TruedraftError):
@@ -59,41 +56,15 @@ def report(error: BaseException) -> int:
     return status
 
 
-def error_record(command: str | None, message: str, status: int) -> dict[str, Any]:
+def error_record(command: str | None, error: BaseException) -> dict[str, Any]:
     """The JSON object of a command that ended with nothing else to show.
 
     Args:
         command: as "generate"; None where there is no such command.
-        message: what went wrong, in a sentence.
-        status: the exit status.
+        error: what ended it.
     """
-    return {"command": command, "error": message, "status": status}
-
-
-def telling(command: Callable[P, int]) -> Callable[P, int]:
-    """The command, with Ctrl-C as an error of ours: typer, depending on its version, would end silently."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            return command(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            raise InterruptedCommandError("interrupted") from error
-
-    return run
-
-
-def interrupted_in_json(command: Callable[P, int]) -> Callable[P, int]:
-    """A command that says by itself what Ctrl-C left of its work; where JSON is asked for, that ends in it, too."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        status = command(*args, **kwargs)
-        if status == INTERRUPTED and kwargs.get("json"):
-            sys.stdout.write(json_line(error_record(f"train {command.__name__}", "interrupted", status)))
-        return status
-
-    return run
+    told = {"command": command, "error": describe(error), "status": exit_status(error)}
+    return told | {"field": getattr(error, "field", None)}
 
 
 def say(message: str) -> None:

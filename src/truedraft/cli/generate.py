@@ -1,176 +1,225 @@
-"""`truedraft generate`."""
+"""`truedraft generate`: one answer as a stream, many in batches; with --compare both ways, see `compare`."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from truedraft.cli import options as opt
-from truedraft.cli.failures import INTERRUPTED, say, warn
-from truedraft.cli.prompts import Asked, NamedPrompt, read_prompts
-from truedraft.cli.visible import from_escapes, typed_text
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, say, warn
+from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
+from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.visible import from_escapes, typed_text, visible
 from truedraft.core.sampling import SamplingParams
+from truedraft.options import MachineOptions, flag, group
 
 if TYPE_CHECKING:
-    from truedraft.cli.session import Setup
     from truedraft.cli.terminal import Terminal
-    from truedraft.engine import Answer, Engine
+    from truedraft.engine import Answer, Engine, Piece, Request
+
+BATCH = 8
+"""Prompts that are answered together."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wishes:
-    """What to show of the answers, and whether each prompt gets a seed made from the one that was drawn."""
+@dataclass(frozen=True)
+class GenerateReport(ReportOptions):
+    """What `truedraft generate` tells."""
 
-    compare: bool
-    show_drafts: bool
-    chat: bool
-    json: bool
-    derive_seeds: bool
+    compare: bool = flag("Also decode plainly: the speed of both, and whether the tokens are identical.")
+    show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
 
 
-def generate(
-    prompt: opt.PromptText = None,
-    prompts: opt.PromptsFile = None,
-    model: opt.Model = "embedded:target",
-    pad_to: opt.PadTo = None,
-    drafter: opt.Drafter = "auto",
-    rule: opt.RuleWord = "speculative",
-    max_tokens: opt.MaxTokens = 128,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
-    coupled: opt.Coupled = False,
-    stop: opt.Stop = None,
-    stop_token_id: opt.StopTokenId = None,
-    ignore_eos: opt.IgnoreEos = False,
-    chat: opt.Chat = False,
-    compare: opt.Compare = False,
-    show_drafts: opt.ShowDrafts = False,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = "auto",
-    threads: opt.Threads = None,
-    no_fast_paths: opt.NoFastPaths = False,
-    json: opt.Json = False,
-) -> int:
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of `truedraft generate`."""
+
+    prompts: PromptOptions = group("Prompt")
+    stack: StackOptions = group("Model and drafter")
+    sampling: SamplingParams = group("Answer")
+    report: GenerateReport = group("Report")
+    machine: MachineOptions = group("Machine")
+
+
+def generate(options: GenerateOptions) -> int:
     """Answer a prompt by speculation; --compare shows what it gains over plain decoding."""
-    from truedraft.cli.session import Setup, sampling
-
-    params = sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        coupled=coupled,
-        stop=tuple(from_escapes(typed_text(text), "--stop") for text in stop or ()),
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-    )
-    questions = read_prompts(prompt, prompts, own_options=True)
-    setup = Setup(model, drafter, rule, dtype, device, threads, pad_to, not no_fast_paths)
-    wishes = _Wishes(compare, show_drafts, chat, json, seed is None and len(questions) > 1)
-    return _run(setup, questions, params, wishes)
+    stop = tuple(from_escapes(typed_text(text), "--stop") for text in options.sampling.stop)
+    params = replace(seeded(options.sampling), stop=stop)
+    prompts = read_prompts(options.prompts.prompt, options.prompts.prompts, own_options=True)
+    # Without a seed of the user's own, equal prompts are to get unlike answers.
+    derive_seeds = options.sampling.seed is None and len(prompts) > 1
+    return _run(options, [(each, params) for each in prompts], derive_seeds)
 
 
-def _run(setup: Setup, prompts: Sequence[NamedPrompt], params: SamplingParams, wishes: _Wishes) -> int:
-    from truedraft.cli.answering import BATCH
-    from truedraft.cli.lossy import check_rule
-    from truedraft.cli.session import as_chat, load_engine, sampling_of_each
+def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool) -> int:
+    from truedraft.cli.compare import compare
+    from truedraft.cli.report import circumstances_record
+    from truedraft.cli.session import as_chat, check_rule, load_engine, sampling_of_each
     from truedraft.cli.terminal import Terminal
 
-    each = sampling_of_each(params, prompts, derive_seeds=wishes.derive_seeds)
-    for its in each:
-        check_rule(setup.rule, its)
-    terminal = Terminal()
-    together = 1 if wishes.compare else min(len(prompts), BATCH)
-    engine = load_engine(setup, terminal.err, each[0], together)
-    if wishes.chat:
+    params = prompts[0][1]
+    prompts = sampling_of_each(prompts, derive_seeds=derive_seeds)
+    for _, each in prompts:
+        check_rule(options.stack.rule, each)
+    terminal, report = Terminal(), options.report
+    together = 1 if report.compare else min(len(prompts), BATCH)
+    engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
+    if options.prompts.chat:
         prompts = as_chat(engine.target, prompts)
-    run = _compare if wishes.compare else _answer
-    circumstances = _circumstances(engine, setup, params, wishes)
-    return run(engine, setup, list(zip(prompts, each, strict=True)), circumstances, wishes, terminal)
-
-
-def _circumstances(engine: Engine, setup: Setup, params: SamplingParams, wishes: _Wishes) -> dict[str, Any]:
-    """The part of the JSON record that says what was run; where seeds were derived, no seed but what they are from."""
-    from truedraft.cli.report import circumstances_record
-
-    if not wishes.derive_seeds:
-        return circumstances_record(engine, setup, params)
-    return circumstances_record(engine, setup, dataclasses.replace(params, seed=None)) | {"base_seed": params.seed}
-
-
-def _answer(
-    engine: Engine,
-    setup: Setup,
-    prompts: Sequence[Asked],
-    circumstances: dict[str, Any],
-    wishes: _Wishes,
-    terminal: Terminal,
-) -> int:
-    from truedraft.cli.answering import answer_many, answer_one
-    from truedraft.cli.report import answers_record, stats_line
-
-    if len(prompts) == 1:
-        answered = answer_one(engine, prompts[0], terminal, wishes.show_drafts)
-    else:
-        answered = answer_many(engine, prompts, terminal, wishes.show_drafts)
-    _remarks(answered.answers, wishes, terminal)
-    if answered.answers:
-        terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
-        note = engine.target.note
-        if note is not None:
-            terminal.note(note)
-    if wishes.json:
-        record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
-        terminal.json({"command": "generate", "status": answered.status} | record | circumstances)
-    return answered.status
-
-
-def _compare(
-    engine: Engine,
-    setup: Setup,
-    prompts: Sequence[Asked],
-    circumstances: dict[str, Any],
-    wishes: _Wishes,
-    terminal: Terminal,
-) -> int:
-    from truedraft.cli.compare import compare_many, compare_one, must_agree
-    from truedraft.cli.measure import Comparison
-    from truedraft.cli.report import comparison_record, print_comparison
-
-    if len(prompts) == 1:
-        measured = compare_one(engine, prompts[0], terminal, wishes.show_drafts)
-    else:
-        measured = compare_many(engine, prompts, terminal)
-    comparison = None
-    if measured.pairs:
-        promised = all(must_agree(engine, params) for _, params in prompts)
-        comparison = Comparison(measured.pairs, promised, engine.rule.lossless)
-    _remarks([pair.speculative.answers[0] for pair in measured.pairs], wishes, terminal)
-    status = measured.status(comparison)
-    if status == INTERRUPTED:
-        terminal.end_line()
-        say(f"interrupted after {len(measured.pairs)} of {len(prompts)} prompts")
-    if comparison is not None:
-        print_comparison(comparison, engine, setup, measured.runs, terminal)
-    if wishes.json:
-        failed = {"status": status, "failed_prompts": len(measured.failures), "errors": measured.failures}
-        record = {"error": measured.outcome} if comparison is None else comparison_record(comparison, measured.runs)
-        terminal.json({"command": "generate"} | failed | record | circumstances)
+    run = compare if report.compare else _answer
+    status, record = run(engine, options, prompts, terminal)
+    if report.json:
+        told = circumstances_record(engine, options.stack, replace(params, seed=None) if derive_seeds else params)
+        base = {"base_seed": params.seed} if derive_seeds else {}
+        terminal.json({"command": "generate", "status": status} | record | told | base)
     return status
 
 
-def _remarks(answers: Sequence[Answer], wishes: _Wishes, terminal: Terminal) -> None:
+@dataclass(slots=True)
+class _Answered:
+    """What came of the prompts.
+
+    Attributes:
+        names: of the prompts that were answered, or failed.
+        answers: theirs.
+        params: theirs.
+        elapsed_s: from the first submission to the last answer.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    names: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        if self.interrupted:
+            return INTERRUPTED
+        return FAILED if any(answer.finish_reason == "error" for answer in self.answers) else DONE
+
+
+def _answer(
+    engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
+) -> tuple[int, dict[str, Any]]:
+    """Answer the prompts; gives the exit status and the answers' part of the record."""
+    from truedraft.cli.report import answers_record, stats_line
+
+    answer = _answer_one if len(prompts) == 1 else _answer_many
+    answered = answer(engine, prompts, terminal, options.report.show_drafts)
+    remark([warning for each in answered.answers for warning in each.warnings], options, terminal)
+    if answered.answers:
+        terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
+        if engine.target.note is not None:
+            terminal.note(engine.target.note)
+    record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
+    return answered.status, record
+
+
+def _answer_one(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:
+    """Write the answer as it comes.
+
+    Raises:
+        TruedraftError: the prompt cannot be answered.
+    """
+    ((prompt, params),) = prompts
+    answer = write_answer(engine, prompts[0], terminal, show_drafts)
+    return _Answered([prompt.name], [answer], [params], answer.timing.total_s, answer.finish_reason == "cancelled")
+
+
+def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:
+    """Answer in batches; each batch is written when it is done, every answer below a line with its prompt's name."""
+    answered = _Answered()
+    started = time.perf_counter()
+    try:
+        with terminal.progress("answering", len(prompts), beside_output=True) as progress:
+            for first in range(0, len(prompts), BATCH):
+                batch = prompts[first : first + BATCH]
+                texts = cast("list[str]", [prompt.prompt for prompt, _ in batch])
+                answers = engine.generate(texts, [params for _, params in batch])
+                for (prompt, params), answer in zip(batch, answers, strict=True):
+                    answered.names.append(prompt.name)
+                    answered.answers.append(answer)
+                    answered.params.append(params)
+                    seed = "" if params.greedy else f", seed {params.seed}"
+                    heading = f"{prompt.name} ({answer.finish_reason}{seed})"
+                    _write(heading, answer, engine, terminal, show_drafts)
+                progress(first + len(batch), "")
+    except KeyboardInterrupt:
+        answered.interrupted = True
+    answered.elapsed_s = time.perf_counter() - started
+    for name, answer in zip(answered.names, answered.answers, strict=True):
+        if answer.error is not None:
+            say(f"error: prompt {name}: {answer.error}")
+    return answered
+
+
+def _write(heading: str, answer: Answer, engine: Engine, terminal: Terminal, show_drafts: bool) -> None:
+    from rich.rule import Rule as Line
+
+    from truedraft.cli.painting import written
+
+    terminal.end_line()
+    terminal.out.print(Line(visible(heading), align="left", style="dim"))
+    terminal.write(written(answer, engine.target.tokenizer, terminal, show_drafts))
+    terminal.end_line()
+
+
+def write_answer(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: bool) -> Answer:
+    """Answer a prompt and write each piece as it comes.
+
+    Ctrl-C cancels the request; its answer so far comes back with the finish reason "cancelled".
+
+    Raises:
+        TruedraftError: the prompt cannot be run, or the request failed.
+    """
+    from truedraft.cli.painting import writer
+
+    prompt, params = asked
+    try:
+        return stream_answer(engine, prompt.prompt, params, writer(engine.target.tokenizer, terminal, show_drafts))
+    finally:
+        terminal.end_line()
+
+
+def stream_answer(
+    engine: Engine, prompt: str | Sequence[int], params: SamplingParams, show: Callable[[Piece], None]
+) -> Answer:
+    """Answer a prompt and show each piece as it comes; with Ctrl-C what there is of the answer comes back."""
+    request = engine.submit(prompt, params)
+    try:
+        while True:
+            answer = _drain(request, show)
+            if answer is not None:
+                break
+            engine.step()
+    except KeyboardInterrupt:
+        engine.cancel(request)
+        answer = _drain(request, show) or request.answer(request.emitted)
+    finally:
+        engine.cancel(request)
+    if request.error is not None:
+        raise request.error
+    return answer
+
+
+def _drain(request: Request, show: Callable[[Piece], None]) -> Answer | None:
+    """Show the pieces that wait; returns the answer if it is whole."""
+    while request.pieces:
+        piece = request.pieces.pop(0)
+        show(piece)
+        if piece.answer is not None:
+            return piece.answer
+    return None
+
+
+def remark(warnings: Sequence[str], options: GenerateOptions, terminal: Terminal) -> None:
     """What the marks mean, and what went wrong without ending the answer."""
     from truedraft.cli.painting import legend
 
-    if wishes.show_drafts:
+    if options.report.show_drafts:
         terminal.err.print(legend(terminal.colour), style="dim", soft_wrap=True)
-    for warning in dict.fromkeys(warning for answer in answers for warning in answer.warnings):
+    for warning in dict.fromkeys(warnings):
         warn(warning)

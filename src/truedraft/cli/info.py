@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import json as json_
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli import options as opt
 from truedraft.cli.failures import DONE
+from truedraft.cli.session import ReportOptions
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
 from truedraft.errors import ModelNotFoundError
+from truedraft.options import group
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
 
 
-def info(json: opt.Json = False) -> int:
+@dataclass(frozen=True)
+class InfoOptions:
+    """Options of `truedraft info`."""
+
+    report: ReportOptions = group("Report")
+
+
+def info(options: InfoOptions) -> int:
     """Show versions, devices, fast paths and the embedded models."""
     from truedraft.cli.machine import machine_facts
     from truedraft.cli.terminal import Terminal
@@ -30,7 +39,7 @@ def info(json: opt.Json = False) -> int:
     native = _native_forward(facts["dtype_auto"])
     costs = CostStore().describe()
     _print(terminal, facts, models, paths, equality, native, costs)
-    if json:
+    if options.report.json:
         found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": costs}
         terminal.json({"command": "info"} | facts | found | {"embedded_models": models})
     return DONE
@@ -70,7 +79,7 @@ def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
 def _parameters(path: Path) -> int:
     """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
     with path.open("rb") as file:
-        header = json_.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     count = 0
     for name, tensor in header.items():
         if name != "__metadata__":

@@ -14,11 +14,12 @@ from truedraft import __version__
 from truedraft.cli.bench import bench
 from truedraft.cli.certify import certify
 from truedraft.cli.export import export
-from truedraft.cli.failures import DONE, FAILED, describe, error_record, report, telling, warnings_as_lines
+from truedraft.cli.failures import DONE, FAILED, error_record, report, warnings_as_lines
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
+from truedraft.cli.parameters import command
 from truedraft.cli.standard_streams import output_is_open, output_was_taken, prepare_streams
-from truedraft.cli.train import train_app
+from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, medusa, redrafter
 from truedraft.cli.visible import json_line
 
 
@@ -31,12 +32,16 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    app.command()(telling(generate))
-    app.command()(telling(bench))
-    app.command()(telling(certify))
-    app.command()(telling(export))
-    app.command()(telling(info))
-    app.add_typer(train_app())
+    app.command()(command(generate))
+    app.command()(command(bench))
+    app.command()(command(certify))
+    app.command()(command(export))
+    app.command()(command(info))
+    training = typer.Typer(name="train", help="Train a drafter for a target.")
+    training.command()(command(draft, DRAFT_NAMES))
+    training.command()(command(medusa, HEAD_NAMES))
+    training.command()(command(redrafter, HEAD_NAMES))
+    app.add_typer(training)
     return app
 
 
@@ -70,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     """Run one command; whatever ends it, a JSON object ends standard output where one was asked for."""
-    command = typer.main.get_command(build_app())
+    app = typer.main.get_command(build_app())
     try:
         with warnings.catch_warnings(), warnings_as_lines():
             warnings.simplefilter("ignore")
-            status = command.main(args=words, prog_name="truedraft", standalone_mode=False)
+            status = app.main(args=words, prog_name="truedraft", standalone_mode=False)
     except SystemExit as stop:  # typer ends so where standard output was closed by its reader
         return stop.code if isinstance(stop.code, int) else FAILED
     except typer.Abort:
@@ -90,7 +95,7 @@ def _failed(words: Sequence[str], error: BaseException) -> int:
         return FAILED
     status = report(error)
     if "--json" in words:
-        sys.stdout.write(json_line(error_record(_command_in(words), describe(error), status)))
+        sys.stdout.write(json_line(error_record(_command_in(words), error)))
     return status
 
 

@@ -15,6 +15,7 @@ from truedraft.cli.visible import typed_text
 from truedraft.core.sampling import SamplingParams
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError
+from truedraft.options import flag, option
 
 HELDOUT = "heldout"
 
@@ -41,6 +42,20 @@ class NamedPrompt:
     name: str
     prompt: str | list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is answered."""
+
+    prompt: str | None = option(None, "The prompt; - reads it from standard input.", "PROMPT", name="PROMPT")
+    prompts: str | None = option(
+        None,
+        'Many prompts: .jsonl with "prompt" or "text" (for generate also "max_tokens", "seed" and so on), .txt with '
+        "one a line, or heldout: those that ship.",
+        "FILE",
+    )
+    chat: bool = flag("Give the prompt as a user's message, by the model's chat template.")
 
 
 Asked: TypeAlias = tuple[NamedPrompt, SamplingParams]

@@ -3,57 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from truedraft.cli.lossy import divergence_words
 from truedraft.cli.machine import machine_facts
-from truedraft.cli.measure import Comparison, Pair, counts_dict, decode_tokens_per_s, emitted, tokens_per_s
 from truedraft.cli.visible import visible
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from truedraft.cli.session import Setup
+    from truedraft.cli.compare import Comparison
+    from truedraft.cli.session import StackOptions
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Engine
 
-_SIDES: tuple[tuple[str, Callable[[Pair], Any]], ...] = (
-    ("plain", lambda pair: pair.plain),
-    ("speculative", lambda pair: pair.speculative),
-)
 _SHOWN_DIFFERENCES = 5
 
 
-def print_comparison(comparison: Comparison, engine: Engine, setup: Setup, runs: int, terminal: Terminal) -> None:
+def print_comparison(comparison: Comparison, engine: Engine, stack: StackOptions, terminal: Terminal) -> None:
     """The table of `--compare`, and what stands beside it."""
-    many = len(comparison.pairs) > 1
+    many, ratio = len(comparison.pairs) > 1, comparison.all.ratio
     terminal.out.print()
-    drafter = engine.drafter.name if setup.drafter == "auto" else setup.drafter
-    params = [pair.params for pair in comparison.pairs]
-    line = _circumstances(engine, drafter, params, runs)
+    drafter = engine.drafter.name if stack.drafter == "auto" else stack.drafter
+    params = [pair.group.params for pair in comparison.pairs]
+    line = _circumstances(engine, drafter, params, comparison.runs)
     terminal.out.print(line, style="dim", soft_wrap=True)
     terminal.out.print(_table(comparison))
     if many:
-        low, high = min(comparison.speedups), max(comparison.speedups)
+        faster = sum(pair.sides.ratio.mean > 1 for pair in comparison.pairs)
         terminal.out.print(
-            f"speed-up: geometric mean {comparison.speedup:.2f}, from {low:.2f} to {high:.2f}; "
-            f"{sum(speedup > 1 for speedup in comparison.speedups)} of {len(comparison.pairs)} prompts faster"
+            f"speed-up: geometric mean {ratio.mean:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}; "
+            f"{faster} of {len(comparison.pairs)} prompts faster"
         )
     else:
-        terminal.out.print(f"speed-up: {comparison.speedup:.2f}")
+        terminal.out.print(f"speed-up: {ratio.mean:.2f}")
     terminal.out.print(_verdict(comparison))
     if not comparison.lossless:
-        words = divergence_words(sum((pair.speculative.stats for pair in comparison.pairs), Counters()))
+        words = divergence_words(comparison.all.speculative.counters or Counters())
         terminal.out.print(f"lossy rule {engine.rule.spec}: {words}", soft_wrap=True)
     for pair in [pair for pair in comparison.pairs if pair.difference is not None][:_SHOWN_DIFFERENCES]:
         assert pair.difference is not None
         terminal.out.print(visible(f"  prompt {pair.name} {pair.difference.describe()}"), soft_wrap=True)
     if many and not all(each.greedy for each in params):
-        seeds = ", ".join(f"{pair.name}: {pair.params.seed}" for pair in comparison.pairs)
+        seeds = ", ".join(f"{pair.name}: {pair.group.params.seed}" for pair in comparison.pairs)
         terminal.out.print(visible(f"seeds: {seeds}"), style="dim", soft_wrap=True)
     if comparison.repeated_8grams is not None:
         where = "answers" if many else "answer"
@@ -89,25 +84,22 @@ def _drawing(each: Sequence[SamplingParams]) -> str:
 
 
 def _table(comparison: Comparison) -> Table:
-    plain, speculative = (comparison.total(side) for _, side in _SIDES)
+    sides = comparison.all.plain, comparison.all.speculative
+    counts = [side.counters or Counters() for side in sides]
+    label = "tokens per second, median" if len(comparison.pairs) > 1 else "tokens per second"
+    rows = {
+        label: [f"{side.tokens_per_s.median:.1f}" for side in sides],
+        "target calls": [f"{each.target_calls:,}" for each in counts],
+        "mean acceptance length": [f"{each.mean_acceptance_length:.2f}" for each in counts],
+        "acceptance rate": [f"{each.draft_acceptance_rate:.2f}" if each.draft_tokens else "-" for each in counts],
+        "tokens": [f"{each.emitted_tokens + each.prefill_tokens:,}" for each in counts],
+    }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for name, _ in _SIDES:
-        table.add_column(name, justify="right")
-    label = "tokens per second, median" if len(comparison.pairs) > 1 else "tokens per second"
-    table.add_row(label, f"{plain['tokens_per_s']:.1f}", f"{speculative['tokens_per_s']:.1f}")
-    table.add_row("target calls", f"{plain['target_calls']:,}", f"{speculative['target_calls']:,}")
-    table.add_row(
-        "mean acceptance length",
-        f"{plain['mean_acceptance_length']:.2f}",
-        f"{speculative['mean_acceptance_length']:.2f}",
-    )
-    rates = (
-        "-" if not each["draft_tokens"] else f"{each['draft_acceptance_rate']:.2f}" for each in (plain, speculative)
-    )
-    table.add_row("acceptance rate", *rates)
-    counts = (f"{each['emitted_tokens'] + each['prefill_tokens']:,}" for each in (plain, speculative))
-    table.add_row("tokens", *counts)
+    for side in sides:
+        table.add_column(side.name, justify="right")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     return table
 
 
@@ -145,47 +137,6 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
     return " · ".join(parts)
 
 
-def comparison_record(comparison: Comparison, runs: int) -> dict[str, Any]:
-    """The part of the JSON record that a comparison brings."""
-    speculative = comparison.total(lambda pair: pair.speculative)
-    return {
-        "tokens_per_s": speculative["tokens_per_s"],
-        "speedup": comparison.speedup,
-        "identical": comparison.identical,
-        "identical_prompts": comparison.identical_prompts if _is_told(comparison) else None,
-        "speedup_min": min(comparison.speedups),
-        "speedup_max": max(comparison.speedups),
-        "share_faster": comparison.share_faster,
-        "repeated_8grams": comparison.repeated_8grams,
-        "runs": runs,
-        "plain": comparison.total(lambda pair: pair.plain),
-        "speculative": speculative,
-        "prompts": [_pair_record(pair, _is_told(comparison)) for pair in comparison.pairs],
-    }
-
-
-def _is_told(comparison: Comparison) -> bool:
-    """Whether identical tokens say something: they are promised, or a lossy rule may be why they differ."""
-    return comparison.must_agree or not comparison.lossless
-
-
-def _pair_record(pair: Pair, tell_identical: bool) -> dict[str, Any]:
-    answer = pair.speculative.answers[0]
-    return {
-        "id": pair.name,
-        "prompt_tokens": answer.prompt_tokens,
-        "seed": pair.params.seed,
-        "sampling": dataclasses.asdict(pair.params),
-        "finish_reason": answer.finish_reason,
-        "speedup": pair.speedup,
-        "identical": pair.same_tokens if tell_identical else None,
-        "difference": None if pair.difference is None else pair.difference.as_dict(),
-        "repeated_8grams": pair.repeated_8grams,
-        "plain": pair.plain.as_dict(),
-        "speculative": pair.speculative.as_dict(),
-    }
-
-
 def answers_record(
     names: Sequence[str], answers: Sequence[Answer], params: Sequence[SamplingParams], elapsed_s: float
 ) -> dict[str, Any]:
@@ -218,14 +169,14 @@ def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[st
     }
 
 
-def circumstances_record(engine: Engine, setup: Setup, params: SamplingParams) -> dict[str, Any]:
+def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingParams) -> dict[str, Any]:
     """The part of the JSON record that says what was run and where."""
     target = engine.target
     return {
         "model": target.name,
-        "pad_to": setup.pad_to,
+        "pad_to": stack.pad_to,
         "note": target.note,
-        "drafter": setup.drafter,
+        "drafter": stack.drafter,
         "drafter_kind": engine.drafter.name,
         "rule": engine.rule.spec,
         "lossless": engine.rule.lossless,
@@ -236,3 +187,43 @@ def circumstances_record(engine: Engine, setup: Setup, params: SamplingParams) -
         "sampling": dataclasses.asdict(params),
         "machine": machine_facts(),
     }
+
+
+def emitted(answer: Answer) -> int:
+    """Tokens that the target emitted, the prefill's included; stop tokens are not."""
+    return answer.stats.emitted_tokens + answer.stats.prefill_tokens
+
+
+def tokens_per_s(answer: Answer) -> float:
+    """Emitted tokens per second, prefill included."""
+    return emitted(answer) / answer.timing.total_s if answer.timing.total_s else 0.0
+
+
+def decode_tokens_per_s(answer: Answer) -> float:
+    """Tokens after the first, per second after the first."""
+    return answer.stats.emitted_tokens / answer.timing.decode_s if answer.timing.decode_s else 0.0
+
+
+def counts_dict(stats: Counters) -> dict[str, Any]:
+    """Counts and the rates that follow from them, for the JSON record; divergences are null after a lossless rule."""
+    rates = {
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "mean_total_variation": stats.mean_total_variation,
+        "mean_kl": stats.mean_kl,
+        "mean_total_variation_greedy": stats.mean_total_variation_greedy,
+        "mean_kl_greedy": stats.mean_kl_greedy,
+    }
+    return dataclasses.asdict(stats) | rates
+
+
+def divergence_words(stats: Counters) -> str:
+    """How far emitted tokens' distributions were from the target's, beside greedy decoding; "" where they were not."""
+    means = stats.mean_total_variation, stats.mean_kl, stats.mean_total_variation_greedy, stats.mean_kl_greedy
+    distance, kl, greedy_distance, greedy_kl = means
+    if distance is None or kl is None or greedy_distance is None or greedy_kl is None:
+        return ""
+    return (
+        f"total variation {distance:.3f}, KL {kl:.3f} nats a token "
+        f"(greedy decoding there: {greedy_distance:.3f}, {greedy_kl:.3f})"
+    )

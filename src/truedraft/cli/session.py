@@ -7,66 +7,68 @@ import hashlib
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import warn
-from truedraft.cli.prompts import NamedPrompt
+from truedraft.cli.prompts import Asked
 from truedraft.core.sampling import SamplingParams
-from truedraft.errors import OptionError, PromptError
+from truedraft.drafters.specs import drafter_help
+from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.options import MachineOptions, ModelOptions, flag, option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from truedraft.bench import Failure, Group
     from truedraft.engine import Engine
     from truedraft.models.base import LanguageModel
 
-Prompt = str | list[int]
+RULE_HELP = (
+    "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
+    "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
+)
 _MOST_THREADS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What answers, as it was typed."""
-
-    model: str
-    drafter: str
-    rule: str
-    dtype: str
-    device: str
-    threads: int | None
-    pad_to: str | None = None
-    fast_paths: bool = True
+DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
 
 
-def sampling(**options: Any) -> SamplingParams:
-    """Sampling options from the command line, with a seed drawn where none was given, so that it can be reported.
+@dataclass(frozen=True)
+class StackOptions(ModelOptions):
+    """What answers: target, drafter and rule."""
 
-    Raises:
-        OptionError: an unusable value; names the option as it is typed.
-    """
-    if options.get("seed") is None:
-        options["seed"] = secrets.randbits(31)
-    try:
-        return SamplingParams(**options)
-    except OptionError as error:
-        raise OptionError(_as_typed(str(error))) from error
+    drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
+    rule: str = option("speculative", RULE_HELP, "R")
 
 
-def sampling_of_each(
-    params: SamplingParams, prompts: Sequence[NamedPrompt], *, derive_seeds: bool
-) -> list[SamplingParams]:
-    """The options of each prompt: the command's, and before them those of its own line.
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a command tells."""
+
+    json: bool = flag("End standard output with one line, a JSON object.")
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """Sampling options with a seed, drawn where none was given, so that it can be reported."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbits(31))
+
+
+def sampling_of_each(prompts: Sequence[Asked], *, derive_seeds: bool) -> list[Asked]:
+    """Each prompt with its options: the command's, and before them those of its own line.
 
     Args:
-        params: the command's.
-        prompts: at least one.
+        prompts: each with the command's options.
         derive_seeds: give each prompt a seed of its own, made from the command's; equal prompts then get unlike
             answers.
     """
-    seeds = [derived_seed(params.seed or 0, number) if derive_seeds else params.seed for number in range(len(prompts))]
-    return [replace(params, **{"seed": seed} | dict(each.options)) for each, seed in zip(prompts, seeds, strict=True)]
+    found: list[Asked] = []
+    for number, (prompt, params) in enumerate(prompts):
+        seed = derived_seed(params.seed or 0, number) if derive_seeds else params.seed
+        found.append((prompt, replace(params, **{"seed": seed} | dict(prompt.options))))
+    return found
 
 
 def derived_seed(base: int, number: int) -> int:
@@ -74,20 +76,35 @@ def derived_seed(base: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:6], "big")
 
 
-def _as_typed(message: str) -> str:
-    name, _, rest = message.partition(" ")
-    known = {field.name for field in fields(SamplingParams)}
-    return f"--{name.replace('_', '-')} {rest}" if name in known else message
+def check_rule(spec: str, params: SamplingParams) -> None:
+    """Refuse a promise that the rule cannot keep, before anything is loaded.
+
+    Raises:
+        OptionError: there is no such rule; or coupled tokens, which are the target's own, with a lossy one.
+    """
+    from truedraft.verification.specs import rule_from_spec
+
+    if not rule_from_spec(spec).lossless and params.coupled:
+        raise OptionError(
+            f"promises the target's own tokens and --rule {spec} is lossy; leave one of them out", field="coupled"
+        )
 
 
-def load_engine(setup: Setup, console: Console, params: SamplingParams | None = None, requests: int = 1) -> Engine:
+def load_engine(
+    stack: StackOptions,
+    machine: MachineOptions,
+    console: Console,
+    params: SamplingParams | None = None,
+    requests: int = 1,
+) -> Engine:
     """Load the target and compose it with drafter and rule.
 
     A drafter with a counted tree whose number of nodes was left open gets as many as pay on this machine, and a line
     on the console says so.
 
     Args:
-        setup: what was typed.
+        stack: what answers, as it was typed.
+        machine: on what, likewise.
         console: shows what is being waited for.
         params: of the requests to come; None is greedy.
         requests: that will be answered together.
@@ -97,19 +114,17 @@ def load_engine(setup: Setup, console: Console, params: SamplingParams | None = 
     """
     from truedraft.verification.specs import rule_from_spec
 
-    with waiting(console, f"loading {setup.model}") as tell:
-        rule = rule_from_spec(setup.rule)
-        set_threads(setup.threads)
+    with waiting(console, f"loading {stack.model}") as tell:
+        rule = rule_from_spec(stack.rule)
+        set_threads(machine.threads)
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
         from truedraft.models.loading import load_model
         from truedraft.planning import sized
 
         with quiet_hub():
-            target = load_model(
-                setup.model, dtype=setup.dtype, device=setup.device, pad_to=setup.pad_to, fast_paths=setup.fast_paths
-            )
-            drafter = from_spec(setup.drafter, target)
+            target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
+            drafter = from_spec(stack.drafter, target)
         tell("measuring how many drafted nodes pay on this machine")
         drafter, budget = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
@@ -126,23 +141,21 @@ def set_threads(threads: int | None) -> None:
     """Let torch compute with so many CPU threads; None leaves its choice.
 
     Raises:
-        OptionError: fewer than one, or so many that the system could not start them.
+        OptionError: so many that the system could not start them.
     """
     if threads is None:
         return
     most = max(_MOST_THREADS, 4 * (os.cpu_count() or 1))
-    if not 1 <= threads <= most:
-        raise OptionError(f"--threads must be 1 or more, got {threads}" if threads < 1 else _too_many(threads, most))
+    if threads > most:
+        raise OptionError(
+            f"must be at most {most} on this machine of {os.cpu_count()} cores, got {threads}", field="threads"
+        )
     import torch
 
     torch.set_num_threads(threads)
 
 
-def _too_many(threads: int, most: int) -> str:
-    return f"--threads must be at most {most} on this machine of {os.cpu_count()} cores, got {threads}"
-
-
-def as_chat(target: LanguageModel, prompts: Sequence[NamedPrompt]) -> list[NamedPrompt]:
+def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
     """Each prompt as the one message of a user, by the model's chat template.
 
     Raises:
@@ -150,13 +163,32 @@ def as_chat(target: LanguageModel, prompts: Sequence[NamedPrompt]) -> list[Named
     """
     if target.tokenizer is None:
         raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")
-    chats: list[NamedPrompt] = []
-    for each in prompts:
-        if not isinstance(each.prompt, str):
-            raise PromptError(f"--chat needs text, and prompt {each.name} is a list of token ids")
-        ids = target.tokenizer.chat([{"role": "user", "content": each.prompt}])
-        chats.append(replace(each, prompt=ids))
+    chats: list[Asked] = []
+    for prompt, params in prompts:
+        if not isinstance(prompt.prompt, str):
+            raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
+        ids = target.tokenizer.chat([{"role": "user", "content": prompt.prompt}])
+        chats.append((replace(prompt, prompt=ids), params))
     return chats
+
+
+def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tuple[list[Group], list[Failure]]:
+    """Prompts as token ids, so that all systems get the same, in groups; and those that the target cannot take."""
+    from truedraft.bench import Failure, grouped
+    from truedraft.engine.prompts import encode_prompt
+
+    kept: list[tuple[str, list[int], SamplingParams]] = []
+    failures: list[Failure] = []
+    given: Counter[str] = Counter()
+    for each, params in prompts:
+        try:
+            ids = encode_prompt(target, each.prompt)
+        except TruedraftError as error:
+            failures.append(Failure("", (each.name,), str(error)))
+            continue
+        given[each.name] += 1  # two prompts of one id are two prompts, not two runs of one
+        kept.append((each.name if given[each.name] == 1 else f"{each.name} ({given[each.name]})", ids, params))
+    return grouped(kept, batch), failures
 
 
 @contextlib.contextmanager

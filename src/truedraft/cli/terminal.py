@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.color import ColorSystem
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.style import Style
 
 from truedraft.cli.visible import json_line, visible
+from truedraft.progress import Progress, progress_bar
 
 _PATIENCE_S = 2.0
 
@@ -65,42 +63,13 @@ class Terminal:
         self.end_line()
         self.write(json_line(record))
 
-    @contextlib.contextmanager
-    def progress(self, what: str, total: int, beside_output: bool = False) -> Iterator[Callable[[int, str], None]]:
+    def progress(self, what: str, total: int, beside_output: bool = False) -> AbstractContextManager[Progress]:
         """A bar on standard error, if that is a terminal and it takes over two seconds.
-
-        Gives a function to call with how much is done, and a remark that stands behind the bar.
 
         Args:
             what: stands before the bar.
             total: how much there is to do.
             beside_output: whether answers are written meanwhile; where they go to a terminal there is no bar.
         """
-        bar = self._bar()
-        task = bar.add_task(what, total=total, remark="")
         wanted = self.err.is_terminal and not (beside_output and self.out.is_terminal)
-        started = time.perf_counter()
-
-        def show(done: int, remark: str) -> None:
-            bar.update(task, completed=done, remark=remark)
-            if wanted and not bar.live.is_started and time.perf_counter() - started >= self.patience_s:
-                bar.start()
-
-        try:
-            yield show
-        finally:
-            if bar.live.is_started:
-                bar.stop()
-
-    def _bar(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[remark]}", style="dim"),
-            console=self.err,
-            transient=True,
-            redirect_stdout=False,  # else answers would go to standard error while the bar is shown
-            redirect_stderr=False,
-        )
+        return progress_bar(self.err, what, total, wanted=wanted, patience_s=self.patience_s)

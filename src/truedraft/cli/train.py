@@ -1,18 +1,617 @@
-"""`truedraft train`: what trains drafters."""
+"""`truedraft train`: draft models, Medusa heads and recurrent heads."""
 
 from __future__ import annotations
 
-import typer
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from truedraft.cli.failures import interrupted_in_json, telling
-from truedraft.cli.train_draft import draft
-from truedraft.cli.train_medusa import medusa
-from truedraft.cli.train_redrafter import redrafter
+from truedraft.cli.failures import DONE, INTERRUPTED, error_record, say
+from truedraft.cli.session import ReportOptions
+from truedraft.errors import DataError, OptionError, TrainingError
+from truedraft.options import MachineOptions, flag, group, option
+
+if TYPE_CHECKING:
+    from truedraft.cli.terminal import Terminal
+    from truedraft.progress import Progress
+    from truedraft.training.budget import TimeBudget
+    from truedraft.training.checkpoints import Saved
+    from truedraft.training.loop import StepRecord
+
+_Result = TypeVar("_Result")
+_WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
+_WORK = "work"  # what is in the folder that is written once a training has started
+_CHECKPOINTS = (Path(_WORK) / "joint", Path("stage-1") / _WORK, Path(_WORK))  # the latest stage first
+_QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
+_LENGTH, _DECAY_LENGTH, _DECAY_SHARE, _WARMUP_STEPS = 512, 2048, 0.2, 20  # of a draft
+
+# What the library's configurations call otherwise than it is typed here.
+_NAMES = {
+    "target": "the fingerprint of --model",
+    "schedule.warmup_steps": "the warm-up of --steps",
+    "optimizer.matrix_rate": "--learning-rate",
+    "optimizer.vector_rate": "--learning-rate",
+}
+DRAFT_NAMES = _NAMES | {
+    "schedule.stable_steps": "--steps before the decay",
+    "schedule.decay_steps": "--steps of the decay",
+    "curriculum.stable_length": "--length",
+    "curriculum.decay_length": "--decay-length",
+    "curriculum.tokens_per_step": "--tokens-per-step",
+    "curriculum.tokens_per_pass": "--tokens-per-step",
+    "data_sha256": "the hash of --data",
+    "start_from": "the draft in --start-from",
+}
+HEAD_NAMES = _NAMES | {
+    "schedule.stable_steps": "the steps (--steps, --epochs) before the decay",
+    "schedule.decay_steps": "the steps (--steps, --epochs) of the decay",
+    "temperatures": "--temperature",
+    "rnn": "--recurrent",
+    "joint.steps": "--joint-steps",
+    "joint.lora_rank": "--lora-rank",
+    "joint.backbone.matrix_rate": "--backbone-rate",
+    "joint.backbone.vector_rate": "--backbone-rate",
+    "prompts_sha256": "the prompts (--data, --held-out, --tokens, --prompt-tokens, --minutes)",
+    "text_sha256": "the text that the target wrote",
+    "data_sha256": "the text that the target wrote",
+    "start_from": "the heads in --start-from",
+}
 
 
-def train_app() -> typer.Typer:
-    """The commands that train drafters."""
-    app = typer.Typer(name="train", help="Train a drafter for a target.")
-    for command in (draft, medusa, redrafter):
-        app.command()(telling(interrupted_in_json(command)))
-    return app
+@dataclass(frozen=True)
+class JobOptions:
+    """What is trained, on what, and where to."""
+
+    model: str = option("embedded:target", "The target: embedded:target, a folder, or a Hugging Face name.", "M")
+    data: tuple[Path, ...] = option(
+        (),
+        'Text, or .jsonl with "text", that prompts are cut from; may be repeated. Without it, for embedded:target, the '
+        "standard library of this Python.",
+        "FILE",
+    )
+    held_out: tuple[Path, ...] = option(
+        (), "Text to choose trees and measure on; without it, the end of the data.", "FILE"
+    )
+    out: Path = option(meaning="The folder to write.", metavar="DIR")
+    resume: bool = flag("Go on where the training in --out stopped.")
+    clean: bool = flag("Remove the working files of the training in --out, and do nothing else.")
+
+
+@dataclass(frozen=True)
+class DraftJobOptions(JobOptions):
+    """The same for a draft model."""
+
+    data: tuple[Path, ...] = option((), 'Text, or .jsonl with "text", to train on; may be repeated. Needed.', "FILE")
+    held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How long a training takes at most."""
+
+    minutes: float | None = option(
+        None,
+        "Wall time for all of it, measuring included; less is done where it does not suffice.",
+        "M",
+        shown_default="as long as it takes",
+    )
+
+
+@dataclass(frozen=True)
+class DraftRunOptions(RunOptions):
+    """How a draft model is trained."""
+
+    steps: int = option(1000, "Updates; the rate decays in the last fifth.", "N", least=1)
+    tokens_per_step: int = option(4096, "Tokens of one update.", "N", least=1)
+    length: int | None = option(None, "Tokens of a sequence.", "N", shown_default="512 or less", least=1)
+    decay_length: int | None = option(
+        None, "The same while the rate decays.", "N", shown_default="2048 or less", least=1
+    )
+    learning_rate: float = option(2e-3, "The highest rate.", "RATE")
+    seed: int = option(0, "Decides the first weights and the order of the data.", "S", least=0)
+
+
+@dataclass(frozen=True)
+class DraftSizeOptions:
+    """How large a draft model is."""
+
+    start_from: Path | None = option(None, "A draft to train further; it keeps its size.", "DIR")
+    layers: int = option(2, "Layers.", "N", least=1)
+    width: int = option(128, "Width of a layer.", "N", least=1)
+    heads: int = option(2, "Query heads.", "N", least=1)
+    kv_heads: int = option(1, "Key and value heads.", "N", least=1)
+    intermediate: int = option(512, "Width inside the MLP.", "N", least=1)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What the target writes for heads to learn from."""
+
+    tokens: int = option(400_000, "Tokens that the target writes to train on, about.", "N")
+    prompt_tokens: int = option(64, "Tokens of a prompt.", "N")
+    answer_tokens: int = option(192, "The most tokens of an answer.", "N")
+    temperature: tuple[float, ...] = option(
+        (0.0, 1.0),
+        "Of the answers; may be repeated, then they are taken in turn.",
+        "T",
+        shown_default="0 and 1 in turn",
+    )
+
+
+@dataclass(frozen=True)
+class HeadRunOptions(RunOptions):
+    """How heads are trained."""
+
+    epochs: float = option(2.5, "Passes over what the target wrote.", "X")
+    steps: int | None = option(None, "Updates of the heads, in place of --epochs.", "N")
+    learning_rate: float = option(0.01, "The highest rate of the heads.", "RATE")
+    place_decay: float = option(0.8, "By how much each place counts less than the one before.", "X")
+    seed: int = option(0, "Decides the text, the order of it, and new weights.", "S")
+
+
+@dataclass(frozen=True)
+class MedusaRunOptions(HeadRunOptions):
+    """The same for Medusa heads."""
+
+    law_share: float = option(1.0, "1 learns the target's laws, 0 its tokens alone, in between a mixture.", "X")
+
+
+@dataclass(frozen=True)
+class RedrafterRunOptions(HeadRunOptions):
+    """The same for a recurrent head."""
+
+    loss: str = option(
+        "kl",
+        "kl, reverse-kl, tv or jsd learn the target's laws, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
+        "LOSS",
+    )
+    laws: str = option(
+        "computed",
+        "computed: whole, by the LM head at each step. stored: once, as the 64 likeliest tokens and the mass of the "
+        "rest, for large vocabularies.",
+        "KIND",
+    )
+    self_fed: float = option(
+        0.0,
+        "At this share of the positions the head reads its own guesses; 0 reads the text's tokens alone.",
+        "SHARE",
+    )
+
+
+@dataclass(frozen=True)
+class MedusaSizeOptions:
+    """What Medusa heads are."""
+
+    heads: int = option(4, "How many tokens after the next are guessed.", "N")
+    layers: int = option(1, "Residual blocks of a head.", "N")
+    tied: bool = option(
+        True, "Heads end in the target's LM head, or each in an output of its own.", "", name="--tied/--free"
+    )
+    reads_token: bool = option(
+        True,
+        "Heads also read the token that was drawn from their vector, or the vector alone, as Medusa's own.",
+        "",
+        name="--reads-token/--vector-only",
+    )
+    start_from: Path | None = option(None, "Heads to train further; in stage 2 they are warm already.", "DIR")
+
+
+@dataclass(frozen=True)
+class RedrafterSizeOptions:
+    """What a recurrent head is."""
+
+    length: int = option(5, "How many tokens after the next are guessed in training.", "T")
+    state: int | None = option(None, "Entries of the recurrent state.", "N", shown_default="the target's width")
+    layers: int = option(2, "Residual blocks of a head.", "N")
+    tied: bool = option(
+        True, "The head ends in the target's LM head, or in an output of its own.", "", name="--tied/--free"
+    )
+    exit_width: int | None = option(
+        None,
+        "Entries of what enters the blocks and the output; others than the target's width only with --free.",
+        "N",
+        shown_default="the target's width",
+    )
+    recurrent: bool = option(
+        True,
+        "The state is recurrent, or the plain sum of the embeddings so far.",
+        "",
+        name="--recurrent/--summed",
+    )
+    start_from: Path | None = option(None, "A head to train further.", "DIR")
+
+
+@dataclass(frozen=True)
+class JointOptions:
+    """Stage 2: heads and target together."""
+
+    joint_steps: int = option(300, "Updates of heads and target together.", "N")
+    backbone_rate: float = option(5e-4, "The highest rate of the target.", "RATE")
+    lora_rank: int | None = option(
+        None,
+        "Rank of the target's adapters, which are merged when it is saved; 0 trains all weights.",
+        "R",
+        shown_default="0 for small targets, else 32",
+    )
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Options of `truedraft train draft`."""
+
+    job: DraftJobOptions = group(_WHAT)
+    run: DraftRunOptions = group(_RUN)
+    size: DraftSizeOptions = group("Size of the draft")
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
+class MedusaOptions:
+    """Options of `truedraft train medusa`."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    size: MedusaSizeOptions = group(_HEADS)
+    run: MedusaRunOptions = group(_RUN)
+    joint: JointOptions = group("Stage 2")
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+    stage: int = option(1, "1: heads of a frozen target. 2: the target learns too.", "1|2", heading=_WHAT)
+
+
+@dataclass(frozen=True)
+class RedrafterOptions:
+    """Options of `truedraft train redrafter`."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    size: RedrafterSizeOptions = group(_HEADS)
+    run: RedrafterRunOptions = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+def draft(options: DraftOptions) -> int:
+    """Train a small model to guess what a target would say; measures how often it is right."""
+    job = options.job
+    if job.clean:
+        return _clean(job, options.report)
+    budget = _time_budget(options.run)
+    run = _with_lengths(options.run)
+    _check_rate("learning_rate", run.learning_rate)
+    if not job.data:
+        raise DataError("there is nothing to train on; name at least one text file with --data FILE")
+    _check_folder(job, job.out / _WORK / "checkpoint.pt")
+
+    def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
+        from truedraft.models.dtypes import pick_device
+        from truedraft.training.curriculum import Curriculum
+        from truedraft.training.distill import DraftConfig, train_draft
+        from truedraft.training.optimizer import OptimizerConfig
+        from truedraft.training.schedule import WarmupStableDecay
+
+        decay = round(run.steps * _DECAY_SHARE)
+        config = DraftConfig(
+            **dataclasses.asdict(options.size),
+            schedule=WarmupStableDecay(min(_WARMUP_STEPS, run.steps - decay), run.steps - decay, decay),
+            optimizer=OptimizerConfig(run.learning_rate, run.learning_rate),
+            curriculum=Curriculum(run.length, run.decay_length, run.tokens_per_step, run.tokens_per_step),
+            seed=run.seed,
+            device=str(pick_device(options.machine.device)),
+        )
+        with terminal.progress("training", run.steps) as progress:
+            return train_draft(job.model, job.data, job.out, config, on_step=_on_step(progress), budget=budget, **calls)
+
+    return _run("draft", options, train)
+
+
+def _with_lengths(run: DraftRunOptions) -> Any:
+    """The same with both lengths; those that were left open are the longest of which a step holds a whole number.
+
+    Raises:
+        OptionError: a length does not divide the tokens of a step.
+    """
+    step = run.tokens_per_step
+    found = {}
+    for name, usual in (("length", _LENGTH), ("decay_length", _DECAY_LENGTH)):
+        length = getattr(run, name) or next((each for each in range(usual, 1, -1) if step % each == 0), 1)
+        if step % length:
+            raise OptionError(
+                f"must be a multiple of --{name.replace('_', '-')}, got {step} and {length}", field="tokens_per_step"
+            )
+        found[name] = length
+    return dataclasses.replace(run, **found)
+
+
+def _on_step(progress: Progress) -> Callable[[StepRecord], None]:
+    def show(record: StepRecord) -> None:
+        progress(record.step + 1, ", ".join(f"{name} {value:.3f}" for name, value in record.values.items()))
+
+    return show
+
+
+def medusa(options: MedusaOptions) -> int:
+    """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
+    job = options.job
+    if job.clean:
+        return _clean(job, options.report)
+    budget = _time_budget(options.run)
+    _check_folder(job, job.out / _WORK)
+    _check_stage(job, options.stage)
+
+    def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
+        from truedraft.training.medusa import train_medusa
+        from truedraft.training.medusa_config import JointConfig, MedusaTrainingConfig
+        from truedraft.training.optimizer import OptimizerConfig
+
+        common = _head_config(options.text, options.run, options.machine)
+        rate = _check_rate("backbone_rate", options.joint.backbone_rate)
+        joint = JointConfig(
+            steps=options.joint.joint_steps,
+            lora_rank=options.joint.lora_rank,
+            backbone=OptimizerConfig(rate, rate, matrix_weight_decay=0.0),
+        )
+        config = MedusaTrainingConfig(
+            **common,
+            **dataclasses.asdict(options.size),
+            stage=options.stage,
+            law_share=options.run.law_share,
+            joint=joint,
+        )
+        with _Bars(terminal) as bars:
+            return train_medusa(job.model, job.data, job.out, config, on_progress=bars.show, budget=budget, **calls)
+
+    return _run("medusa", options, train)
+
+
+def redrafter(options: RedrafterOptions) -> int:
+    """Train a recurrent head (ReDrafter) on what the target itself writes; measures what it brings.
+
+    The target stays as it is: training it together with its heads is `truedraft train medusa --stage 2` alone.
+    """
+    job = options.job
+    if job.clean:
+        return _clean(job, options.report)
+    budget = _time_budget(options.run)
+    _check_folder(job, job.out / _WORK)
+
+    def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
+        from truedraft.training.redrafter import train_redrafter
+        from truedraft.training.redrafter_config import RedrafterTrainingConfig
+
+        sizes, run = dataclasses.asdict(options.size), options.run
+        common = _head_config(options.text, run, options.machine)
+        config = RedrafterTrainingConfig(
+            **common, rnn=sizes.pop("recurrent"), **sizes, loss=run.loss, laws=run.laws, self_fed=run.self_fed
+        )
+        with _Bars(terminal) as bars:
+            return train_redrafter(job.model, job.data, job.out, config, on_progress=bars.show, budget=budget, **calls)
+
+    return _run("redrafter", options, train)
+
+
+def _head_config(text: TextOptions, run: HeadRunOptions, machine: MachineOptions) -> dict[str, Any]:
+    """Fields of a `HeadTrainingConfig`.
+
+    Raises:
+        OptionError: an unusable value.
+    """
+    from truedraft.models.dtypes import pick_device
+    from truedraft.training.optimizer import OptimizerConfig
+    from truedraft.training.self_writing import SelfTextConfig
+
+    rate = _check_rate("learning_rate", run.learning_rate)
+    return {
+        "tokens": text.tokens,
+        "prompt_tokens": text.prompt_tokens,
+        "writing": SelfTextConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
+        "epochs": run.epochs,
+        "steps": run.steps,
+        "optimizer": OptimizerConfig(rate, rate),
+        "place_decay": run.place_decay,
+        "seed": run.seed,
+        "device": str(pick_device(machine.device)),
+    }
+
+
+def _run(
+    kind: str,
+    options: DraftOptions | MedusaOptions | RedrafterOptions,
+    train: Callable[[Terminal, Mapping[str, Any]], Any],
+) -> int:
+    """Train, report, and give the exit status.
+
+    Args:
+        kind: of drafter, as it is typed.
+        options: as they were typed.
+        train: is given the terminal, and what all trainings call and take.
+
+    Raises:
+        TruedraftError: it cannot be trained.
+    """
+    from truedraft.cli import train_report
+    from truedraft.cli.session import quiet_hub, set_threads
+    from truedraft.cli.terminal import Terminal
+
+    set_threads(options.machine.threads)
+    terminal, job = Terminal(), options.job
+    calls = {
+        "held_out": job.held_out,
+        "on_note": _notes(terminal),
+        "on_plan": _notes(terminal),
+        "on_checkpoint": _checkpoint_lines(terminal),
+    }
+    try:
+        with quiet_hub():
+            result = train(terminal, calls)
+    except KeyboardInterrupt as stop:
+        terminal.end_line()
+        say(how_to_go_on(job, keeps_answers=kind != "draft"))
+        if options.report.json:
+            terminal.json(error_record(f"train {kind}", stop))
+        return INTERRUPTED
+    train_report.PRINT[kind](terminal, job.model, result)
+    if options.report.json:
+        terminal.json(train_report.record_of(kind, job.model, result))
+    return DONE
+
+
+def _time_budget(run: RunOptions) -> TimeBudget:
+    """The time for a command that has just begun.
+
+    Raises:
+        OptionError: the minutes are no number above 0.
+    """
+    from truedraft.training.budget import TimeBudget
+
+    return TimeBudget(run.minutes)
+
+
+def _check_rate(field: str, rate: float) -> float:
+    """A learning rate that moves something.
+
+    Raises:
+        OptionError: this one does not.
+    """
+    if not 0.0 < rate < math.inf:
+        raise OptionError(f"must be a number above 0, got {rate}", field=field)
+    return rate
+
+
+def _check_folder(job: JobOptions, work: Path) -> None:
+    """Refuse a folder that holds other things than what is asked to go on with.
+
+    Args:
+        job: names the folder.
+        work: what is there, a file or a folder, once a training has started in it.
+
+    Raises:
+        OptionError: says what is in the way: also another process that is training there.
+    """
+    from truedraft.training.disk import refuse_busy
+
+    out, resume = job.out, job.resume
+    problem = None
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"{str(out)!r} is a file; name a folder", field="out")
+    refuse_busy(out / _WORK)
+    started = work.exists()
+    if started and not resume:
+        problem = "holds a training; add --resume to go on with it, or name a new folder"
+    if resume and not started:
+        problem = "holds no training to go on with; leave --resume out"
+    if (out / "config.json").is_file() and not started:
+        problem = "holds a model, which would be overwritten; name a new folder"
+    if problem is not None:
+        raise OptionError(f"{str(out)!r} {problem}", field="out")
+
+
+def _check_stage(job: JobOptions, stage: int) -> None:
+    """Refuse to go on in the folder of the other stage."""
+    out, second = job.out, (job.out / "stage-1").is_dir()
+    if job.resume and stage == 1 and second:
+        raise OptionError(
+            f"{str(out)!r} holds a training of stage 2; go on with --stage 2, or name a new folder", field="out"
+        )
+    if job.resume and stage == 2 and not second and (out / "heads.safetensors").is_file():
+        raise OptionError(
+            f"{str(out)!r} holds finished heads of stage 1, which stage 2 would overwrite; name a new folder, "
+            f"and these heads with --start-from {out}",
+            field="out",
+        )
+
+
+def _clean(job: JobOptions, report: ReportOptions) -> int:
+    """Remove working files, say what that freed, and give the exit status.
+
+    Raises:
+        OptionError: there are none, or a process is training there.
+    """
+    from truedraft.cli.terminal import Terminal
+    from truedraft.training.disk import clear_work, in_bytes
+
+    freed, terminal, out = clear_work(job.out), Terminal(), job.out
+    terminal.out.print(f"removed the working files of the training in {out}: {in_bytes(freed)} freed", soft_wrap=True)
+    if report.json:
+        terminal.json({"command": "train --clean", "out": str(out), "freed_bytes": freed})
+    return DONE
+
+
+def _notes(terminal: Terminal) -> Callable[[str], None]:
+    """Says a sentence about a training on standard error, above the bar if there is one."""
+    return lambda sentence: terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
+
+
+def _checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
+    """Says a line for each checkpoint where there is no terminal; one shows a bar."""
+    from truedraft.training.budget import duration
+
+    def line(saved: Saved) -> None:
+        if not terminal.err.is_terminal:
+            left = f", about {duration(saved.left_s)} left" if saved.step < saved.total_steps else ""
+            say(
+                f"step {saved.step:,} of {saved.total_steps:,}, loss {saved.loss:.3f}, {saved.tokens:,} tokens{left}; "
+                f"saved in {saved.path}"
+            )
+
+    return line
+
+
+def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
+    """What is kept of an interrupted training, and how to use it.
+
+    Args:
+        job: what was typed.
+        keeps_answers: whether answers of the target are kept where there is no checkpoint yet.
+    """
+    from truedraft.training.checkpoints import CHECKPOINT, checkpoint_of
+
+    same = "the same command" if job.resume else "the same command with --resume"
+    for place in (job.out / each for each in _CHECKPOINTS):
+        try:
+            found = checkpoint_of(place)
+        except TrainingError as error:
+            return f"interrupted; {error}"
+        if found is not None:
+            where = f"the training is saved in {place / CHECKPOINT} as of step {found[0]:,}"
+            return f"interrupted; {where}; {same} goes on from there"
+    if not keeps_answers:
+        return "interrupted before the first checkpoint; the same command begins again"
+    if not (job.out / _WORK).is_dir():
+        return "interrupted before anything was written; the same command begins again"
+    return f"interrupted; {same} goes on, with the answers that are written"
+
+
+class _Bars:
+    """One bar after another: each kind of work has its own."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._stack = contextlib.ExitStack()
+        self._what: str | None = None
+        self._update: Progress = lambda done, remark: None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def show(self, what: str, done: int, total: int, remark: str) -> None:
+        """How far a kind of work has come."""
+        if what != self._what:
+            self._stack.close()
+            self._update = self._stack.enter_context(self._terminal.progress(what, total))
+            self._what, self._said = what, time.monotonic()
+        self._update(done, remark)
+        quiet = what == "training" or self._terminal.err.is_terminal  # training has a line for each checkpoint
+        if not quiet and time.monotonic() - self._said >= _QUIET_S:
+            self._said = time.monotonic()
+            say(f"{what}: {done:,} of {total:,} {remark}")

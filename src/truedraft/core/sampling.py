@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 
 from truedraft.errors import OptionError
+from truedraft.options import check_whole, flag, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +34,41 @@ class SamplingParams:
         OptionError: a value is out of its range, or of another type.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    coupled: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: int = option(128, "The most new tokens to write.", "N")
+    temperature: float = option(0.0, "0 always takes the likeliest token (greedy).", "T")
+    top_k: int = option(0, "Keep the K likeliest tokens; 0 keeps all.", "K")
+    top_p: float = option(1.0, "Keep the likeliest tokens until their mass reaches P.", "P")
+    min_p: float = option(0.0, "Drop tokens less likely than P times the likeliest.", "P")
+    seed: int | None = option(None, "The same seed, the same answer.", "S", shown_default="drawn")
+    coupled: bool = flag(
+        "Draw each token by noise that its seed, place and id decide, for target and drafter alike: then a seed gives "
+        "the same answer with every drafter and with none, at the cost of some accepted drafts. Without it a seed's "
+        "answer depends on the drafter, though its distribution does not."
+    )
+    stop: tuple[str, ...] = option(
+        (), r"End before this text, which may hold \n, \t, \\ and \uXXXX; may be repeated.", "TEXT"
+    )
+    stop_token_ids: tuple[int, ...] = option((), "End before this token; may be repeated.", "N", name="--stop-token-id")
+    ignore_eos: bool = flag("Go on past the end of text.")
 
     def __post_init__(self) -> None:
         """Refuse values out of range; accept one stop text, and lists for tuples."""
         checked = {
             "stop": _texts(self.stop),
             "stop_token_ids": _ids(self.stop_token_ids),
-            "max_tokens": _whole("max_tokens", self.max_tokens, lowest=1),
-            "top_k": _whole("top_k", self.top_k, lowest=0),
+            "max_tokens": check_whole("max_tokens", self.max_tokens, 1),
+            "top_k": check_whole("top_k", self.top_k, 0),
             "temperature": _number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more"),
             "top_p": _number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
             "min_p": _number("min_p", self.min_p, lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
             "coupled": _truth("coupled", self.coupled),
             "ignore_eos": _truth("ignore_eos", self.ignore_eos),
-            "seed": None if self.seed is None else _whole("seed", self.seed, lowest=0),
+            "seed": None if self.seed is None else check_whole("seed", self.seed, 0),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.seed is not None and self.seed >= 1 << 64:
-            raise OptionError(f"seed must lie below 2^64, got {self.seed}")
+            raise OptionError(f"must lie below 2^64, got {self.seed}", field="seed")
 
     @property
     def greedy(self) -> bool:
@@ -76,19 +83,13 @@ class SamplingParams:
 
 def _number(name: str, value: object, valid: Callable[[float], bool], expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not valid(float(value)):
-        raise OptionError(f"{name} must be a number, {expected}, got {value!r}")
+        raise OptionError(f"must be a number, {expected}, got {value!r}", field=name)
     return float(value)
-
-
-def _whole(name: str, value: object, lowest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
-        raise OptionError(f"{name} must be a whole number of {lowest} or more, got {value!r}")
-    return int(value)
 
 
 def _truth(name: str, value: object) -> bool:
     if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":  # as numpy's own is
-        raise OptionError(f"{name} must be True or False, got {value!r}")
+        raise OptionError(f"must be True or False, got {value!r}", field=name)
     return bool(value)
 
 
@@ -96,14 +97,14 @@ def _texts(given: object) -> tuple[str, ...]:
     """Stop texts as a tuple; one text stands for itself."""
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts):
-        raise OptionError(f"stop must be a text or a list of texts, got {given!r}")
+        raise OptionError(f"must be a text or a list of texts, got {given!r}", field="stop")
     if "" in texts:
-        raise OptionError("stop holds an empty text, which would end every answer at once; remove it")
+        raise OptionError("holds an empty text, which would end every answer at once; remove it", field="stop")
     return tuple(texts)
 
 
 def _ids(given: object) -> tuple[int, ...]:
     """Stop ids as a tuple."""
     if not isinstance(given, tuple | list | set | frozenset):
-        raise OptionError(f"stop_token_ids must be a list of token ids, got {given!r}")
-    return tuple(_whole("each of stop_token_ids", token, lowest=0) for token in given)
+        raise OptionError(f"must be a list of token ids, got {given!r}", field="stop_token_ids")
+    return tuple(check_whole("stop_token_ids", token, 0) for token in given)

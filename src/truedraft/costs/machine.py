@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from truedraft.errors import OptionError
-from truedraft.models.processor import cpu_name
+from truedraft.models.dtypes import cpu_name
 
 _GIBIBYTE = 1 << 30
 _CALLS_ON_CUDA = 20  # one call is over before the host has seen it start

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.embedded import embedded_heads
-from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.errors import OptionError, UnknownOptionError, errors_about
+from truedraft.options import Words, read_number, read_whole
 
 if TYPE_CHECKING:
     from truedraft.core.rank_tree import RankTree
@@ -21,15 +22,6 @@ if TYPE_CHECKING:
 
 _EMBEDDED_TARGET = "embedded:target"
 _COUNTED = "counted"
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """A parsed word: KIND[:PATH][,option=value]..."""
-
-    kind: str
-    path: str | None
-    options: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class DrafterKind:
     path: str | None
     options: Mapping[str, str]
     meaning: str
-    make: Callable[[Spec, LanguageModel], Drafter]
+    make: Callable[[Words, LanguageModel], Drafter]
 
     def usage(self, word: str) -> str:
         """How it is typed, with its options; words that are short enough to be broken into lines."""
@@ -70,12 +62,13 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
     """
     from truedraft.models.padding import unpadded_name
 
-    parsed = _parse(spec)
-    if parsed.kind == "auto":
-        kind = "draft" if unpadded_name(target.name) == _EMBEDDED_TARGET else "prompt-lookup"
-        parsed = Spec(kind, parsed.path, parsed.options)
-    drafter = _made(parsed, target)
-    drafter.check(target)
+    with errors_about("drafter"):
+        words = Words.parse("drafter", spec)
+        if words.kind == "auto":
+            kind = "draft" if unpadded_name(target.name) == _EMBEDDED_TARGET else "prompt-lookup"
+            words = replace(words, kind=kind)
+        drafter = _made(words, target)
+        drafter.check(target)
     return drafter
 
 
@@ -87,91 +80,58 @@ def drafter_help() -> str:
     return ".\n\n".join((auto, *kinds, own)) + "."
 
 
-def _made(parsed: Spec, target: LanguageModel) -> Drafter:
-    kind = KINDS.get(parsed.kind)
+def _made(words: Words, target: LanguageModel) -> Drafter:
+    kind = KINDS.get(words.kind)
     if kind is None:
         from truedraft.drafters.own import own_drafter
 
-        own = own_drafter(parsed.kind, parsed.path, parsed.options, target)
+        own = own_drafter(words.kind, words.path, words.options, target)
         if own is None:
-            raise UnknownOptionError.nearest("drafter", parsed.kind, ("auto", *KINDS, "MODULE:CLASS"))
+            raise UnknownOptionError.nearest("drafter", words.kind, ("auto", *KINDS, "MODULE:CLASS"))
         return own
-    for name in parsed.options:
-        if name not in kind.options:
-            raise UnknownOptionError.nearest(
-                f"option of drafter {parsed.kind!r}", name, list(kind.options) or ["(none)"]
-            )
-    if parsed.path is not None and kind.path is None:
-        raise OptionError(f"drafter {parsed.kind!r} takes no path, got {parsed.path!r}")
-    return kind.make(parsed, target)
+    words.check(kind.options, takes_path=kind.path is not None)
+    return kind.make(words, target)
 
 
-def _parse(spec: str) -> Spec:
-    head, *parts = _split(spec)
-    kind, _, path = head.partition(":")
-    options: dict[str, str] = {}
-    for part in parts:
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not equals or not name or not value:
-            raise OptionError(f"drafter {spec!r}: {part!r} is not of the form option=value")
-        if name in options:
-            raise OptionError(f"drafter {spec!r} has {name} twice; give it once")
-        options[name] = value
-    return Spec(kind.strip(), path or None, options)
-
-
-def _split(spec: str) -> list[str]:
-    """The parts between the commas that stand outside double quotes; the quotes go."""
-    parts = [""]
-    pieces = spec.split('"')
-    if len(pieces) % 2 == 0:
-        raise OptionError(f"drafter {spec!r} has a double quote without its second")
-    for number, piece in enumerate(pieces):
-        first, *others = [piece] if number % 2 else piece.split(",")
-        parts[-1] += first
-        parts += others
-    return parts
-
-
-def _none(spec: Spec, target: LanguageModel) -> Drafter:
+def _none(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.none import NoDrafter
 
     return NoDrafter()
 
 
-def _prompt_lookup(spec: Spec, target: LanguageModel) -> Drafter:
+def _prompt_lookup(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.prompt_lookup import PromptLookup
 
-    return PromptLookup(**{name: _whole(name, value) for name, value in spec.options.items()})
+    return PromptLookup(**{name: read_whole(name, value) for name, value in words.options.items()})
 
 
-def _draft(spec: Spec, target: LanguageModel) -> Drafter:
+def _draft(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.models.loading import load_model
 
-    options = dict(spec.options)
+    options = dict(words.options)
     branching = options.pop("branching", None)
     least = options.pop("min_probability", "0")
     widths = None if branching is None else _widths(branching)
-    lengths = {name: _whole(name, value) for name, value in options.items()}
+    lengths = {name: read_whole(name, value) for name, value in options.items()}
     dtype = str(target.dtype).removeprefix("torch.")
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
-    model = load_model(spec.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
-    return DraftModel(model, branching=widths, min_probability=_number("min_probability", least), **lengths)
+    model = load_model(words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
+    return DraftModel(model, branching=widths, min_probability=read_number("min_probability", least), **lengths)
 
 
-def _medusa(spec: Spec, target: LanguageModel) -> Drafter:
+def _medusa(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.calibration import GREEDY, SAMPLED
     from truedraft.drafters.guess_trees import FixedTrees
     from truedraft.drafters.medusa import Medusa
     from truedraft.heads.checkpoint import load_medusa
 
-    branching, file = spec.options.get("branching"), spec.options.get("tree")
+    branching, file = words.options.get("branching"), words.options.get("tree")
     if branching is not None and file is not None:
         raise OptionError("drafter 'medusa' takes branching or tree, not both")
-    nodes = _whole("nodes", spec.options["nodes"]) if "nodes" in spec.options else None
-    checkpoint = load_medusa(_heads_folder("medusa", spec.path))
+    nodes = read_whole("nodes", words.options["nodes"]) if "nodes" in words.options else None
+    checkpoint = load_medusa(_heads_folder("medusa", words.path))
     if branching is None and file is None:
         return Medusa.of(checkpoint, nodes=nodes)
     if file == _COUNTED:
@@ -181,14 +141,14 @@ def _medusa(spec: Spec, target: LanguageModel) -> Drafter:
     return Medusa.of(checkpoint, nodes=len(tree) if nodes is None else nodes, trees=trees)
 
 
-def _redrafter(spec: Spec, target: LanguageModel) -> Drafter:
+def _redrafter(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.redrafter import Redrafter
 
-    sizes = {name: _whole(name, value) for name, value in spec.options.items() if name != "sampled"}
-    sampled = spec.options.get("sampled", "false")
+    sizes = {name: read_whole(name, value) for name, value in words.options.items() if name != "sampled"}
+    sampled = words.options.get("sampled", "false")
     if sampled not in ("true", "false"):
         raise OptionError(f"sampled must be true (paths are drawn) or false (the likeliest beams), got {sampled!r}")
-    return Redrafter.load(_heads_folder("redrafter", spec.path), sampled=sampled == "true", **sizes)
+    return Redrafter.load(_heads_folder("redrafter", words.path), sampled=sampled == "true", **sizes)
 
 
 def _heads_folder(kind: str, path: str | None) -> str | Path:
@@ -216,21 +176,7 @@ def _listed(file: str) -> RankTree:
 
 
 def _widths(branching: str) -> Sequence[int]:
-    return [_whole("branching", width) for width in branching.split("-")]
-
-
-def _whole(name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError as error:
-        raise OptionError(f"{name} must be a whole number, got {value!r}") from error
-
-
-def _number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError as error:
-        raise OptionError(f"{name} must be a number, got {value!r}") from error
+    return [read_whole("branching", width) for width in branching.split("-")]
 
 
 KINDS: Mapping[str, DrafterKind] = {

@@ -8,7 +8,7 @@ import time
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -97,6 +97,17 @@ class DraftResult:
     tokens: int
     elapsed_s: float
     served: Sequence[ServedDraft] = ()  # by the engine; empty where it cannot run the target
+
+    def as_dict(self) -> dict[str, Any]:
+        """For records."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "elapsed_s": self.elapsed_s,
+            "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0,
+            "held_out": self.report.as_dict(),
+            "served": [each.as_dict() for each in self.served],
+        }
 
 
 def train_draft(

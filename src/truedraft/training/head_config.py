@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from truedraft.errors import OptionError
+from truedraft.options import check_whole
 from truedraft.training.checkpoints import CHECKPOINT_EVERY_S
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptCounts
@@ -79,10 +80,10 @@ class HeadTrainingConfig:
         if self.steps is not None:
             check_whole("steps", self.steps, 1)
         if not 0.0 < self.epochs < math.inf:
-            raise OptionError(f"epochs must be a number above 0, got {self.epochs}")
+            raise OptionError(f"must be a number above 0, got {self.epochs}", field="epochs")
         check_share("decay_share", self.decay_share)
         if not 0.0 < self.place_decay <= 1.0:
-            raise OptionError(f"place_decay must lie in (0, 1], got {self.place_decay}")
+            raise OptionError(f"must lie in (0, 1], got {self.place_decay}", field="place_decay")
 
     @property
     def law_bytes(self) -> int:
@@ -118,16 +119,6 @@ _POSITIVE = (
 )  # fmt: skip
 
 
-def check_whole(name: str, value: int, least: int) -> None:
-    """Refuse what is no whole number of at least `least`.
-
-    Raises:
-        OptionError: names it.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{name} must be a whole number of {least} or more, got {value!r}")
-
-
 def check_share(name: str, value: float) -> None:
     """Refuse what does not lie in [0, 1].
 
@@ -135,4 +126,4 @@ def check_share(name: str, value: float) -> None:
         OptionError: names it.
     """
     if not 0.0 <= value <= 1.0:
-        raise OptionError(f"{name} must lie in [0, 1], got {value}")
+        raise OptionError(f"must lie in [0, 1], got {value}", field=name)

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from truedraft.errors import OptionError
+from truedraft.errors import ChangedOptionsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,17 +43,14 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
     The lengths of the schedule may differ as long as neither decay has begun: until then the runs are the same.
 
     Raises:
-        OptionError: names the fields that differ, with both values.
+        ChangedOptionsError: names the fields that differ, with both values.
     """
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if all(step <= int(each.get(LENGTHS[0]) or 0) for each in (before, now)):
         differing = [name for name in differing if name not in LENGTHS]
     if differing:
-        changes = "; ".join(f"{name} was {before.get(name)} and is now {now.get(name)}" for name in differing)
-        raise OptionError(
-            f"the training in {str(folder)!r} was begun with another configuration ({changes}): "
-            "go on with the values it was begun with, or name a new folder"
-        )
+        changes = {name: (before.get(name), now.get(name)) for name in differing}
+        raise ChangedOptionsError(f"the training in {str(folder)!r}", changes)
 
 
 def _flat(value: object, name: str) -> list[tuple[str, Any]]:

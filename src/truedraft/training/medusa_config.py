@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from truedraft.errors import OptionError
-from truedraft.training.head_config import HeadTrainingConfig, check_share, check_whole
+from truedraft.options import check_whole
+from truedraft.training.head_config import HeadTrainingConfig, check_share
 from truedraft.training.lessons import TokensAndLaws
 from truedraft.training.optimizer import OptimizerConfig
 
@@ -45,7 +46,7 @@ class JointConfig:
         for name in ("steps", "tokens_per_step", "length"):
             check_whole(f"joint.{name}", getattr(self, name), 1)
         if not 0.0 < self.heads_share < math.inf:
-            raise OptionError(f"joint.heads_share must be a number above 0, got {self.heads_share}")
+            raise OptionError(f"must be a number above 0, got {self.heads_share}", field="joint.heads_share")
         check_share("joint.decay_share", self.decay_share)
         if self.lora_rank is not None:
             check_whole("joint.lora_rank", self.lora_rank, 0)
@@ -84,7 +85,7 @@ class MedusaTrainingConfig(HeadTrainingConfig):
         for name in ("heads", "layers"):
             check_whole(name, getattr(self, name), 1)
         if self.stage not in (1, 2):
-            raise OptionError(f"stage must be 1 (heads alone) or 2 (heads and target), got {self.stage}")
+            raise OptionError(f"must be 1 (heads alone) or 2 (heads and target), got {self.stage}", field="stage")
         check_share("law_share", self.law_share)
 
     @property

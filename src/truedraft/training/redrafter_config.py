@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.heads.redrafter import RedrafterConfig
-from truedraft.training.head_config import HeadTrainingConfig, check_share, check_whole
+from truedraft.options import check_whole
+from truedraft.training.head_config import HeadTrainingConfig, check_share
 from truedraft.training.kept_laws import LAW_BYTES
 from truedraft.training.lessons import reads_laws
 from truedraft.training.losses import DistillationLoss, loss_from_spec
@@ -61,7 +62,9 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
             raise UnknownOptionError.nearest("kind of laws", self.laws, _LAWS)
         asks = reads_laws(self.divergence)  # refuses an unknown loss
         if self.laws == "stored" and not asks:
-            raise OptionError(f"laws need not be stored for the loss {self.loss!r}, which looks at tokens alone")
+            raise OptionError(
+                f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
+            )
 
     @property
     def law_bytes(self) -> int:

@@ -55,7 +55,7 @@ class SelfTextConfig:
         """Refuse what writes nothing."""
         for name in ("answer_tokens", "batch"):
             if getattr(self, name) < 1:
-                raise OptionError(f"{name} must be 1 or more, got {getattr(self, name)}")
+                raise OptionError(f"must be 1 or more, got {getattr(self, name)}", field=name)
         if not self.temperatures:
             raise OptionError("temperatures must hold at least one; 0 is greedy")
         for temperature in self.temperatures:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.errors import OptionError, UnknownOptionError, errors_about
+from truedraft.options import Words, read_number
 from truedraft.verification.block import BlockVerification
 from truedraft.verification.lenience import LenientSampling
 from truedraft.verification.rule import Rule
@@ -24,28 +25,13 @@ def rule_from_spec(spec: str) -> Rule:
         UnknownOptionError: there is no such rule, or it has no such option; names the nearest valid one.
         OptionError: an unusable value.
     """
-    word, *parts = (part.strip() for part in spec.split(","))
-    if word not in _MAKERS:
-        raise UnknownOptionError.nearest("rule", word, _MAKERS)
-    make, known = _MAKERS[word]
-    options: dict[str, float] = {}
-    for part in parts:
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not equals or not name or not value:
-            raise OptionError(f"rule {spec!r}: {part!r} is not of the form option=value")
-        if name not in known:
-            raise UnknownOptionError.nearest(f"option of rule {word!r}", name, known)
-        if name in options:
-            raise OptionError(f"rule {spec!r} has {name} twice; give it once")
-        options[name] = _number(name, value)
-    return make(options)
-
-
-def _number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError as error:
-        raise OptionError(f"{name} must be a number, got {value!r}") from error
+    with errors_about("rule"):
+        words = Words.parse("rule", spec)
+        if words.kind not in _MAKERS:
+            raise UnknownOptionError.nearest("rule", words.kind, _MAKERS)
+        make, known = _MAKERS[words.kind]
+        words.check(known)
+        return make({name: read_number(name, value) for name, value in words.options.items()})
 
 
 def _speculative(options: Options) -> Rule:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from truedraft.bench.lineup import Lineup
-from truedraft.bench.summary import Summary
+from truedraft.bench.suite import Suite
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
 from truedraft.costs import StepCosts
@@ -31,10 +30,10 @@ class ChosenTrees:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """A contestant's trees, with promised and measured tokens per target call.
+    """A system's trees, with promised and measured tokens per target call.
 
     Attributes:
-        contestant: who drafted them.
+        system: who drafted them.
         tree: its nodes, with `reach` where they were counted; where trees are chosen at each step, the tree that was
             counted for the same heads.
         measured: mean acceptance length in the benchmark; None where it did not run.
@@ -43,7 +42,7 @@ class DraftedTree:
         promised_on: the text on which promises were measured, in words; the benchmark's own is `measured`.
     """
 
-    contestant: str
+    system: str
     tree: RankTree
     measured: float | None
     product: float | None = None
@@ -78,9 +77,9 @@ class DraftedTree:
         """In one line."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
         if self.chosen is None:
-            told = [f"{self.contestant}: a tree of {nodes}"]
+            told = [f"{self.system}: a tree of {nodes}"]
         else:
-            told = [f"{self.contestant}: trees of {nodes}, chosen at each step"]
+            told = [f"{self.system}: trees of {nodes}, chosen at each step"]
         if self.promised is not None:
             told.append(f"promised {self.promised:.2f} tokens per target call{self._on}")
         if self.chosen is not None and self.counted is not None:
@@ -96,7 +95,7 @@ class DraftedTree:
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
         return {
-            "contestant": self.contestant,
+            "contestant": self.system,
             "trees": "fixed" if self.chosen is None else "likeliest",
             "nodes": self.nodes,
             "promised": self.promised,
@@ -109,11 +108,11 @@ class DraftedTree:
         }
 
 
-def size_trees(lineup: Lineup, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
+def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
     """Let drafters whose number of nodes was left open draft as many as pay, and note how many, a sentence each.
 
     Args:
-        lineup: its engines do not run meanwhile.
+        suite: its engines do not run meanwhile.
         forwards: V of its target.
         params: sampling options of the benchmark.
         refresh: measure what drafting costs although kept costs would do.
@@ -121,19 +120,24 @@ def size_trees(lineup: Lineup, forwards: TargetCost, params: SamplingParams, *, 
     Raises:
         TruedraftError: target or drafter failed.
     """
-    for each in lineup.ours:
-        costs = StepCosts(lineup.target, forwards=forwards, refresh=refresh)
-        drafter, budget = sized(each.engine.drafter, lineup.target, params, requests=lineup.batch, costs=costs)
+    for each in suite.ours:
+        costs = StepCosts(suite.target, forwards=forwards, refresh=refresh)
+        drafter, budget = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
         if budget is not None:
-            lineup.redraft(each, drafter)
-            lineup.notes += [*costs.warnings, f"{each.name}: {budget.describe()}"]
+            suite.redraft(each, drafter)
+            suite.notes += [*costs.warnings, f"{each.name}: {budget.describe()}"]
 
 
-def drafted_trees(lineup: Lineup, summaries: Sequence[Summary], params: SamplingParams) -> list[DraftedTree]:
-    """The trees of those of our engines that draft by ranks, each as far as its number of nodes goes."""
-    measured = {each.name: each.mean_acceptance_length for each in summaries}
+def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:
+    """The trees of those of our engines that draft by ranks, each as far as its number of nodes goes.
+
+    Args:
+        suite: whose engines.
+        measured: the mean acceptance length of each.
+        params: of the benchmark.
+    """
     found = []
-    for each in lineup.ours:
+    for each in suite.ours:
         facts = each.engine.drafter.tree_facts(params)
         if facts is None:
             continue

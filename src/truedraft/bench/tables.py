@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from truedraft.bench.breakdown import is_impossible
-from truedraft.bench.contestants import PLAIN
-from truedraft.bench.drafted_trees import DraftedTree
 from truedraft.bench.record import Circumstances
+from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Summary
+from truedraft.bench.trees import DraftedTree
 from truedraft.core.counters import Counters
 
 _MISSING = "-"
@@ -22,8 +22,8 @@ class TextTable:
     """A table as text.
 
     Attributes:
-        headings: of the columns, some with a line break; the first one stands above the contestants' names.
-        rows: one for each contestant, as many cells as headings.
+        headings: of the columns, some with a line break; the first one stands above the engines' names.
+        rows: one for each system, as many cells as headings.
     """
 
     headings: tuple[str, ...]
@@ -42,11 +42,11 @@ def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> li
 
 
 def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: bool = True) -> TextTable:
-    """How fast each contestant was, and whether it gave the tokens of plain decoding.
+    """How fast each system was, and whether it gave the tokens of plain decoding.
 
     Args:
         summaries: rows.
-        must_agree: whether our contestants' tokens are to be compared: they must be those, or a lossy rule is why not.
+        must_agree: whether our engines' tokens are to be compared: they must be those, or a lossy rule is why not.
         peers_agree: whether those of peers are as well.
     """
     columns: list[Column] = [
@@ -108,7 +108,7 @@ def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
     headings = ("", "nodes", "promised", "if\nindependent", "measured", "measured/\npromised")
     rows = tuple(
         (
-            each.contestant,
+            each.system,
             str(each.nodes),
             _number(each.promised, 2),
             _number(each.product, 2),

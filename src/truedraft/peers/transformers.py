@@ -17,13 +17,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from truedraft.bench.contestants import Contestant
-from truedraft.bench.peers import PeerContestants, PeerSetup
-from truedraft.bench.rows import Outcome
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_config, load_weights, quiet_transformers, resolve_source
+from truedraft.peers.base import Outcome, PeerSetup, PeerSystems, System
 
 _LOOKUP_TOKENS = 10  # what transformers' documentation uses
 ASSISTED = "transformers assisted"
@@ -54,7 +52,7 @@ ASSISTED_SETTINGS = (
 )
 
 
-def transformers_contestants(setup: PeerSetup) -> PeerContestants:
+def transformers_systems(setup: PeerSetup) -> PeerSystems:
     """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
 
     Raises:
@@ -62,24 +60,24 @@ def transformers_contestants(setup: PeerSetup) -> PeerContestants:
     """
     model = load_stock(setup.model, setup.target, setup.pad_to)
     eos = setup.target.eos_token_ids
-    contestants: list[Contestant] = [StockGenerate("transformers", model, eos)]
+    systems: list[System] = [StockGenerate("transformers", model, eos)]
     if setup.batch > 1:
         note = (
             "transformers' assisted generation and prompt lookup take one prompt at a time, so they are left out at "
             f"batch {setup.batch}"
         )
-        return PeerContestants(contestants, {}, (note,))
+        return PeerSystems(systems, {}, (note,))
     lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
-    contestants.append(StockGenerate("transformers lookup", model, eos, options=lookup))
+    systems.append(StockGenerate("transformers lookup", model, eos, options=lookup))
     if setup.draft is None:
         note = "transformers' assisted generation is left out: no draft model is among the drafters"
-        return PeerContestants(contestants, {}, (note,))
+        return PeerSystems(systems, {}, (note,))
     assistant = load_stock(setup.draft.name, setup.draft, None)
     assisted = [
         StockGenerate(f"{ASSISTED}, {setting.words}", model, eos, assistant=assistant, setting=setting)
         for setting in ASSISTED_SETTINGS
     ]
-    return PeerContestants([*contestants, *assisted], {ASSISTED: tuple(each.name for each in assisted)})
+    return PeerSystems([*systems, *assisted], {ASSISTED: tuple(each.name for each in assisted)})
 
 
 def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
@@ -93,7 +91,7 @@ def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrained
     return model.to(ours.device).eval()
 
 
-class StockGenerate(Contestant):
+class StockGenerate(System):
     """One way of calling `generate`.
 
     Target calls are counted by a hook. A call that judges a draft is a target call; the first call of assisted
@@ -107,8 +105,6 @@ class StockGenerate(Contestant):
         setting: how much it drafts.
         options: more keyword arguments of `generate`.
     """
-
-    ours = False
 
     def __init__(
         self,
@@ -133,7 +129,7 @@ class StockGenerate(Contestant):
         return self._assistant is not None or bool(self._options)
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
-        """Answer prompts in one call, padded on the left; see `Contestant.answer`."""
+        """Answer prompts in one call, padded on the left."""
         ids, mask = _left_padded(prompts, self._model.device)
         clock = _Clock()
         self._configure(params)

@@ -1,4 +1,4 @@
-"""transformers' own generate as a contestant: the same weights give the same tokens in float32."""
+"""transformers' own generate as a system under test: the same weights give the same tokens in float32."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, load_model
-from truedraft.bench.lineup import Lineup, LineupSetup, load_lineup
-from truedraft.bench.peers import check_peer
-from truedraft.bench.transformers_peer import ASSISTED, StockGenerate
+from truedraft.bench import Suite, SuiteParts, load_suite
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import MissingExtraError, UnknownOptionError
+from truedraft.options import MachineOptions, ModelOptions
+from truedraft.peers import check_peer
+from truedraft.peers.transformers import ASSISTED, StockGenerate
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPT = tuple((7 * i * i + 3 * i + 1) % 250 + 1 for i in range(30))
@@ -38,45 +39,45 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return target, str(folder)
 
 
-def lineup(folders: tuple[str, str], **options: Any) -> Lineup:
+def load(folders: tuple[str, str], pad_to: str | None = None, **parts: Any) -> Suite:
     target, draft = folders
-    words: dict[str, Any] = {"drafters": (f"draft:{draft}",), "dtype": "float32", "peers": ("transformers",)}
-    return load_lineup(LineupSetup(target, **(words | options)))
+    words: dict[str, Any] = {"drafters": (f"draft:{draft}",), "peers": ("transformers",)}
+    return load_suite(ModelOptions(target, pad_to), MachineOptions("float32"), SuiteParts(**(words | parts)))
 
 
-def peer(found: Lineup, name: str) -> StockGenerate:
-    contestant = next(each for each in found.peers if each.name == name)
-    assert isinstance(contestant, StockGenerate)
-    return contestant
+def peer(found: Suite, name: str) -> StockGenerate:
+    system = next(each for each in found.peers if each.name == name)
+    assert isinstance(system, StockGenerate)
+    return system
 
 
 @pytest.fixture(scope="module")
-def all_peers(folders: tuple[str, str]) -> Lineup:
-    return lineup(folders)
+def all_peers(folders: tuple[str, str]) -> Suite:
+    return load(folders)
 
 
-def plain_tokens(found: Lineup, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+def plain_tokens(found: Suite, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
     return [answer.token_ids for answer in Engine(found.target).generate([list(p) for p in prompts], params)]
 
 
-def test_the_lineup(all_peers: Lineup) -> None:
-    names = [each.name for each in all_peers.contestants]
+def test_the_lineup(all_peers: Suite) -> None:
+    names = [each.name for each in all_peers.systems]
     assert names[:4] == ["plain", "draft:draft", "transformers", "transformers lookup"]
     assert len(names) == 7 and all_peers.best_of == {ASSISTED: tuple(names[4:])}
 
 
-def test_the_same_tokens(all_peers: Lineup) -> None:
+def test_the_same_tokens(all_peers: Suite) -> None:
     expected = tuple(plain_tokens(all_peers, [PROMPT], GREEDY)[0])
     assert len(expected) == 24 and len(set(expected)) > 5
-    for contestant in all_peers.contestants:
-        outcome = contestant.answer([PROMPT], GREEDY)
-        assert outcome.token_ids == (expected,), contestant.name
+    for system in all_peers.systems:
+        outcome = system.answer([PROMPT], GREEDY)
+        assert outcome.token_ids == (expected,), system.name
         first = outcome.first_token_s[0]
         assert first is not None and first > 0 and outcome.prefill_s > 0
         assert outcome.target_calls is not None and outcome.mean_acceptance_length is not None
 
 
-def test_what_is_counted(all_peers: Lineup) -> None:
+def test_what_is_counted(all_peers: Suite) -> None:
     plain = peer(all_peers, "transformers").answer([PROMPT], GREEDY)
     assert plain.target_calls == plain.forwards == 23 and plain.mean_acceptance_length == 1.0
     assert plain.draft_forwards == 0 and plain.context_tokens == 23 * (30 + 12)
@@ -86,7 +87,7 @@ def test_what_is_counted(all_peers: Lineup) -> None:
     assert assisted.mean_acceptance_length == pytest.approx(24 / calls)
 
 
-def test_tokens_of_the_first_call_are_counted(all_peers: Lineup) -> None:
+def test_tokens_of_the_first_call_are_counted(all_peers: Suite) -> None:
     """Where the first draft is accepted, several tokens come with the prefill, and are no decoding."""
     prompts, few = [PROMPT[:count] for count in range(4, 30, 2)], SamplingParams(max_tokens=6, ignore_eos=True)
     plain, assisted = (peer(all_peers, name) for name in ("transformers", f"{ASSISTED}, 4 tokens"))
@@ -95,7 +96,7 @@ def test_tokens_of_the_first_call_are_counted(all_peers: Lineup) -> None:
     assert plain.answer(prompts[:1], few).first_tokens == 1
 
 
-def test_settings_are_kept_apart(all_peers: Lineup) -> None:
+def test_settings_are_kept_apart(all_peers: Suite) -> None:
     """The heuristic drafts on from where its last answer ended, whatever other settings did in between."""
     heuristic, constant = (peer(all_peers, f"{ASSISTED}, {words}") for words in ("heuristic from 5", "4 tokens"))
     for _ in range(2):
@@ -107,21 +108,21 @@ def test_settings_are_kept_apart(all_peers: Lineup) -> None:
     assert heuristic._schedule.num_assistant_tokens != 5
 
 
-def test_answers_end_where_ours_do(all_peers: Lineup) -> None:
+def test_answers_end_where_ours_do(all_peers: Suite) -> None:
     """With an id of the greedy answer as end of text, peers stop before it too; so they do in a batch."""
     answer = plain_tokens(all_peers, [PROMPT], GREEDY)[0]
     end = next(token for place, token in enumerate(answer) if place > 3 and token not in answer[:place])
     stopping = SamplingParams(max_tokens=24)
-    contestant = StockGenerate("stopping", peer(all_peers, "transformers")._model, (end,))
+    system = StockGenerate("stopping", peer(all_peers, "transformers")._model, (end,))
     expected = tuple(answer[: answer.index(end)])
-    assert contestant.answer([PROMPT], stopping).token_ids == (expected,)
-    assert contestant.answer([PROMPT], GREEDY).token_ids == (tuple(answer),)
-    together = contestant.answer([PROMPT, SHORT], stopping)
+    assert system.answer([PROMPT], stopping).token_ids == (expected,)
+    assert system.answer([PROMPT], GREEDY).token_ids == (tuple(answer),)
+    together = system.answer([PROMPT, SHORT], stopping)
     assert together.token_ids[0] == expected
 
 
 def test_a_batch_is_padded_on_the_left(folders: tuple[str, str]) -> None:
-    found = lineup(folders, batch=2)
+    found = load(folders, batch=2)
     assert [each.name for each in found.peers] == ["transformers"]
     assert "one prompt at a time" in found.notes[-1]
     expected = plain_tokens(found, [PROMPT, SHORT], GREEDY)
@@ -131,8 +132,8 @@ def test_a_batch_is_padded_on_the_left(folders: tuple[str, str]) -> None:
 
 
 def test_without_a_draft_model(folders: tuple[str, str]) -> None:
-    found = lineup(folders, drafters=("prompt-lookup", "none"))
-    assert [each.name for each in found.contestants] == [
+    found = load(folders, drafters=("prompt-lookup", "none"))
+    assert [each.name for each in found.systems] == [
         "plain",
         "prompt-lookup",
         "transformers",
@@ -141,21 +142,21 @@ def test_without_a_draft_model(folders: tuple[str, str]) -> None:
     assert "no draft model is among the drafters" in found.notes[-1]
 
 
-def test_sampling_is_seeded_and_leaves_the_global_state(all_peers: Lineup) -> None:
+def test_sampling_is_seeded_and_leaves_the_global_state(all_peers: Suite) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5, ignore_eos=True)
-    contestant = peer(all_peers, "transformers")
+    system = peer(all_peers, "transformers")
     state = torch.get_rng_state()
-    first = contestant.answer([PROMPT], params).token_ids
+    first = system.answer([PROMPT], params).token_ids
     assert torch.equal(torch.get_rng_state(), state)
-    assert contestant.answer([PROMPT], params).token_ids == first
+    assert system.answer([PROMPT], params).token_ids == first
     other = SamplingParams(max_tokens=12, temperature=1.0, seed=6, ignore_eos=True)
-    assert contestant.answer([PROMPT], other).token_ids != first
+    assert system.answer([PROMPT], other).token_ids != first
 
 
 def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:
     draft = folders[1]
     words = (f"draft:{draft},num_speculative_tokens=2", f"draft:{draft}", "prompt-lookup", "auto", "none")
-    found = lineup(folders, drafters=words, peers=())
+    found = load(folders, drafters=words, peers=())
     names = [each.name for each in found.ours]
     assert names == [
         "plain",

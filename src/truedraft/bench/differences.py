@@ -1,13 +1,14 @@
-"""Where two answers part that must not, and how near the target's choice was there."""
+"""The divergence point of two answers that must not differ, and how near the target's choice was there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
+import torch
+
+from truedraft.core.trees import chain_shape
+from truedraft.models.base import LanguageModel, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +57,16 @@ class Difference:
             f"margin {self.margin:.4f}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON record."""
-        return {
-            "position": self.position,
-            "plain": _candidate_dict(self.plain),
-            "speculative": _candidate_dict(self.speculative),
-            "best": [_candidate_dict(each) for each in self.best],
-            "margin": self.margin,
-        }
-
 
 def find_difference(
-    target: LanguageModel, prompt: str | Sequence[int], plain: Sequence[int], speculative: Sequence[int]
+    target: LanguageModel, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
 ) -> Difference | None:
     """Look at the first place where two answers differ; None if one prompt has one answer."""
     if list(plain) == list(speculative):
         return None
     shortest = min(len(plain), len(speculative))
     position = next((i for i in range(shortest) if plain[i] != speculative[i]), shortest)
-    before = [*_ids(target, prompt), *plain[:position]]
+    before = [*prompt, *plain[:position]]
     logits = _logits_after(target, before)
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:2]
     return Difference(
@@ -87,20 +78,8 @@ def find_difference(
     )
 
 
-def _ids(target: LanguageModel, prompt: str | Sequence[int]) -> list[int]:
-    if isinstance(prompt, str):
-        assert target.tokenizer is not None  # it was answered, so it was encoded
-        return target.tokenizer.encode(prompt)
-    return list(prompt)
-
-
 def _logits_after(target: LanguageModel, tokens: Sequence[int]) -> list[float]:
     """The target's logits after these tokens, by one plain forward."""
-    import torch
-
-    from truedraft.core.trees import chain_shape
-    from truedraft.models.base import Segment
-
     cache = target.new_cache()
     try:
         ids = torch.tensor(tokens, device=target.device)
@@ -117,7 +96,3 @@ def _candidate(target: LanguageModel, logits: Sequence[float], tokens: Sequence[
     token = tokens[place]
     text = repr(target.tokenizer.decode([token])) if target.tokenizer is not None else str(token)
     return Candidate(token, text, logits[token])
-
-
-def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    return {"id": candidate.id, "text": candidate.text, "logit": candidate.logit}

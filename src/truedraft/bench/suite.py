@@ -1,0 +1,193 @@
+"""From the words of a benchmark to the systems under test: one target, engines around it, peers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from truedraft.core.counters import Counters
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.specs import from_spec
+from truedraft.engine import Engine, StepRecord
+from truedraft.errors import ModelError
+from truedraft.models.base import LanguageModel
+from truedraft.models.dtypes import has_bfloat16
+from truedraft.models.loading import load_model
+from truedraft.options import MachineOptions, ModelOptions
+from truedraft.peers import Outcome, PeerSetup, System, peer_systems
+from truedraft.verification.specs import rule_from_spec
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN = "plain"
+_LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
+_NO_DRAFTER = "none"
+
+
+class OurEngine(System):
+    """Our engine, which promises the tokens of plain decoding.
+
+    Args:
+        name: for reports.
+        engine: composed of target, drafter and rule.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.engine = engine
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
+        steps: list[StepRecord] = []
+        self.engine.listeners.append(steps.append)
+        try:
+            answers = self.engine.generate([list(prompt) for prompt in prompts], params)
+        finally:
+            self.engine.listeners.pop()
+        broken = next((answer.error for answer in answers if answer.error is not None), None)
+        if broken is not None:
+            raise ModelError(broken)
+        counters = sum((answer.stats for answer in answers), Counters())
+        decoding = [step for step in steps if not step.prefill]
+        return Outcome(
+            token_ids=tuple(tuple(answer.token_ids) for answer in answers),
+            first_token_s=tuple(answer.timing.first_token_s for answer in answers),
+            prefill_s=sum(step.total_s for step in steps if step.prefill),
+            forwards=len(decoding),
+            draft_forwards=sum(self._draft_forwards(step) for step in decoding),
+            context_tokens=sum(sum(step.contexts) for step in decoding),
+            target_calls=counters.target_calls,
+            mean_acceptance_length=counters.mean_acceptance_length,
+            counters=counters,
+            steps=steps,
+            finish_reasons=tuple(answer.finish_reason for answer in answers),
+            warnings=tuple(warning for answer in answers for warning in answer.warnings),
+        )
+
+    def _draft_forwards(self, step: StepRecord) -> int:
+        """A draft model runs once a level for the whole batch; no level lies below the drafter's limit or the nodes."""
+        return 0 if self.draft_model is None else min(self.engine.drafter.limits.depth, step.nodes)
+
+    @property
+    def draft_model(self) -> LanguageModel | None:
+        """The draft model, if that is what drafts."""
+        drafter = self.engine.drafter
+        return drafter.model if isinstance(drafter, DraftModel) else None
+
+
+@dataclass(slots=True)
+class Suite:
+    """The systems under test.
+
+    Attributes:
+        target: of our engines.
+        lossless: whether the rule keeps the target's distribution.
+        ours: our engines, plain decoding first.
+        peers: systems of other libraries.
+        best_of: titles, each with the systems of which only the best is shown.
+        notes: what readers of a report should know, a sentence each.
+        batch: prompts answered together.
+    """
+
+    target: LanguageModel
+    lossless: bool
+    ours: list[OurEngine]
+    peers: list[System] = field(default_factory=list)
+    best_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    batch: int = 1
+
+    @property
+    def systems(self) -> list[System]:
+        """All of them, plain decoding first."""
+        return [*self.ours, *self.peers]
+
+    @property
+    def our_names(self) -> list[str]:
+        """Names of our engines, plain decoding first."""
+        return [each.name for each in self.ours]
+
+    def must_agree(self, params: SamplingParams) -> bool:
+        """Whether our engines promise the tokens of plain decoding."""
+        return self.lossless and (params.greedy or params.coupled)
+
+    def redraft(self, system: OurEngine, drafter: Drafter) -> None:
+        """Let one of our engines draft with another drafter.
+
+        Raises:
+            CompositionError: the drafter does not fit.
+        """
+        system.engine = Engine(self.target, drafter, system.engine.rule, max_batch=_room(self.batch))
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteParts:
+    """What is measured beside plain decoding, which always is.
+
+    Attributes:
+        drafters: words for drafters; "none" adds nothing.
+        peers: names of other libraries.
+        rule: words for the rule.
+        batch: prompts answered together.
+    """
+
+    drafters: Sequence[str] = ("auto",)
+    peers: Sequence[str] = ()
+    rule: str = "speculative"
+    batch: int = 1
+
+
+def load_suite(model: ModelOptions, machine: MachineOptions, parts: SuiteParts) -> Suite:
+    """Load the target once for our engines, and once more for each peer.
+
+    Raises:
+        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    """
+    rule = rule_from_spec(parts.rule)
+    target = load_model(model.model, pad_to=model.pad_to, **machine.of_models)
+    room = _room(parts.batch)
+    ours = [OurEngine(PLAIN, Engine(target, max_batch=room))]
+    for spec in parts.drafters:
+        if spec != _NO_DRAFTER:
+            drafter = from_spec(spec, target)
+            name = _short_name(drafter.name if spec == "auto" else spec, [each.name for each in ours])
+            ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(parts.rule), max_batch=room)))
+    notes = _dtype_notes(machine.dtype, target.dtype, target.device)
+    suite = Suite(target, rule.lossless, ours, notes=notes, batch=parts.batch)
+    # Peers draft with the first draft model among the drafters.
+    draft = next((each.draft_model for each in ours if each.draft_model is not None), None)
+    for peer in parts.peers:
+        brought = peer_systems(peer, PeerSetup(target, model.model, model.pad_to, draft, parts.batch))
+        suite.peers += brought.systems
+        suite.best_of |= brought.best_of
+        suite.notes += brought.notes
+    return suite
+
+
+def _room(batch: int) -> int:
+    """Requests that an engine must have room for."""
+    return max(_LEAST_BATCH, batch)
+
+
+def _short_name(spec: str, taken: Sequence[str]) -> str:
+    """The word with the last part of its path, which is enough for a table; the whole word where that is taken."""
+    head, comma, options = spec.partition(",")
+    kind, colon, path = head.partition(":")
+    short = f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
+    name = spec if short in taken else short
+    return name if name not in taken else f"{name} ({taken.count(name) + 1})"
+
+
+def _dtype_notes(asked: str, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """What to know where the CPU has no instructions for bfloat16."""
+    if device.type != "cpu" or has_bfloat16(device):
+        return []
+    if asked == "auto":
+        return [f"this CPU has no bfloat16 instructions, so {str(dtype).removeprefix('torch.')} is used"]
+    if str(dtype) == "torch.bfloat16":
+        return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]
+    return []

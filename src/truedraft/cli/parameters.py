@@ -1,0 +1,142 @@
+"""From a dataclass of options to a command: typer's parameters are made of its fields, and it of what was typed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from truedraft.cli.failures import InterruptedCommandError
+from truedraft.errors import OptionError, TruedraftError
+from truedraft.options import Group, Option
+
+Command = Callable[[Any], int]
+"""A command takes one dataclass of options, and gives its exit status."""
+_NOTHING = Group("")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One option of a command.
+
+    Attributes:
+        name: of its field.
+        option: how it is typed.
+        type: of the field.
+        default: of this command; `MISSING` where it must be given.
+        heading: that it stands under.
+    """
+
+    name: str
+    option: Option
+    type: Any
+    default: Any
+    heading: str
+
+    @property
+    def typed_name(self) -> str:
+        """The option as it is typed: `--max-tokens`."""
+        return (self.option.name or f"--{self.name.replace('_', '-')}").partition("/")[0]
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it may be given several times."""
+        return typing.get_origin(self.type) is tuple
+
+    def for_typer(self) -> inspect.Parameter:
+        """As typer reads the parameters of a function."""
+        declared: Any = self.type
+        default = inspect.Parameter.empty if self.default is dataclasses.MISSING else self.default
+        if self.repeated:  # typer knows lists alone, and shows the default of one that is given as a list
+            declared, default = list[typing.get_args(self.type)[0]] | None, None  # type: ignore[misc]
+        more: dict[str, Any] = {"metavar": self.option.metavar, "help": self.option.meaning}
+        told: Any
+        if self.option.name is not None and not self.option.name.startswith("-"):
+            told = typer.Argument(**more)
+        else:
+            more["rich_help_panel"] = self.heading
+            if self.option.shown_default is not None:
+                more["show_default"] = self.option.shown_default
+            told = typer.Option(self.option.name or self.typed_name, **more)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, told])
+
+    def value(self, typed: Any) -> Any:
+        """The field's value of what typer read.
+
+        Raises:
+            OptionError: a whole number that is too small.
+        """
+        if self.repeated:
+            return tuple(typed or self.default)
+        least = self.option.least
+        if typed is not None and least is not None and typed < least:
+            raise OptionError(f"must be {least} or more, got {typed}", field=self.name)
+        return typed
+
+
+def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..., int]:
+    """A function that typer makes a command of, with the options of the dataclass that `run` takes.
+
+    An error that knows its field is told by the option's name as it is typed.
+
+    Args:
+        run: the command.
+        names: what else errors may be about, as it is called here.
+    """
+    kind = next(iter(_types(run).values()))
+    parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
+
+    @functools.wraps(run)
+    def call(**typed: Any) -> int:
+        try:
+            values = {name: parameters[name].value(given) for name, given in typed.items()}
+            return run(_made(kind, _NOTHING, values))
+        except TruedraftError as error:
+            error.call_fields({name: each.typed_name for name, each in parameters.items()} | dict(names or {}))
+            raise
+        except KeyboardInterrupt as error:  # typer, depending on its version, would end silently
+            raise InterruptedCommandError("interrupted") from error
+
+    signature = [each.for_typer() for each in parameters.values()]
+    call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in signature}
+    return call
+
+
+def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:
+    """The options of a dataclass, and of the groups in it, in their order."""
+    hints = _types(kind)
+    for each in dataclasses.fields(kind):
+        inner: Group | None = each.metadata.get("group")
+        option: Option | None = each.metadata.get("option")
+        if inner is not None:
+            yield from _parameters(hints[each.name], inner)
+        elif option is not None and each.name not in within.without:
+            default = within.defaults.get(each.name, each.default)
+            yield _Parameter(each.name, option, hints[each.name], default, option.heading or within.heading)
+
+
+def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:
+    """The dataclass of its options' values."""
+    hints, fields = _types(kind), {}
+    for each in dataclasses.fields(kind):
+        inner: Group | None = each.metadata.get("group")
+        if inner is not None:
+            fields[each.name] = _made(hints[each.name], inner, values)
+        elif each.name not in within.without and each.name in values:
+            fields[each.name] = values[each.name]
+    return kind(**fields)
+
+
+def _types(of: Any) -> dict[str, Any]:
+    """Annotations of a class or function, evaluated where it stands."""
+    hints = typing.get_type_hints(of)
+    return {name: hint for name, hint in hints.items() if name != "return" and not isinstance(hint, types.NoneType)}

@@ -1,0 +1,138 @@
+"""What `truedraft train` says when it is done: what was trained, how often it is right, and what it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from truedraft.cli.machine import machine_facts
+from truedraft.training.budget import duration
+
+if TYPE_CHECKING:
+    from truedraft.cli.terminal import Terminal
+    from truedraft.training.distill import DraftResult
+    from truedraft.training.medusa_results import Effort, MedusaResult, TrainedHeads
+    from truedraft.training.redrafter_results import RedrafterResult
+
+_LOG = Path("work") / "log.jsonl"
+_KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
+_TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
+
+
+def record_of(kind: str, model: str, result: DraftResult | MedusaResult | RedrafterResult) -> dict[str, Any]:
+    """For JSON."""
+    fixed = {"command": f"train {kind}", "model": model, "out": str(result.folder)}
+    return fixed | result.as_dict() | {"machine": machine_facts()}
+
+
+def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
+    report = result.report
+    lines = (
+        f"trained {result.steps:,} steps, {result.tokens:,} tokens, in {duration(result.elapsed_s)}; "
+        f"log: {result.folder / _LOG}",
+        f"on {report.tokens:,} held-out tokens: alpha {report.alpha:.3f} (the share of single drafted tokens that the "
+        f"target accepts at temperature 1), greedy agreement {report.greedy_agreement:.3f}, "
+        f"loss {report.draft_loss:.3f} nats per token",
+        *(
+            f"tokens per target call, measured in the engine at temperature {each.temperature:g} with "
+            f"{each.num_speculative_tokens} drafted tokens: {each.mean_acceptance_length:.2f}"
+            for each in result.served
+        ),
+    )
+    for line in lines:
+        _say(terminal, line)
+    _try_it(terminal, model, f"draft:{result.folder}")
+
+
+def _medusa(terminal: Terminal, model: str, result: MedusaResult) -> None:
+    log = result.folder / (_LOG if result.joint is None else Path("work") / "joint" / "log.jsonl")
+    _effort(terminal, result.effort, log)
+    _heads(terminal, result.heads)
+    if result.joint is not None:
+        joint = result.joint
+        model = str(joint.target)
+        trained = f"LoRA of rank {joint.lora_rank}, merged" if joint.lora_rank else "all weights"
+        _say(
+            terminal,
+            f"the target was trained too ({trained}): on {joint.loss_tokens:,} held-out tokens its own loss was "
+            f"{joint.loss_before:.4f} nats per token, and is {joint.loss_after:.4f}",
+        )
+        _say(terminal, "before, with the target as it was:")
+        _heads(terminal, joint.before)
+    _try_it(terminal, model, f"medusa:{result.folder}")
+
+
+def _heads(terminal: Terminal, heads: TrainedHeads) -> None:
+    """How often the heads are right, and the mean acceptance lengths."""
+    for kind, counted in heads.trees.items():
+        shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted.accuracy)
+        _say(terminal, f"heads right {_KINDS[kind]} with their first guess / one of five: {shares}")
+    _say(
+        terminal,
+        "tokens per target call: measured in the engine, promised by the trees, and as if heads erred independently",
+    )
+    _say(terminal, f"promised and independent: on {heads.promised_on}; other text brings more or less")
+    columns = ("temperature", "nodes", "trees", "measured", "promised", "independent")
+    table = Table(*columns, box=None, pad_edge=False)
+    for each in heads.served:
+        counted = heads.trees["sampled" if each.temperature else "greedy"]
+        products = {promise.nodes: f"{promise.product:.2f}" for promise in counted.promises}
+        table.add_row(
+            f"{each.temperature:g}",
+            str(each.nodes),
+            _TREES[each.trees],
+            f"{each.mean_acceptance_length:.2f}",
+            f"{each.promised:.2f}",
+            products.get(each.nodes, "") if each.trees == "counted" else "",
+        )
+    terminal.out.print(table)
+    for kind, counted in heads.trees.items():
+        if counted.chosen == "counted":
+            _say(
+                terminal,
+                f"{_KINDS[kind]} the counted tree is used: on text that neither was fitted to it brought more",
+            )
+
+
+def _redrafter(terminal: Terminal, model: str, result: RedrafterResult) -> None:
+    head = result.head
+    _effort(terminal, result.effort, result.folder / _LOG)
+    shares = iter(head.accuracy.values())
+    pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
+    _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")
+    _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
+    table = Table("temperature", "nodes", "beams", "tokens per target call", "promised", box=None, pad_edge=False)
+    for each in head.served:
+        beams = f"{each.beams} of {each.length}"
+        found = f"{each.mean_acceptance_length:.2f}", "-" if each.promised is None else f"{each.promised:.2f}"
+        table.add_row(f"{each.temperature:g}", str(each.nodes), beams, *found)
+    terminal.out.print(table)
+    _try_it(terminal, model, f"redrafter:{result.folder}")
+
+
+def _effort(terminal: Terminal, effort: Effort, log: Path) -> None:
+    _say(
+        terminal,
+        f"trained {effort.steps:,} steps in {duration(effort.elapsed_s)}, on {effort.written_tokens:,} tokens that "
+        f"the target wrote; log: {log}",
+    )
+
+
+def _try_it(terminal: Terminal, model: str, drafter: str) -> None:
+    _say(terminal, f'try it: truedraft generate "PROMPT" --model {model} --drafter {drafter} --compare')
+
+
+def _say(terminal: Terminal, line: str) -> None:
+    """A line of standard output that a terminal may wrap."""
+    terminal.out.print(line, soft_wrap=True)
+
+
+PRINT: Mapping[str, Callable[[Terminal, str, Any], None]] = {
+    "draft": _draft,
+    "medusa": _medusa,
+    "redrafter": _redrafter,
+}
+"""What prints the result of each kind, for a model of this name."""

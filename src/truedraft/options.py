@@ -1,0 +1,190 @@
+"""Options, each in one place: its name, type, default and help are a field of a dataclass. And words that name parts.
+
+Commands and servers read both: `truedraft.cli.parameters` makes typer's parameters of such dataclasses, and
+`Words.parse` reads `KIND[:PATH][,option=value]...`, as drafters and rules are typed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from truedraft.errors import OptionError, UnknownOptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a field is typed, and what for.
+
+    Attributes:
+        meaning: what it does.
+        metavar: what its value is called; "" for one that takes no value.
+        name: as it is typed; None is the field's own name, with dashes. Without dashes it is an argument.
+        heading: that it stands under; None is that of the group that its dataclass is.
+        shown_default: words in place of the default.
+        least: of a whole number; None checks nothing.
+    """
+
+    meaning: str
+    metavar: str | None = None
+    name: str | None = None
+    heading: str | None = None
+    shown_default: str | None = None
+    least: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """How a dataclass of options is a part of another one.
+
+    Attributes:
+        heading: that its options stand under.
+        without: fields that cannot be typed here; they keep their defaults.
+        defaults: other ones than the dataclass has.
+    """
+
+    heading: str
+    without: Collection[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def option(default: Any = dataclasses.MISSING, meaning: str = "", metavar: str | None = None, **more: Any) -> Any:
+    """A field that is an option; `more` are further fields of `Option`. Without a default it must be given."""
+    needed = default is dataclasses.MISSING
+    return field(default=default, kw_only=needed, metadata={"option": Option(meaning, metavar, **more)})
+
+
+def flag(meaning: str, **more: Any) -> Any:
+    """An option that takes no value, and is off where it is not given."""
+    return option(False, meaning, "", **more)
+
+
+def group(heading: str, without: Collection[str] = (), **defaults: Any) -> Any:
+    """A field that holds a dataclass of options."""
+    return field(kw_only=True, metadata={"group": Group(heading, without, defaults)})
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which target."""
+
+    model: str = option("embedded:target", "embedded:target, a folder, or a name on the Hugging Face hub.", "M")
+    pad_to: str | None = option(
+        None, "110M, 500M or 7B: the model's answers at the cost of a model of that size.", "SIZE"
+    )
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """What models run on, and how."""
+
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16.", "DTYPE")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.", "DEVICE")
+    threads: int | None = option(None, "CPU threads.", "N", shown_default="torch's choice", least=1)
+    no_fast_paths: bool = flag("Run models as they were loaded: nothing packed, nothing fused.")
+
+    @property
+    def of_models(self) -> dict[str, Any]:
+        """Keyword arguments of `load_model`."""
+        return {"dtype": self.dtype, "device": self.device, "fast_paths": not self.no_fast_paths}
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A part by its words, `KIND[:PATH][,option=value]...`: `draft:some/folder,num_speculative_tokens=3`.
+
+    Attributes:
+        what: is named so, "drafter" or "rule".
+        kind: of these.
+        path: behind the kind; None without one.
+        options: as they were typed, by name.
+    """
+
+    what: str
+    kind: str
+    path: str | None
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, what: str, typed: str) -> Words:
+        """Read the words; double quotes keep commas in a path or a value.
+
+        Raises:
+            OptionError: a part is not of that form, or an option is there twice.
+        """
+        head, *parts = _split(what, typed)
+        kind, _, path = head.partition(":")
+        options: dict[str, str] = {}
+        for part in parts:
+            name, equals, value = (each.strip() for each in part.partition("="))
+            if not equals or not name or not value:
+                raise OptionError(f"{what} {typed!r}: {part.strip()!r} is not of the form option=value")
+            if name in options:
+                raise OptionError(f"{what} {typed!r} has {name} twice; give it once")
+            options[name] = value
+        return cls(what, kind.strip(), path or None, options)
+
+    def check(self, options: Collection[str], takes_path: bool = False) -> None:
+        """Refuse what this kind does not take.
+
+        Raises:
+            UnknownOptionError: it has no such option; names the nearest that it has.
+            OptionError: it takes no path.
+        """
+        for name in self.options:
+            if name not in options:
+                valid = options or ["(none)"]
+                raise UnknownOptionError.nearest(f"option of {self.what} {self.kind!r}", name, valid)
+        if self.path is not None and not takes_path:
+            raise OptionError(f"{self.what} {self.kind!r} takes no path, got {self.path!r}")
+
+
+def _split(what: str, typed: str) -> list[str]:
+    """The parts between the commas that stand outside double quotes; the quotes go."""
+    parts = [""]
+    pieces = typed.split('"')
+    if len(pieces) % 2 == 0:
+        raise OptionError(f"{what} {typed!r} has a double quote without its second")
+    for number, piece in enumerate(pieces):
+        first, *others = [piece] if number % 2 else piece.split(",")
+        parts[-1] += first
+        parts += others
+    return parts
+
+
+def read_whole(name: str, typed: str) -> int:
+    """A whole number as it is typed.
+
+    Raises:
+        OptionError: it is none.
+    """
+    try:
+        return int(typed)
+    except ValueError as error:
+        raise OptionError(f"must be a whole number, got {typed!r}", field=name) from error
+
+
+def read_number(name: str, typed: str) -> float:
+    """A number as it is typed.
+
+    Raises:
+        OptionError: it is none.
+    """
+    try:
+        return float(typed)
+    except ValueError as error:
+        raise OptionError(f"must be a number, got {typed!r}", field=name) from error
+
+
+def check_whole(name: str, value: object, least: int) -> int:
+    """A whole number of at least `least`; one of numpy becomes Python's own.
+
+    Raises:
+        OptionError: it is none, or smaller.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise OptionError(f"must be a whole number of {least} or more, got {value!r}", field=name)
+    return int(value)

@@ -1,0 +1,72 @@
+"""Words that name parts, numbers as they are typed, and errors that know what they are about."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from truedraft.errors import ChangedOptionsError, OptionError, UnknownOptionError, errors_about
+from truedraft.options import Words, check_whole, read_number, read_whole
+
+
+def test_words() -> None:
+    words = Words.parse("drafter", 'draft:"a,b/c=d", branching = "2-2" ,nodes=3')
+    assert (words.kind, words.path, dict(words.options)) == ("draft", "a,b/c=d", {"branching": "2-2", "nodes": "3"})
+    assert Words.parse("rule", " block ").kind == "block" and Words.parse("drafter", "draft:").path is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("x,nodes", "rule 'x,nodes': 'nodes' is not of the form option=value"),
+        ("x,", "rule 'x,': '' is not of the form option=value"),
+        ("x,a=1,a=2", "rule 'x,a=1,a=2' has a twice; give it once"),
+        ('x,"a', "rule 'x,\"a' has a double quote without its second"),
+    ],
+)
+def test_words_that_cannot_be_read(typed: str, message: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        Words.parse("rule", typed)
+    assert str(refused.value) == message
+
+
+def test_what_a_kind_does_not_take() -> None:
+    words = Words.parse("rule", "x:path,lenient=1")
+    with pytest.raises(UnknownOptionError, match="unknown option of rule 'x' 'lenient'; did you mean 'lenience'"):
+        words.check(("lenience",))
+    with pytest.raises(OptionError, match="rule 'x' takes no path, got 'path'"):
+        words.check(("lenient",))
+    words.check(("lenient",), takes_path=True)
+
+
+def test_numbers() -> None:
+    assert (read_whole("n", "7"), read_number("n", "0.5"), check_whole("n", np.int64(3), 3)) == (7, 0.5, 3)
+    for wrong in (True, 2.0, "3", 2):
+        with pytest.raises(OptionError, match=r"n must be a whole number of 3 or more, got"):
+            check_whole("n", wrong, 3)
+    with pytest.raises(OptionError, match="n must be a number, got 'x'"):
+        read_number("n", "x")
+
+
+def test_an_error_calls_its_field_as_the_reader_does() -> None:
+    error = OptionError("must be 1 or more, got 0", field="max_tokens")
+    assert str(error) == "max_tokens must be 1 or more, got 0" == str(pickle.loads(pickle.dumps(error)))
+    error.call_fields({"max_tokens": "--max-tokens"})
+    assert str(error) == "--max-tokens must be 1 or more, got 0" and error.field == "max_tokens"
+
+
+def test_errors_from_inside_are_about_what_is_being_read() -> None:
+    for message, field in (("nothing fits", None), ("must be 1", "nodes")):
+        with pytest.raises(OptionError) as refused, errors_about("drafter"):
+            raise OptionError(message, field=field)
+        assert refused.value.field == (field or "drafter")
+    assert UnknownOptionError.nearest("rule", "x", ["y"]).field == "rule"
+    assert UnknownOptionError.nearest("option of rule 'x'", "x", ["y"]).field is None
+
+
+def test_changes_are_named() -> None:
+    error = ChangedOptionsError("the run", {"width": (1, 2), "steps": (None, 3)})
+    error.call_fields({"width": "--width"})
+    assert str(error).startswith("the run was begun with another configuration (--width was 1 and is now 2; steps was")
