@@ -66,5 +66,5 @@ def _attend(
     value: Tensor,
 ) -> Tensor:
     """One layer's attention; see `llama.Attend`."""
-    by_head = (each.transpose(0, 1) for each in (query, key, value))  # [heads, total, head]
-    return plan.attend(call, pattern, scoring, *by_head).reshape(len(query), -1)
+    by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)  # each [heads, total, head]
+    return plan.attend(call, pattern, scoring, *by_head).flatten(1)
