@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from truedraft.cli.failures import DONE, INTERRUPTED, error_record, say
+from truedraft.cli.failures import DONE, INTERRUPTED, error_record
 from truedraft.cli.session import ReportOptions
+from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import MachineOptions, flag, group, option
 
