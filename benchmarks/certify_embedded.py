@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 from truedraft import SamplingParams, load_model
-from truedraft.certify import Certificate, Stack, certify
-from truedraft.certify.findings import Part, Status
-from truedraft.certify.report import verdict
+from truedraft.certify import Certificate, Part, Stack, Status, certify, verdict
 from truedraft.cli.machine import machine_facts
 from truedraft.cli.prompts import HELDOUT, read_prompts
 from truedraft.drafters.specs import from_spec

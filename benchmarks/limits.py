@@ -25,12 +25,11 @@ from truedraft.core.laws import laws_from_logits
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import Proposal
 from truedraft.core.trees import chain_shape
+from truedraft.costs import read_bandwidth, this_machine, wait_for
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.planning import read_bandwidth, this_machine
-from truedraft.planning.machine import wait_for
 from truedraft.verification import SpeculativeSampling
 
 CONTEXT = 256

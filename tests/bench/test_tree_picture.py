@@ -21,13 +21,13 @@ from truedraft.bench.summary import Spread, Summary
 from truedraft.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
+from truedraft.costs import StepCosts
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.engine import Engine
 from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.planning import CostStore, nodes_for
-from truedraft.theory import TargetCost
-from truedraft.theory.node_curve import NodeCurve
+from truedraft.planning import nodes_for
+from truedraft.theory import AcceptanceCurve, TargetCost
 
 CHANCES = ((0.6, 0.1, 0.05, 0.02), (0.5, 0.1, 0.05, 0.02), (0.4, 0.1, 0.05, 0.02))
 
@@ -157,7 +157,7 @@ def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytes
     suite = Suite(target, True, ours, batch=40)
     level = TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0})
     size_trees(suite, level, SamplingParams())
-    assert suite.notes == [f"open: {nodes_for(target, medusa(), forwards=level, store=CostStore()).describe()}"]
+    assert suite.notes == [f"open: {nodes_for(target, medusa(), costs=StepCosts(target, forwards=level)).describe()}"]
     found = drafted_trees(suite, {"open": 1.5}, SamplingParams())
     assert [(each.system, len(each.tree), each.measured) for each in found] == [
         ("open", 40, 1.5),
@@ -183,7 +183,7 @@ def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pyte
 
 
 def test_drafters_that_choose_their_trees_are_found_too() -> None:
-    target, curve = packed("llama"), NodeCurve.fit([(1, 1.6), (6, 2.0), (12, 2.1)])
+    target, curve = packed("llama"), AcceptanceCurve.fit([(1, 1.6), (6, 2.0), (12, 2.1)], lambda nodes: min(nodes, 3))
     heads, fixed = MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), FixedTrees({"greedy": counted_tree(40)})
     ways = [LikeliestTrees(3, {"greedy": curve}, fixed), LikeliestTrees(3, {}, fixed), LikeliestTrees(3)]
     ours = [OurEngine(str(i), Engine(target, Medusa(heads, way, nodes=6))) for i, way in enumerate(ways)]

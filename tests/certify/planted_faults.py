@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.certify.delegating import DelegatingModel
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.trees import TreeShape, chain_shape
@@ -18,10 +17,10 @@ from truedraft.core.verdicts import Origin, Verdict
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.testing import MarkovModel
+from truedraft.testing import MarkovModel, altered
 from truedraft.verification import Rule
 from truedraft.verification.coupled import coupled_choice
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 
 class SlippedCache(RequestCache):
@@ -33,14 +32,13 @@ class SlippedCache(RequestCache):
         super().commit(path)
 
 
-class SlippingTarget(DelegatingModel):
+def slipping_target(inner: LanguageModel) -> LanguageModel:
     """A target whose caches slip."""
-
-    def new_cache(self) -> RequestCache:
-        return SlippedCache(self.context_length)
-
-    def release_cache(self, cache: RequestCache) -> None:
-        cache.rollback(0)
+    return altered(
+        inner,
+        new_cache=lambda: SlippedCache(inner.context_length),
+        release_cache=lambda cache: cache.rollback(0),
+    )
 
 
 class ShiftedShape(TreeShape):
@@ -51,32 +49,24 @@ class ShiftedShape(TreeShape):
         return tuple(depth + (depth > 1) for depth in TreeShape(self.parents).depths)
 
 
-class ChangedShapes(DelegatingModel):
+def wrong_positions(inner: LanguageModel) -> LanguageModel:
+    """Drafted tokens sit one position too far."""
+    return _drafted_shapes(inner, lambda shape: ShiftedShape(shape.parents))
+
+
+def wrong_mask(inner: LanguageModel) -> LanguageModel:
+    """Every drafted token sees all drafted before it, also those of other branches."""
+    return _drafted_shapes(inner, lambda shape: chain_shape(len(shape)))
+
+
+def _drafted_shapes(inner: LanguageModel, changed: Callable[[TreeShape], TreeShape]) -> LanguageModel:
     """A target that takes drafted trees for others."""
 
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        return self.inner.forward([self._changed(segment) for segment in segments])
-
-    def _changed(self, segment: Segment) -> Segment:
+    def seen(segment: Segment) -> Segment:
         drafted = segment.cache.length > 0 and len(segment.rows) == len(segment.shape) > 1
-        return replace(segment, shape=self.changed(segment.shape)) if drafted else segment
+        return replace(segment, shape=changed(segment.shape)) if drafted else segment
 
-    def changed(self, shape: TreeShape) -> TreeShape:
-        raise NotImplementedError
-
-
-class WrongPositions(ChangedShapes):
-    """Drafted tokens sit one position too far."""
-
-    def changed(self, shape: TreeShape) -> TreeShape:
-        return ShiftedShape(shape.parents)
-
-
-class WrongMask(ChangedShapes):
-    """Every drafted token sees all drafted before it, also those of other branches."""
-
-    def changed(self, shape: TreeShape) -> TreeShape:
-        return chain_shape(len(shape))
+    return altered(inner, forward=lambda segments: inner.forward([seen(segment) for segment in segments]))
 
 
 class AcceptAlways(Rule):
@@ -86,8 +76,8 @@ class AcceptAlways(Rule):
     lossless = True
     judges = frozenset(DrawKind)
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        return [self._verify(*each) for each in zip(proposals, laws, noise, strict=True)]
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        return DeviceVerdicts.of([self._verify(*each) for each in zip(proposals, laws, noise, strict=True)])
 
     def _verify(self, proposal: Proposal, law: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
@@ -99,7 +89,7 @@ class AcceptAlways(Rule):
         token = int(coupled_choice(law[slot : slot + 1], gumbel))
         return Verdict(tuple(path), (*(proposal.tree.token_list[node] for node in path), token), Origin.BONUS)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         raise NotImplementedError
 
 
@@ -122,18 +112,16 @@ class ForgetsTheLast(DraftModel):
                 self._states[request.id].length += 1
 
 
-class RowNoise(DelegatingModel):
+def row_noise(inner: LanguageModel, size: float) -> LanguageModel:
     """Logits that move by up to `size`, in a way that depends on how many tokens share the forward."""
 
-    def __init__(self, inner: LanguageModel, size: float) -> None:
-        super().__init__(inner)
-        self.size = size
-
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
         rows = sum(len(segment.tokens) for segment in segments)
-        output = self.inner.forward(segments)
+        output = inner.forward(segments)
         noise = torch.rand(output.logits.shape[-1], generator=torch.Generator().manual_seed(rows))
-        return ForwardOutput(output.logits + self.size * (2 * noise - 1), output.hidden)
+        return ForwardOutput(output.logits + size * (2 * noise - 1), output.hidden)
+
+    return altered(inner, forward=forward)
 
 
 def markov(

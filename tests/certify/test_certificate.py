@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from certify.planted_faults import ForgetsTheLast, SlippingTarget, markov
+from certify.planted_faults import ForgetsTheLast, markov, slipping_target
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify import certify
-from truedraft.certify.faults import AcceptsAlways
-from truedraft.certify.findings import Part, Status
-from truedraft.certify.report import markdown, meaning, verdict
-from truedraft.certify.stack import Stack
+from truedraft.certify import certify, faults, markdown, meaning, verdict
+from truedraft.certify.checks import Part, Stack, Status
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.errors import OptionError
 from truedraft.verification import SpeculativeSampling
@@ -69,7 +66,7 @@ def test_a_correct_stack_is_certified(params: SamplingParams) -> None:
 
 def test_a_broken_target_gets_no_certificate_and_names_what_failed() -> None:
     """In little time: controls, which do not find their faults behind such a target, go on to the end of theirs."""
-    stack = healthy().but(target=SlippingTarget(markov(0)))
+    stack = healthy().but(target=slipping_target(markov(0)))
     certificate = certify(stack, TEXTS, replace(WARM, max_tokens=12), batch=2, seconds=3.0)
     assert not certificate.issued
     assert any(finding.part is Part.EQUALITY for finding in certificate.failures)
@@ -190,7 +187,7 @@ def test_one_prompt_is_enough_for_a_greedy_certificate() -> None:
 
 def test_the_worst_stack_still_has_a_report() -> None:
     """Impossible tokens make chi-square infinite, which JSON does not know."""
-    broken = healthy().but(rule=AcceptsAlways(SpeculativeSampling()), drafter=PromptLookup(min_ngram=1))
+    broken = healthy().but(rule=faults.accepts_always(SpeculativeSampling()), drafter=PromptLookup(min_ngram=1))
     certificate = certify(broken, TEXTS, WARM, seconds=4.0)
     assert not certificate.issued
     json.dumps(certificate.as_dict(), allow_nan=False)

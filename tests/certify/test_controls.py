@@ -7,10 +7,15 @@ import pytest
 from certify.planted_faults import markov
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify import controls, coupled_controls, faults
-from truedraft.certify.clock import Deadline
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.stack import Stack
+from truedraft.certify import controls, faults
+from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.controls import (
+    ComparedControl,
+    ComparedControls,
+    CoupledControls,
+    SampledControl,
+    SampledControls,
+)
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
@@ -28,10 +33,23 @@ def draft() -> Drafter:
     return DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
 
 
-def shown(stack: Stack, params: SamplingParams = WARM, detectable: float = 0.03, tokens: int = 20_000) -> list[Finding]:
-    return controls.control_findings(
-        stack, TEXTS, params, FOREVER, lambda done: None, tokens=tokens, detectable=detectable
-    )
+def sampled(tokens: int = 20_000, detectable: float = 0.03) -> Finding:
+    """What the tests of sampled tokens said when they certified."""
+    facts = {
+        "tests": 1,
+        "tokens": tokens,
+        "smallest_detectable_tv": detectable,
+        "rounding_allowed_tv": 0.0,
+        "false_alarm": 1e-3,
+    }
+    return Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", facts)
+
+
+def shown(
+    stack: Stack, params: SamplingParams = WARM, *, check: SampledControls | None = None, **said: float
+) -> list[Finding]:
+    context = Context(stack, TEXTS, params, seconds=FOREVER, earlier=[sampled(**said)])  # type: ignore[arg-type]
+    return (check or SampledControls()).run(context)
 
 
 @pytest.mark.parametrize(
@@ -64,25 +82,28 @@ def test_a_fault_too_small_for_what_was_certified_does_not_count() -> None:
     assert {finding.status for finding in undecided} == {Status.NOT_ENOUGH}
 
 
-def test_tests_that_find_nothing_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault that is none: its formula says that it puts laws off, the code does not."""
-    harmless = controls.Control("nothing is wrong", lambda stack: stack, faults.emitted_always)
-    monkeypatch.setattr(controls, "SAMPLED", (harmless,))
-    (finding,) = shown(stack_of(draft()), tokens=300)
+HARMLESS = SampledControls([SampledControl("nothing is wrong", lambda stack: stack, faults.emitted_always)])
+"""A fault that is none: its formula says that it puts distributions off, the code does not."""
+
+
+def test_tests_that_find_nothing_are_not_trusted() -> None:
+    (finding,) = shown(stack_of(draft()), check=HARMLESS, tokens=300)
     assert finding.status is Status.FAILS
     assert "NOT found" in finding.summary
 
 
 def test_no_time_for_a_fault_that_is_none_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     time = VirtualTime(monkeypatch, step_s=1.0)
-    harmless = controls.Control("nothing is wrong", lambda stack: stack, faults.emitted_always)
-    monkeypatch.setattr(controls, "SAMPLED", (harmless,))
-    (finding,) = controls.control_findings(
-        stack_of(draft()), TEXTS, WARM, 20.0, lambda done: None, tokens=1_000_000, detectable=0.03
-    )
+    (finding,) = HARMLESS.run(Context(stack_of(draft()), TEXTS, WARM, seconds=20.0, earlier=[sampled(1_000_000)]))
     assert finding.status is Status.NOT_ENOUGH
     assert "not found in the time there was" in finding.summary
     assert time.seconds <= 300.0, "four times the time, the batch under way, and a batch to choose where to look"
+
+
+def test_without_tests_of_answers_there_is_nothing_to_show_a_fault_to() -> None:
+    for check in (SampledControls(), CoupledControls()):
+        (finding,) = check.run(Context(stack_of(draft()), TEXTS, WARM))
+        assert finding.status is Status.DOES_NOT_APPLY
 
 
 GREEDY_OR_COUPLED = pytest.mark.parametrize(
@@ -92,30 +113,26 @@ GREEDY_OR_COUPLED = pytest.mark.parametrize(
 
 @GREEDY_OR_COUPLED
 def test_faults_of_greedy_and_coupled_answers_are_found(params: SamplingParams) -> None:
-    for finding in coupled_controls.coupled_control_findings(stack_of(draft()), TEXTS, params, lambda done: None):
+    for finding in ComparedControls().run(Context(stack_of(draft()), TEXTS, params)):
         assert finding.status is Status.HOLDS, finding.summary
         assert finding.facts["differing_answers"] > 0
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, params: SamplingParams, **parts: object) -> Finding:
+def compared(params: SamplingParams, rounds: int, tokens: int = 32, **parts: Rule) -> Finding:
     """What is said of a single control, a stack drafted by guesses that are hardly ever right."""
-
-    def plant(stack: Stack) -> Stack:
-        return stack.but(**parts)  # type: ignore[arg-type]
-
-    control = coupled_controls.Control("planted", plant, lambda stack: faults.Wrong(stack.target.vocab_size), "")
-    monkeypatch.setattr(coupled_controls, "CONTROLS", (control,))
-    (finding,) = coupled_controls.coupled_control_findings(stack_of(draft()), TEXTS, params, lambda done: None)
+    control = ComparedControl(
+        "planted", lambda stack: stack.but(**parts), lambda stack: faults.next_id(stack.target.vocab_size), ""
+    )
+    (finding,) = ComparedControls([control], rounds=rounds, tokens=tokens).run(
+        Context(stack_of(draft()), TEXTS, params)
+    )
     return finding
 
 
 @GREEDY_OR_COUPLED
-def test_a_comparison_that_finds_nothing_is_not_trusted(
-    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_that_finds_nothing_is_not_trusted(params: SamplingParams) -> None:
     """A plant that does nothing: no answer differs, so there is nothing to be found."""
-    monkeypatch.setattr(coupled_controls, "_ROUNDS", 2)
-    finding = compared(monkeypatch, params)
+    finding = compared(params, rounds=2)
     assert finding.status is Status.FAILS
     assert "NOT found" in finding.summary
     assert finding.facts["total_variation"] == finding.facts["differing_answers"] == 0
@@ -123,31 +140,30 @@ def test_a_comparison_that_finds_nothing_is_not_trusted(
 
 
 @GREEDY_OR_COUPLED
-def test_a_fault_seen_in_few_tokens_is_too_small_to_count(
-    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_seen_in_few_tokens_is_too_small_to_count(params: SamplingParams) -> None:
     """Of 4 x 3 tokens at most all are wrong, and that is not three times what one sees in so few: 0.38."""
-    monkeypatch.setattr(coupled_controls, "_ROUNDS", 1)
-    monkeypatch.setattr(coupled_controls, "_TOKENS", 3)
-    finding = compared(monkeypatch, params, coupled_rule=faults.CoupledAcceptsAlways())
+    finding = compared(params, rounds=1, tokens=3, coupled_rule=faults.coupled_accepts_always())
     assert finding.status is Status.NOT_ENOUGH
     assert "too small to count" in finding.summary
     assert finding.facts["differing_answers"] > 0 and finding.facts["tokens"] == 12
     assert finding.facts["smallest_detectable_tv"] == pytest.approx(0.384, abs=1e-3)
 
 
-def test_shared_noise_is_found_in_the_law() -> None:
+def test_shared_noise_is_found_in_the_distribution() -> None:
     params = SamplingParams(temperature=1.0, coupled=True)
-    limits = controls.Limits(Deadline(FOREVER), 20_000, 0.03, 0.0, 1e-3)
-    finding = coupled_controls.shared_noise_finding(stack_of(draft()), TEXTS, params, limits)
+    told: list[float] = []
+    context = Context(stack_of(draft()), TEXTS, params, seconds=FOREVER, tell=told.append, earlier=[sampled()])
+    *others, finding = CoupledControls().run(context)
+    assert [each.name for each in others] == [control.name for control in controls.COMPARED]
     assert finding.status is Status.HOLDS, finding.summary
     assert finding.facts["total_variation"] > 0.09
+    assert told == sorted(told) and told[-1] == 1.0
 
 
 def test_caches_are_healthy_again_after_a_control() -> None:
     """The fault is taken off a cache when it goes back to the pool."""
     target = markov(0)
-    broken = faults.LosesLastAccepted(target)
+    broken = faults.loses_last_accepted(target)
     cache = broken.new_cache()
     assert "commit" in vars(cache)
     broken.release_cache(cache)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from certify.planted_faults import ForgetsTheLast, SlippingTarget, StaleDraft, markov
+from certify.planted_faults import ForgetsTheLast, StaleDraft, markov, slipping_target
 from support.head_models import MarkovWithHead, fitted_heads
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify.draft_state import draft_state_findings
-from truedraft.certify.equality import equality_findings
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.stack import Stack
+from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.draft_state import DraftState
+from truedraft.certify.equality import Equality
 from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.guess_trees import LikeliestTrees
@@ -30,7 +29,7 @@ def draft(kind: type[DraftModel] = DraftModel, **options: object) -> Drafter:
 def finding(drafter: Drafter, batch: int = 3, target: LanguageModel | None = None) -> Finding:
     told: list[float] = []
     stack = Stack(target or markov(0), drafter, SpeculativeSampling())
-    found = draft_state_findings(stack, TEXTS, PARAMS, batch, told.append)
+    found = DraftState().run(Context(stack, TEXTS, PARAMS, batch, tell=told.append))
     assert told == sorted(told) and told[-1] == 1.0
     assert len(found) == 1 and found[0].part is Part.DRAFT_STATE
     return found[0]
@@ -60,7 +59,7 @@ def test_heads_are_fresh() -> None:
 def test_a_llama_as_draft_is_fresh_up_to_rounding() -> None:
     stack = Stack(packed("llama"), DraftModel(noisy("llama", 0.05), 3), SpeculativeSampling())
     params = SamplingParams(max_tokens=16)
-    (found,) = draft_state_findings(stack, [PROMPTS[0], PROMPTS[2]], params, 2, lambda done: None)
+    (found,) = DraftState().run(Context(stack, [PROMPTS[0], PROMPTS[2]], params, 2))
     assert found.status is Status.HOLDS and found.facts["caches_different"] == 0
     assert found.facts["largest_cache_difference"] < 1e-4
 
@@ -77,13 +76,13 @@ def test_a_stale_cache_is_reported_and_answers_stay_exact(kind: type[DraftModel]
     assert found.facts["draft_acceptance_rate"] < found.facts["draft_acceptance_rate_fresh"]
     assert "Stale" in found.summary and "answers stay exact, acceptance falls from" in found.summary
     stack = Stack(markov(0), draft(kind, **options), SpeculativeSampling())
-    equal = equality_findings(stack, TEXTS, PARAMS, 3, lambda done: None, label="float32")
+    equal = Equality().run(Context(stack, TEXTS, PARAMS, 3))
     assert {each.status for each in equal} == {Status.HOLDS}
 
 
 def test_a_broken_target_does_not_make_the_draft_stale() -> None:
     """Places where the new request comes to another text are skipped."""
-    found = finding(draft(), target=SlippingTarget(markov(0)))
+    found = finding(draft(), target=slipping_target(markov(0)))
     assert found.status is Status.HOLDS and found.facts["skipped"] > 0
 
 
@@ -94,7 +93,7 @@ def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None
     for seconds in (0.0, 2.0, 4.0, 8.0, 1000.0):
         time.seconds = 0.0
         stack = Stack(markov(0), draft(), SpeculativeSampling())
-        (found,) = draft_state_findings(stack, TEXTS, PARAMS, 3, lambda done: None, seconds=seconds)
+        (found,) = DraftState().run(Context(stack, TEXTS, PARAMS, 3, seconds))
         assert time.seconds <= 4 * seconds + 1
         assert (found.status is Status.NOT_ENOUGH) == (found.facts["compared"] == 0)
         statuses.append(found.status)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify import Finding, Part, Stack, Status, certify, statistical, verdict
-from truedraft.certify.statistical import statistical_findings
+from truedraft.certify import Finding, Part, Stack, Status, certify, statistics, verdict
+from truedraft.certify.checks import Context
 from truedraft.drafters import Drafter, Proposal, Purpose
 from truedraft.errors import DrafterError
 from truedraft.testing import MarkovModel
@@ -90,8 +90,8 @@ def test_the_drafter_of_the_page_is_certified(params: SamplingParams, monkeypatc
 def looked_at(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Finding:
     """What the tests of sampled tokens say."""
     VirtualTime(monkeypatch, 0.01)
-    monkeypatch.setattr(statistical, "joint_result", lambda *_, **__: None)
-    return statistical_findings(stack_of(drafter), TEXTS, WARM, 4, 4.0, lambda done: None)[0]
+    monkeypatch.setattr(statistics, "joint_result", lambda *_, **__: None)
+    return statistics.Statistics().run(Context(stack_of(drafter), TEXTS, WARM, 4, 4.0))[0]
 
 
 @pytest.mark.parametrize("drafter", [OtherLaws, NoiseOfTheRule, DropsUnlikely])

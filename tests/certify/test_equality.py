@@ -10,19 +10,17 @@ import torch
 from certify.planted_faults import (
     AcceptAlways,
     ForgetsTheLast,
-    RowNoise,
-    SlippingTarget,
-    WrongMask,
-    WrongPositions,
     markov,
+    row_noise,
+    slipping_target,
+    wrong_mask,
+    wrong_positions,
 )
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify.equality import enough_prompts, equality_findings
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.near_ties import lead_needed
-from truedraft.certify.stack import Stack
+from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.equality import Equality, enough_prompts, lead_needed
 from truedraft.core.laws import law_from_logits
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
@@ -51,7 +49,7 @@ def stack(target: LanguageModel, drafter: Drafter, coupled_rule: AcceptAlways | 
 
 def findings(stack: Stack, params: SamplingParams, batch: int = 5) -> dict[str, Finding]:
     told: list[float] = []
-    found = equality_findings(stack, TEXTS, params, batch, told.append, label="float32")
+    found = Equality().run(Context(stack, TEXTS, params, batch, tell=told.append))
     assert told == sorted(told) and told[-1] == 1.0
     assert all(finding.part is Part.EQUALITY for finding in found)
     return {finding.name: finding for finding in found}
@@ -82,7 +80,7 @@ def test_correct_stacks_are_equal(drafter: type[Drafter]) -> None:
 def test_a_llama_with_a_tree_is_equal() -> None:
     own = stack(packed("llama"), DraftModel(noisy("llama", 0.1), branching=(2, 1)))
     params = SamplingParams(max_tokens=10, temperature=0.8, coupled=True, seed=1)
-    found = equality_findings(own, [PROMPTS[0], PROMPTS[2]], params, 2, lambda done: None, label="float32")
+    found = Equality().run(Context(own, [PROMPTS[0], PROMPTS[2]], params, 2))
     assert [finding.status for finding in found] == [Status.MEASURED] + [Status.HOLDS] * 4
     assert all(finding.facts["identical"] for finding in found[1:])
 
@@ -103,9 +101,9 @@ def test_a_lossy_rule_has_no_greedy_promise_but_a_coupled_one() -> None:
 @pytest.mark.parametrize(
     ("target", "drafter", "kinds"),
     [
-        (SlippingTarget(markov(0)), chain(), ("greedy", "coupled")),
-        (SlippingTarget(markov(0)), tree(), ("greedy", "coupled")),
-        (WrongMask(markov(0)), tree(), ("greedy", "coupled")),
+        (slipping_target(markov(0)), chain(), ("greedy", "coupled")),
+        (slipping_target(markov(0)), tree(), ("greedy", "coupled")),
+        (wrong_mask(markov(0)), tree(), ("greedy", "coupled")),
     ],
     ids=["slipping cache, chain", "slipping cache, tree", "wrong mask"],
 )
@@ -119,9 +117,9 @@ def test_a_broken_target_is_a_fault(target: LanguageModel, drafter: Drafter, kin
 
 
 def test_wrong_positions_are_a_fault() -> None:
-    own = stack(WrongPositions(packed("llama")), DraftModel(noisy("llama", 0.02), 3))
+    own = stack(wrong_positions(packed("llama")), DraftModel(noisy("llama", 0.02), 3))
     params = SamplingParams(max_tokens=24)
-    found = equality_findings(own, [PROMPTS[0]], params, 1, lambda done: None, label="float32")
+    found = Equality().run(Context(own, [PROMPTS[0]], params))
     assert found[0].status is Status.FAILS
     assert found[1].status is Status.FAILS and found[1].facts["faults"]
 
@@ -146,7 +144,7 @@ def test_a_stale_draft_changes_no_answer() -> None:
 
 def test_rounding_between_rows_gives_near_ties_only() -> None:
     """The two best logits of every row are 4e-4 apart, and noise of 1e-3 decides between them."""
-    target = RowNoise(markov(0, lead=4e-4), 1e-3)
+    target = row_noise(markov(0, lead=4e-4), 1e-3)
     found = findings(stack(target, chain()), GREEDY)
     assert found["rounding, float32"].status is Status.MEASURED
     for batch in (1, 5):
@@ -160,11 +158,11 @@ def test_rounding_between_rows_gives_near_ties_only() -> None:
 
 def test_rounding_decides_perturbed_margins_too() -> None:
     """Even laws at a low temperature: the gaps between the best two of log p + G are about 0.02 in logits."""
-    target = RowNoise(markov(0, sharpness=0.02), 3e-4)
+    target = row_noise(markov(0, sharpness=0.02), 3e-4)
     params = SamplingParams(max_tokens=24, temperature=0.02, coupled=True, seed=2)
     own = stack(target, DraftModel(markov(0, sharpness=0.02)))
     prompts = [[a, b] for a in range(5) for b in range(2)]
-    found = {f.name: f for f in equality_findings(own, prompts, params, 5, lambda done: None, label="float32")}
+    found = {finding.name: finding for finding in Equality().run(Context(own, prompts, params, 5))}
     finding = found["coupled, batch 5, float32"]
     assert finding.status is Status.HOLDS and finding.facts["near_ties"] and not finding.facts["faults"]
     assert all(0 < tie["margin"] <= 2 * tie["rounding"] for tie in finding.facts["near_ties"])
@@ -172,7 +170,7 @@ def test_rounding_decides_perturbed_margins_too() -> None:
 
 @pytest.mark.parametrize("lead", [None, 4e-4])
 def test_a_fault_among_roundings_is_still_a_fault(lead: float | None) -> None:
-    target = RowNoise(markov(0, lead=lead), 1e-3)
+    target = row_noise(markov(0, lead=lead), 1e-3)
     found = findings(stack(target, chain(seed=3), AcceptAlways()), GREEDY)
     assert found["rounding, float32"].status is Status.MEASURED
     finding = found["greedy, batch 5, float32"]
@@ -181,15 +179,14 @@ def test_a_fault_among_roundings_is_still_a_fault(lead: float | None) -> None:
 
 
 def test_a_broken_mask_among_roundings_is_a_fault() -> None:
-    found = findings(stack(RowNoise(WrongMask(markov(0)), 1e-3), tree()), GREEDY)
+    found = findings(stack(row_noise(wrong_mask(markov(0)), 1e-3), tree()), GREEDY)
     assert found["rounding, float32"].status is Status.FAILS
     assert found["greedy, batch 5, float32"].status is Status.FAILS
 
 
 def timed(seconds: float, params: SamplingParams = GREEDY) -> list[Finding]:
-    return equality_findings(
-        stack(markov(0), DraftModel(markov(0), 3)), TEXTS, params, 2, lambda done: None, label="x", seconds=seconds
-    )[-2:]
+    own = stack(markov(0), DraftModel(markov(0), 3))
+    return Equality().run(Context(own, TEXTS, params, 2, seconds))[-2:]
 
 
 def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

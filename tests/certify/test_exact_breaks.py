@@ -12,9 +12,9 @@ import pytest
 from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, KERNEL, REMOVED, VERIFY, findings, statuses
 from torch import Tensor
 
-from truedraft.certify.decision_cells import decision_cells, mass_that_moves
+from truedraft.certify.cells import decision_cells, mass_that_moves
+from truedraft.certify.checks import Status
 from truedraft.certify.exact import TOLERANCE
-from truedraft.certify.findings import Status
 from truedraft.certify.worlds import Choice, build
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind, Proposal
@@ -24,10 +24,9 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.block import BlockOutcome
 from truedraft.verification.deferred import Prepared
 from truedraft.verification.looks import Looks
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 
 class AcceptsAlways(SpeculativeSampling):
@@ -64,8 +63,10 @@ class JudgesAnotherLaw(SpeculativeSampling):
         wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
         return super().verify(wrong, laws, noise)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        return super().outcomes(p, [replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in draws])
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        (slot,) = group
+        wrong = tuple(replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in slot.draws)
+        return super().outcomes([JudgedSlot(slot.p, wrong)])
 
 
 class ProductOfRatios(BlockVerification):
@@ -107,8 +108,8 @@ def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: Dr
 class HonestKernel(SpeculativeSampling):
     """What its kernel says is right, whatever it does."""
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        return SpeculativeSampling().outcomes(p, draws)
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        return SpeculativeSampling().outcomes(group)
 
 
 def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
@@ -134,16 +135,16 @@ def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
         def pass_probability(self, weight: float, mass: float) -> float:
             return 0.9 * super().pass_probability(weight, mass)
 
-        def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
-            return BlockVerification().block_outcomes(laws, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            return BlockVerification().outcomes(group)
 
     assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
 
 
 def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
     class WrongKernel(SpeculativeSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return AcceptsAlways().outcomes(p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            return AcceptsAlways().outcomes(group)
 
     found = findings(WrongKernel(), DRAWN)
     assert set(statuses(found).values()) == {Status.FAILS}

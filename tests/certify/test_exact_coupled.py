@@ -15,11 +15,10 @@ from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, HOST, KERNEL, REMOVED,
 from torch import Tensor
 
 from truedraft.certify import exact
-from truedraft.certify.coupled_cells import answer_laws, slow_walk, walks, wide_walks
-from truedraft.certify.decision_cells import cell_laws, run_at_once
+from truedraft.certify.cells import cell_probs, kernel_probs, verdict_distance, verify_at_once
+from truedraft.certify.checks import Status
+from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judged_cases, wide_cases
 from truedraft.certify.exact import TOLERANCE
-from truedraft.certify.findings import Status
-from truedraft.certify.verdict_laws import kernel_law, verdict_distance
 from truedraft.certify.worlds import Choice, World, build, worlds_for
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.proposals import DrawKind, Proposal
@@ -29,7 +28,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 
 def test_coupled_and_greedy_requests_hold() -> None:
@@ -99,15 +98,16 @@ def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
 
 def test_a_coupled_kernel_that_follows_the_draft_fails() -> None:
     class ByDraft(CoupledSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return super().outcomes(draws[0].q if draws else p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            (slot,) = group
+            return super().outcomes([JudgedSlot(slot.draws[0].q if slot.draws else slot.p, slot.draws)])
 
     found = findings(ByDraft(), DRAWN)
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled kernel"}
 
 
 def test_the_walks_hold_ties_and_every_kind_of_draw() -> None:
-    asked = walks()
+    asked = judged_cases()
     assert {kind for walk in asked for kind in walk.case.proposal.kinds} == set(DrawKind)
     greedy = [walk for walk in asked if walk.greedy]
     tied = [walk for walk in greedy if int((walk.case.laws[0] == walk.case.laws[0].amax()).sum()) > 1]
@@ -115,11 +115,11 @@ def test_the_walks_hold_ties_and_every_kind_of_draw() -> None:
     assert {walk.case.laws.dtype for walk in greedy} == {torch.float64, torch.float32, torch.bfloat16}
     assert {len(walk.expected.path) for walk in asked if not walk.greedy} >= {0, 1, 2}
     case = build(3, [], "dense", "dense", largest=1).every_proposal()[0]
-    assert slow_walk(case, KeyedNoise(0, 0, 0, greedy=True)).tokens == (0,)
+    assert expected_verdict(case, KeyedNoise(0, 0, 0, greedy=True)).tokens == (0,)
 
 
 def test_walks_over_many_tokens_go_to_their_end_or_stop_before() -> None:
-    asked = wide_walks()
+    asked = wide_cases()
     assert {len(walk.expected.path) for walk in asked} == {1, 2}
     assert {walk.greedy for walk in asked} == {True, False}
 
@@ -149,8 +149,8 @@ def test_laws_of_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> 
         moved = [law.roll(1, -1) if own.differences[0] > 5 else law for law, own in zip(laws, noise, strict=True)]  # type: ignore[attr-defined]
         return right(proposals, moved, noise)
 
-    assert answer_laws(right).moved == 0.0
-    assert answer_laws(wrong).moved > CAUGHT
+    assert answer_probs(right).moved == 0.0
+    assert answer_probs(wrong).moved > CAUGHT
 
 
 # ------------------------------------------------------------------------------- the worlds
@@ -191,10 +191,10 @@ def test_probabilities_of_proposals_are_those_of_drawing_one_after_another() -> 
 def test_both_ways_have_one_law_on_one_proposal() -> None:
     cases = build(3, [(Choice(0, DRAWN), Choice(0, FIXED))] * 2, "dense", "dense").every_proposal()
     rule = SpeculativeSampling()
-    here, there = cell_laws(rule, cases), cell_laws(rule, cases, run_at_once(HOST))
+    here, there = cell_probs(rule, cases), cell_probs(rule, cases, verify_at_once(HOST))
     for case, one, other in zip(cases, here, there, strict=True):
         assert verdict_distance(one, other) < TOLERANCE
-        assert verdict_distance(one, kernel_law(rule, case)) < TOLERANCE
+        assert verdict_distance(one, kernel_probs(rule, case)) < TOLERANCE
 
 
 def test_batches_hold_different_trees_and_requests_with_nothing_drafted() -> None:

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
-from truedraft.certify.decision_cells import cell_laws
-from truedraft.certify.exact import TOLERANCE, exact_findings
-from truedraft.certify.findings import Finding, Part, Status
+from certify.planted_faults import markov
+from truedraft import SamplingParams
+from truedraft.certify.cells import cell_probs
+from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.exact import TOLERANCE, Exact
 from truedraft.certify.worlds import Choice, build
 from truedraft.core.proposals import DrawKind
+from truedraft.drafters import NoDrafter
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification import (
     BlockVerification,
@@ -24,7 +26,7 @@ from truedraft.verification import (
     SpeculativeSampling,
     TypicalAcceptance,
 )
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 HOST = torch.device("cpu")
 CAUGHT = 0.01
@@ -37,9 +39,20 @@ FIXED, DRAWN, REMOVED, COUPLED = (
 KERNEL, VERIFY, DEVICE = "kernel", "batched code, every decision cell", "batched code for devices, every decision cell"
 
 
+class Drawing(NoDrafter):
+    """Says that it makes such draws."""
+
+    kinds = frozenset()  # type: ignore[assignment]
+
+    def __init__(self, kinds: frozenset[DrawKind]) -> None:
+        super().__init__()
+        self.kinds = kinds  # type: ignore[misc]
+
+
 def findings(rule: Rule, *kinds: DrawKind, coupled: bool = False, by: Rule | None = None) -> dict[str, Finding]:
     done: list[float] = []
-    found = exact_findings(rule, frozenset(kinds), coupled=coupled, device=HOST, tell=done.append, coupled_rule=by)
+    stack = Stack(markov(0), Drawing(frozenset(kinds)), rule, by)
+    found = Exact().run(Context(stack, [[1]], SamplingParams(temperature=1.0, coupled=coupled), tell=done.append))
     assert done == sorted(done) and done[-1] == 1.0
     assert {each.part for each in found} == {Part.EXACT}
     return {each.name: each for each in found}
@@ -109,14 +122,14 @@ def test_the_milder_rule_is_nearer_and_one_by_hand() -> None:
     world.target.weights(())[:] = [2, 3]
     world.drafters[0].weights(())[:] = [5, 1]
     (case,) = world.every_proposal()
-    law = cell_laws(LenientSampling(0.5), [case])[0]
-    assert sum(mass for verdict, mass in law.items() if verdict.tokens[0] == 0) == pytest.approx(0.8, abs=TOLERANCE)
+    probs = cell_probs(LenientSampling(0.5), [case])[0]
+    assert sum(mass for verdict, mass in probs.items() if verdict.tokens[0] == 0) == pytest.approx(0.8, abs=TOLERANCE)
 
 
 def test_a_lossy_rule_that_does_not_do_what_its_kernel_says_fails() -> None:
     class Hides(LenientSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return LenientSampling(0.8).outcomes(p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            return LenientSampling(0.8).outcomes(group)
 
     (found,) = findings(Hides(0.5), FIXED).values()
     assert found.status is Status.FAILS

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import faults
-from truedraft.certify.coupled_controls import law_under_shared_noise
 from truedraft.core.laws import total_variation
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.proposals import Proposal
 from truedraft.core.trees import TokenTree
+from truedraft.drafters import NoDrafter
 from truedraft.drafters.base import DraftRequest
+from truedraft.testing import altered
 from truedraft.verification import BlockVerification, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.coupled import coupled_choice
 
@@ -64,10 +65,10 @@ RULES = [SpeculativeSampling(), BlockVerification()]
 @pytest.mark.parametrize(
     ("fault", "form"),
     [
-        (faults.AcceptsAlways, faults.emitted_always),
-        (faults.ResidualIsTarget, faults.emitted_by_target_residual),
-        (faults.JudgesAnotherTemperature, faults.emitted_at_another_temperature),
-        (faults.OneKeyTwice, faults.emitted_by_one_key),
+        (faults.accepts_always, faults.emitted_always),
+        (faults.residual_is_target, faults.emitted_by_target_residual),
+        (faults.judges_another_temperature, faults.emitted_at_another_temperature),
+        (faults.one_key_twice, faults.emitted_by_one_key),
     ],
 )
 def test_a_fault_of_a_rule_emits_what_its_formula_says(inner: Rule, fault, form) -> None:
@@ -81,9 +82,9 @@ def test_a_fault_of_a_rule_emits_what_its_formula_says(inner: Rule, fault, form)
 @pytest.mark.parametrize(
     ("fault", "form"),
     [
-        (faults.AcceptsAlways, faults.emitted_always),
-        (faults.ResidualIsTarget, faults.emitted_by_target_residual),
-        (faults.OneKeyTwice, faults.emitted_by_one_key),
+        (faults.accepts_always, faults.emitted_always),
+        (faults.residual_is_target, faults.emitted_by_target_residual),
+        (faults.one_key_twice, faults.emitted_by_one_key),
     ],
 )
 def test_the_same_for_deterministic_candidates(fault, form) -> None:
@@ -109,11 +110,8 @@ def test_hiding_unlikely_draws_by_its_own_code() -> None:
     for token in range(4):
         made = [Proposal.chain(torch.tensor([token]), Q)]
 
-        class Fixed(faults.Wrong):
-            def propose(self, batch, budgets, noise, made=made):
-                return made
-
-        (shown,) = faults.HidesUnlikelyDraws(Fixed(4)).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
+        fixed = altered(NoDrafter(), propose=lambda batch, budgets, noise, made=made: made)
+        (shown,) = faults.hides_unlikely_draws(fixed).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
         assert len(shown.tree) == (1 if float(Q[0, token]) >= faults.SHOWN_FROM else 0)
         for a, b in itertools.product(ticks, ticks):
             laws = P.expand(len(shown.tree) + 1, -1)
@@ -127,7 +125,7 @@ def test_a_coupled_rule_that_accepts_always_keeps_drafts_and_chooses_behind_them
     noise = KeyedNoise(3, position=11, step=0)
     laws = P.expand(2, -1)
     proposal = Proposal.deterministic(TokenTree.chain([3]))
-    (verdict,) = faults.CoupledAcceptsAlways().verify([proposal], [laws], [noise])
+    (verdict,) = faults.coupled_accepts_always().verify([proposal], [laws], [noise])
     assert verdict.tokens[0] == 3
     assert verdict.tokens[1] == int(coupled_choice(laws[:1], noise.gumbel(1, 4, torch.device("cpu"))))
 
@@ -135,7 +133,7 @@ def test_a_coupled_rule_that_accepts_always_keeps_drafts_and_chooses_behind_them
 def test_shared_noise_is_shared_and_gives_the_law_of_the_formula() -> None:
     """Two tokens by one noise, over 20,000 seeds: the second follows the formula, each count within 4 sigmas."""
     p, after = P, torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
-    rule, counts = faults.CoupledOneKey(), torch.zeros(4, 4)
+    rule, counts = faults.coupled_one_key(), torch.zeros(4, 4)
     seeds = 20_000
     for start in range(0, seeds, 2000):
         noise = [KeyedNoise(seed, position=5, step=0) for seed in range(start, start + 2000)]
@@ -144,7 +142,7 @@ def test_shared_noise_is_shared_and_gives_the_law_of_the_formula() -> None:
         for token, verdict in zip(chosen, rule.verify(drafted, [torch.cat([p, after])] * 2000, noise), strict=True):
             counts[token, verdict.tokens[1]] += 1
     for token in range(4):
-        law, first = law_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
+        law, first = faults.probs_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
         assert float(law.sum()) == pytest.approx(1.0, abs=1e-12)
         assert float(total_variation(law, after[0])) > 0.1
         for other in range(4):
@@ -155,10 +153,10 @@ def test_shared_noise_is_shared_and_gives_the_law_of_the_formula() -> None:
 
 def test_shared_noise_by_hand() -> None:
     half = torch.tensor([0.5, 0.5])
-    assert law_under_shared_noise(half, 0, torch.tensor([0.25, 0.75])).tolist() == pytest.approx([0.5, 0.5])
-    assert law_under_shared_noise(half, 0, half).tolist() == [1.0, 0.0]
+    assert faults.probs_under_shared_noise(half, 0, torch.tensor([0.25, 0.75])).tolist() == pytest.approx([0.5, 0.5])
+    assert faults.probs_under_shared_noise(half, 0, half).tolist() == [1.0, 0.0]
     # A token that can come no more, one that could not come before, and one sure before and after.
-    assert law_under_shared_noise(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
-    three = law_under_shared_noise(torch.tensor([0.5, 0.5, 0.0]), 0, torch.tensor([0.0, 0.5, 0.5]))
+    assert faults.probs_under_shared_noise(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
+    three = faults.probs_under_shared_noise(torch.tensor([0.5, 0.5, 0.0]), 0, torch.tensor([0.0, 0.5, 0.5]))
     # Token 2 starts at once, token 1 at 1: with S = t/2 until 1, then t - 1/2: 1/3 for 2 alone, then halves of 2/3.
     assert three.tolist() == pytest.approx([0.0, 1 / 3, 2 / 3])

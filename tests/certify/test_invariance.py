@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from certify.planted_faults import AcceptAlways, RowNoise, SlippingTarget, markov
+from certify.planted_faults import AcceptAlways, markov, row_noise, slipping_target
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.invariance import AlternatingBudget, invariance_findings
-from truedraft.certify.stack import Stack
+from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.invariance import AlternatingBudget, Invariance
 from truedraft.control import RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.counters import Counters
@@ -50,7 +49,7 @@ def findings(
     stack: Stack, params: SamplingParams, batch: int = 4, texts: list[list[int]] = TEXTS
 ) -> dict[str, Finding]:
     told: list[float] = []
-    found = invariance_findings(stack, texts, params, batch, told.append)
+    found = Invariance().run(Context(stack, texts, params, batch, tell=told.append))
     assert told == sorted(told) and told[-1] == 1.0
     assert all(finding.part is Part.INVARIANCE for finding in found)
     return {finding.name: finding for finding in found}
@@ -98,9 +97,7 @@ def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None
     ways = []
     for seconds in (0.0, 3.0, 6.0, 12.0, 18.0, 100.0):
         time.seconds = 0.0
-        found = invariance_findings(
-            stack(markov(0), chain()), TEXTS, KINDS["greedy"], 4, lambda _: None, seconds=seconds
-        )
+        found = Invariance().run(Context(stack(markov(0), chain()), TEXTS, KINDS["greedy"], 4, seconds))
         assert time.seconds <= max(4 * seconds, 100.0) + 1
         assert {finding.status for finding in found} <= {Status.HOLDS, Status.NOT_ENOUGH}
         ways.append(sum(finding.status is Status.HOLDS for finding in found))
@@ -119,7 +116,7 @@ def test_requests_end_with_the_way_that_ran_out_of_time(monkeypatch: pytest.Monk
         taken: list[object] = []
         monkeypatch.setattr(target, "new_cache", lambda: taken.append(cache := target.pool.acquire()) or cache)  # noqa: B023
         monkeypatch.setattr(target, "release_cache", lambda cache: taken.remove(cache) or target.pool.release(cache))  # noqa: B023
-        invariance_findings(stack(target, chain()), TEXTS, KINDS["greedy"], 4, lambda _: None, seconds=seconds)
+        Invariance().run(Context(stack(target, chain()), TEXTS, KINDS["greedy"], 4, seconds))
         assert not taken, seconds
 
 
@@ -161,12 +158,12 @@ def test_a_rule_that_accepts_always_depends_on_budgets() -> None:
 
 
 def test_a_slipping_cache_depends_on_budgets() -> None:
-    found = findings(stack(SlippingTarget(markov(0)), chain()), KINDS["greedy"])
+    found = findings(stack(slipping_target(markov(0)), chain()), KINDS["greedy"])
     assert found["without drafting"].status is Status.FAILS
 
 
 def test_rounding_between_rows_gives_near_ties_only() -> None:
-    target = RowNoise(markov(0, lead=4e-4), 1e-3)
+    target = row_noise(markov(0, lead=4e-4), 1e-3)
     found = findings(stack(target, chain()), KINDS["greedy"])
     assert {finding.status for finding in found.values()} == {Status.HOLDS}
     assert found["in a batch of 4"].facts["near_ties"] and not found["in a batch of 4"].facts["faults"]
@@ -176,7 +173,7 @@ def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does(
     """Noise of 1e-3 explains a few; options of another request make more answers differ than it explains."""
     texts = [[a, b] for a in range(8) for b in range(2)]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
-    target = RowNoise(markov(0), 2e-6)
+    target = row_noise(markov(0), 2e-6)
     held = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
     assert held.status in (Status.HOLDS, Status.MEASURED)
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,11 @@ from scipy import stats
 
 from certify.planted_faults import markov
 from truedraft import SamplingParams
-from truedraft.certify import faults, joint
-from truedraft.certify.clock import Deadline
-from truedraft.certify.delegating import ReducedModel
-from truedraft.certify.stack import Stack
+from truedraft.certify import faults, statistics
+from truedraft.certify.checks import Context, Deadline, Stack
 from truedraft.core.laws import law_from_logits
 from truedraft.drafters import DraftModel
+from truedraft.testing import reduced
 from truedraft.verification import SpeculativeSampling
 
 PARAMS = SamplingParams(temperature=0.8)
@@ -25,24 +25,26 @@ TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7]]
 
 
 def test_chi_square_by_hand_and_beside_scipy() -> None:
-    statistic, cells, p_value = joint.chi_square(torch.tensor([60, 40]), torch.tensor([0.5, 0.5]))
+    statistic, cells, p_value = statistics.chi_square(torch.tensor([60, 40]), torch.tensor([0.5, 0.5]))
     assert (statistic, cells) == (4.0, 2)
     assert p_value == pytest.approx(stats.chi2.sf(4.0, 1))
     law = torch.tensor([0.69, 0.28, 0.015, 0.015])  # the last two are rare: one cell
-    statistic, cells, p_value = joint.chi_square(torch.tensor([690, 270, 25, 15]), law)
+    statistic, cells, p_value = statistics.chi_square(torch.tensor([690, 270, 25, 15]), law)
     expected = stats.chisquare([690, 270, 40], [690, 280, 30])
     assert cells == 3
     assert (statistic, p_value) == (pytest.approx(expected.statistic, abs=1e-4), pytest.approx(expected.pvalue))
     # Too rare even together: they join the smallest of the others.
-    statistic, cells, _ = joint.chi_square(torch.tensor([500, 490, 9, 1]), torch.tensor([0.5, 0.498, 0.001, 0.001]))
+    statistic, cells, _ = statistics.chi_square(
+        torch.tensor([500, 490, 9, 1]), torch.tensor([0.5, 0.498, 0.001, 0.001])
+    )
     assert (cells, statistic) == (2, pytest.approx(0.0, abs=1e-4))
-    assert joint.chi_square(torch.tensor([99, 1]), torch.tensor([1.0, 0.0]))[2] == 0.0
-    assert joint._quantile(7, 1e-4) == pytest.approx(stats.chi2.isf(1e-4, 7))
+    assert statistics.chi_square(torch.tensor([99, 1]), torch.tensor([1.0, 0.0]))[2] == 0.0
+    assert statistics._quantile(7, 1e-4) == pytest.approx(stats.chi2.isf(1e-4, 7))
 
 
 def test_the_joint_law_is_the_product_of_the_targets_laws() -> None:
     target, prompt, kept = markov(0), [1, 2, 3], (0, 3, 6)
-    law = joint._joint_law(ReducedModel(target, kept), prompt, kept, PARAMS)
+    law = statistics.joint_probs(reduced(target, kept), prompt, kept, PARAMS)
     assert float(law.sum()) == pytest.approx(1.0)
 
     def after(text: list[int]) -> torch.Tensor:
@@ -59,8 +61,10 @@ def test_the_joint_law_is_the_product_of_the_targets_laws() -> None:
     assert torch.allclose(law, expected, atol=1e-6)
 
 
-def result_of(stack: Stack, seconds: float = 1.5) -> joint.JointResult:
-    found = joint.joint_result(stack, TEXTS, PARAMS, Deadline(seconds), lambda done: None, first_seed=3)
+def result_of(stack: Stack, seconds: float = 1.5) -> statistics.JointResult:
+    found = statistics.joint_result(
+        Context(stack, TEXTS, replace(PARAMS, seed=3)), Deadline(seconds), lambda done: None
+    )
     assert found is not None
     return found
 
@@ -73,7 +77,7 @@ def test_answers_follow_the_law_and_broken_ones_do_not() -> None:
     assert good.p_value > 1e-6
     assert good.accepted > 0.3
     assert len(good.kept) == 3
-    bad = result_of(healthy.but(rule=faults.AcceptsAlways(SpeculativeSampling())))
+    bad = result_of(healthy.but(rule=faults.accepts_always(SpeculativeSampling())))
     assert bad.p_value < 1e-6
 
 
@@ -82,14 +86,14 @@ def test_what_it_would_have_found_it_finds() -> None:
     generator = np.random.default_rng(4)
     law = generator.dirichlet(np.full(27, 3.0))
     answers, level = 4000, 1e-4
-    blank = joint.JointResult(answers, 27, 0.0, 1.0, 1.0, (0, 1, 2))
+    blank = statistics.JointResult(answers, 27, 0.0, 1.0, 1.0, (0, 1, 2))
     size, found = blank.smallest_detectable(level), 0
     for _ in range(300):
         signs = generator.permutation([-1.0, 1.0] * 13 + [0.0])
         moved = law * (1.0 + 2 * size * signs)
         moved /= moved.sum()
         counts = torch.tensor(generator.multinomial(answers, moved))
-        found += joint.chi_square(counts, torch.tensor(law))[2] < level
+        found += statistics.chi_square(counts, torch.tensor(law))[2] < level
     assert 0.02 < size < 0.2
     assert found >= 291
 
@@ -97,4 +101,4 @@ def test_what_it_would_have_found_it_finds() -> None:
 def test_no_room_no_joint_law() -> None:
     stack = Stack(markov(0), DraftModel(markov(0)), SpeculativeSampling())
     cold = SamplingParams(temperature=1.0, top_k=1)
-    assert joint.joint_result(stack, TEXTS, cold, Deadline(1.0), lambda done: None) is None
+    assert statistics.joint_result(Context(stack, TEXTS, cold), Deadline(1.0), lambda done: None) is None

@@ -8,9 +8,8 @@ import pytest
 
 from certify.planted_faults import markov
 from truedraft import SamplingParams
-from truedraft.certify.divergence import Interval, divergence_findings
-from truedraft.certify.findings import Status
-from truedraft.certify.stack import Stack
+from truedraft.certify.checks import Context, Stack, Status
+from truedraft.certify.lossy import Interval, LossyDivergence
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.verification.specs import rule_from_spec
 
@@ -41,7 +40,7 @@ def test_lossy_rules_are_measured(spec: str) -> None:
     if spec == "typical":
         stack = stack.but(drafter=PromptLookup())
     params = SamplingParams(temperature=1.0)
-    inside, outside = divergence_findings(stack, TEXTS, params, 4, 2.0, lambda done: None)
+    inside, outside = LossyDivergence().run(Context(stack, TEXTS, params, 4, 2.0))
     assert inside.status is outside.status is Status.MEASURED
     low, high = inside.facts["total_variation_ci95"]
     assert 0.0 <= low < inside.facts["total_variation"] < high
@@ -52,5 +51,5 @@ def test_lossy_rules_are_measured(spec: str) -> None:
 
 def test_at_temperature_zero_there_is_no_law_to_test_from_outside() -> None:
     stack = Stack(markov(0), PromptLookup(), rule_from_spec("typical"))
-    (inside,) = divergence_findings(stack, TEXTS, SamplingParams(), 2, 0.5, lambda done: None)
+    (inside,) = LossyDivergence().run(Context(stack, TEXTS, SamplingParams(), 2, 0.5))
     assert inside.status is Status.MEASURED

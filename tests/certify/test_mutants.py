@@ -11,50 +11,42 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from certify.planted_faults import AcceptAlways, RowNoise, StaleDraft, WrongMask, markov
+from certify.planted_faults import AcceptAlways, StaleDraft, markov, row_noise, wrong_mask
 from certify.test_exact_breaks import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify import (
-    betting,
     certificate,
     controls,
-    coupled_controls,
     draft_state,
+    e_process,
     equality,
     exact,
     faults,
     invariance,
-    joint,
-    near_ties,
     rounding,
-    statistical,
+    statistics,
 )
-from truedraft.certify.clock import Deadline
-from truedraft.certify.delegating import DelegatingModel
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.stack import Stack
+from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Stack, Status
 from truedraft.core.laws import laws_from_logits
-from truedraft.core.proposals import DrawKind
 from truedraft.drafters import DraftModel, NoDrafter
 from truedraft.engine import verifier
-from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=16)
 WARM = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
 COUPLED = SamplingParams(max_tokens=16, temperature=1.0, seed=1, coupled=True)
-
-
-def silent(done: float) -> None:
-    """Nobody is told how far a part is."""
 
 
 def healthy() -> Stack:
@@ -66,15 +58,18 @@ def accepting() -> Stack:
     return Stack(markov(0), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
 
 
-class ThirdIsWarm(DelegatingModel):
+def third_is_warm() -> LanguageModel:
     """The third request of a step is answered at another temperature."""
+    inner = markov(0)
 
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        output = self.inner.forward(segments)
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        output = inner.forward(segments)
         logits = list(output.logits.split([len(segment.rows) for segment in segments]))
         if len(logits) == 4:
             logits[2] = logits[2] * 0.2
         return ForwardOutput(torch.cat(logits), output.hidden)
+
+    return altered(inner, forward=forward)
 
 
 class GivesUp(NoDrafter):
@@ -88,17 +83,18 @@ class GivesUp(NoDrafter):
 # ------------------------------------------------------------------------------- what a sound certificate sees
 
 
+def run(check: Check, stack: Stack, params: SamplingParams = GREEDY, batch: int = 4, **options: Any) -> list[Finding]:
+    return check.run(Context(stack, TEXTS, params, batch, **options))
+
+
 def only(findings: Sequence[Finding], name: str) -> Finding:
     return next(finding for finding in findings if finding.name == name)
 
 
 def greedy_control(plant: Callable[[Stack], Stack], tokens: int = 32) -> Finding:
     """What the comparison of greedy answers says of one planted fault, in one round."""
-    control = coupled_controls.Control("planted", plant, lambda stack: faults.Wrong(stack.target.vocab_size), "")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"CONTROLS": (control,), "_ROUNDS": 1, "_TOKENS": tokens}.items():
-            patch.setattr(coupled_controls, name, value)
-        return coupled_controls.coupled_control_findings(healthy(), TEXTS, GREEDY, silent)[0]
+    control = controls.ComparedControl("planted", plant, lambda stack: faults.next_id(stack.target.vocab_size), "")
+    return run(controls.ComparedControls([control], rounds=1, tokens=tokens), healthy())[0]
 
 
 def a_greedy_plant_that_does_nothing_is_not_found() -> bool:
@@ -106,109 +102,95 @@ def a_greedy_plant_that_does_nothing_is_not_found() -> bool:
 
 
 def a_greedy_fault_in_few_tokens_is_too_small() -> bool:
-    found = greedy_control(lambda stack: stack.but(coupled_rule=faults.CoupledAcceptsAlways()), tokens=3)
+    found = greedy_control(lambda stack: stack.but(coupled_rule=faults.coupled_accepts_always()), tokens=3)
     return found.status is Status.NOT_ENOUGH
 
 
-def sampled_control(detectable: float) -> Finding:
-    """What the tests of sampled answers say of a plant that does nothing, and that they take for a large fault."""
-    harmless = controls.Control("nothing is wrong", lambda stack: stack, faults.emitted_always)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controls, "SAMPLED", (harmless,))
-        return controls.control_findings(healthy(), TEXTS, WARM, 600.0, silent, tokens=300, detectable=detectable)[0]
-
-
 def a_plant_that_does_nothing_is_not_found() -> bool:
-    return sampled_control(0.03).status is Status.FAILS
+    """Though the tests of sampled answers take it for a large fault."""
+    harmless = controls.SampledControl("nothing is wrong", lambda stack: stack, faults.emitted_always)
+    said = {"tests": 1, "tokens": 300, "smallest_detectable_tv": 0.03, "rounding_allowed_tv": 0.0, "false_alarm": 1e-3}
+    earlier = [Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", said)]
+    check = controls.SampledControls([harmless])
+    return run(check, healthy(), WARM, seconds=600.0, earlier=earlier)[0].status is Status.FAILS
 
 
 def a_fault_too_small_does_not_count() -> bool:
-    limits = controls.Shown(5000, 0.05, 0.03, 1e-9, "a test", "", out_of_time=False)
-    return controls.finding_of("a fault", limits, 1e-3).status is Status.NOT_ENOUGH
+    limits = controls.Limits(Deadline(60.0), 5000, 0.03, 0.0, 1e-3)
+    return controls.Shown(5000, 0.05, 1e-9, "a test", "", limits).finding("a fault").status is Status.NOT_ENOUGH
 
 
 def equal(stack: Stack, name: str, params: SamplingParams = GREEDY) -> Finding:
-    return only(equality.equality_findings(stack, TEXTS, params, 4, silent, label="x"), name)
+    return only(run(equality.Equality(), stack, params), f"{name}, float32")
 
 
 def accepting_always_is_a_fault_together() -> bool:
-    return equal(accepting(), "greedy, batch 4, x").status is Status.FAILS
+    return equal(accepting(), "greedy, batch 4").status is Status.FAILS
 
 
 def accepting_always_is_a_fault_alone() -> bool:
-    return equal(accepting(), "greedy, batch 1, x").status is Status.FAILS
+    return equal(accepting(), "greedy, batch 1").status is Status.FAILS
 
 
 def the_third_of_a_batch_is_looked_at() -> bool:
-    stack = Stack(ThirdIsWarm(markov(0)), NoDrafter(), SpeculativeSampling())
-    return equal(stack, "coupled, batch 4, x", COUPLED).status is Status.FAILS
+    stack = Stack(third_is_warm(), NoDrafter(), SpeculativeSampling())
+    return equal(stack, "coupled, batch 4", COUPLED).status is Status.FAILS
 
 
 def a_drafter_that_gave_up_is_no_evidence() -> bool:
     stack = Stack(markov(0), GivesUp(), SpeculativeSampling())
-    found = equality.equality_findings(stack, TEXTS, GREEDY, 1, silent, label="x")
-    return only(found, "greedy, batch 1, x").status is Status.FAILS
+    return only(run(equality.Equality(), stack, batch=1), "greedy, batch 1, float32").status is Status.FAILS
 
 
-def no_time_is_no_evidence(findings: Callable[[], Sequence[Finding]]) -> bool:
+def no_time_is_no_evidence(check: Check) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         VirtualTime(patch, step_s=1.0)
-        return Status.NOT_ENOUGH in {finding.status for finding in findings()}
+        return Status.NOT_ENOUGH in {finding.status for finding in run(check, healthy(), seconds=1.0)}
 
 
 def no_time_to_compare_is_no_evidence() -> bool:
-    return no_time_is_no_evidence(
-        lambda: equality.equality_findings(healthy(), TEXTS, GREEDY, 4, silent, label="x", seconds=1.0)
-    )
+    return no_time_is_no_evidence(equality.Equality())
 
 
 def no_time_to_ask_is_no_evidence() -> bool:
-    return no_time_is_no_evidence(
-        lambda: invariance.invariance_findings(healthy(), TEXTS, GREEDY, 4, silent, seconds=1.0)
-    )
+    return no_time_is_no_evidence(invariance.Invariance())
 
 
 def a_fault_among_roundings_is_a_fault() -> bool:
-    stack = Stack(RowNoise(markov(0), 1e-3), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
-    return equal(stack, "greedy, batch 4, x").status is Status.FAILS
+    stack = Stack(row_noise(markov(0), 1e-3), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
+    return equal(stack, "greedy, batch 4").status is Status.FAILS
 
 
 def a_broken_mask_is_more_than_rounding() -> bool:
     tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
-    stack = Stack(RowNoise(WrongMask(markov(0)), 1e-3), tree, SpeculativeSampling())
-    return equal(stack, "rounding, x").status is Status.FAILS
+    stack = Stack(row_noise(wrong_mask(markov(0)), 1e-3), tree, SpeculativeSampling())
+    return equal(stack, "rounding").status is Status.FAILS
 
 
 def sampled(stack: Stack) -> Finding:
     """What the tests of tokens say, after as many as a virtual minute gives; four requests together."""
     with pytest.MonkeyPatch.context() as patch:
         VirtualTime(patch, step_s=0.2)
-        patch.setattr(statistical, "joint_result", lambda *_, **__: None)
-        return statistical.statistical_findings(stack, TEXTS, WARM, 4, 12.0, silent)[0]
+        patch.setattr(statistics, "joint_result", lambda *_, **__: None)
+        return run(statistics.Statistics(), stack, WARM, seconds=12.0)[0]
 
 
 def accepting_always_shows_in_the_tests() -> bool:
-    return sampled(healthy().but(rule=faults.AcceptsAlways(SpeculativeSampling()))).status is Status.FAILS
+    return sampled(healthy().but(rule=faults.accepts_always(SpeculativeSampling()))).status is Status.FAILS
 
 
 def one_request_of_four_shows_in_the_tests() -> bool:
+    """Judged by a sound target: a broken one must not judge itself."""
     with pytest.MonkeyPatch.context() as patch:
-        judge = markov(0)
-        patch.setattr(statistical, "scored_answers", judged_by(statistical.scored_answers, judge))
-        stack = Stack(ThirdIsWarm(judge), NoDrafter(), SpeculativeSampling())
-        return sampled(stack).status is Status.FAILS
+        patch.setattr(statistics, "scored_answers", partial(statistics.scored_answers, judge=markov(0)))
+        return sampled(Stack(third_is_warm(), NoDrafter(), SpeculativeSampling())).status is Status.FAILS
 
 
-def judged_by(answers, judge):  # type: ignore[no-untyped-def]
-    """A broken target must not judge itself."""
-    return lambda *arguments, **options: answers(*arguments, **options, judge=judge)
-
-
-def joint_law_is_judged() -> bool:
+def joint_distributions_are_judged() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         VirtualTime(patch, step_s=0.1)
-        stack = healthy().but(rule=faults.AcceptsAlways(SpeculativeSampling()))
-        found = joint.joint_result(stack, TEXTS, WARM, Deadline(5.0), silent)
+        stack = healthy().but(rule=faults.accepts_always(SpeculativeSampling()))
+        found = statistics.joint_result(Context(stack, TEXTS, WARM), Deadline(5.0), lambda done: None)
         return found is not None and found.p_value < 1e-6
 
 
@@ -218,7 +200,7 @@ def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list
 
 
 def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int = 4) -> Finding:
-    return only(invariance.invariance_findings(stack, TEXTS, params, batch, silent), name)
+    return only(run(invariance.Invariance(), stack, params, batch), name)
 
 
 def borrowed_options_show(name: str, batch: int) -> bool:
@@ -250,21 +232,23 @@ def lost_pieces_are_missed() -> bool:
         return asked(healthy(), "streamed").status is Status.FAILS
 
 
-def drafted(drafter: DraftModel) -> Finding:
-    stack = Stack(markov(0), drafter, SpeculativeSampling())
-    return draft_state.draft_state_findings(stack, TEXTS[:2], SamplingParams(max_tokens=24), 2, silent)[0]
+def drafted() -> Finding:
+    """What is said of a draft whose caches are stale."""
+    stale = StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))
+    stack = Stack(markov(0), stale, SpeculativeSampling())
+    return draft_state.DraftState().run(Context(stack, TEXTS[:2], SamplingParams(max_tokens=24), 2))[0]
 
 
 def stale_proposals_are_seen() -> bool:
-    return drafted(StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))).facts["different"] > 0
+    return drafted().facts["different"] > 0
 
 
 def stale_caches_are_seen() -> bool:
-    return drafted(StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))).facts["caches_different"] > 0
+    return drafted().facts["caches_different"] > 0
 
 
 def exact_statuses(rule: SpeculativeSampling) -> dict[str, Status]:
-    found = exact.exact_findings(rule, {DrawKind.INDEPENDENT}, coupled=False, device=torch.device("cpu"), tell=silent)
+    found = run(exact.Exact(), healthy().but(rule=rule), WARM)
     return {finding.name: finding.status for finding in found}
 
 
@@ -272,7 +256,7 @@ class ServesAnother(SpeculativeSampling):
     """Its kernel is right, and what it ships accepts always."""
 
     def verify(self, proposals, laws, noise):  # type: ignore[no-untyped-def]
-        return faults.AcceptsAlways(SpeculativeSampling()).verify(proposals, laws, noise)
+        return faults.accepts_always(SpeculativeSampling()).verify(proposals, laws, noise)
 
 
 def a_wrong_kernel_is_seen() -> bool:
@@ -303,39 +287,39 @@ class Mutant:
 
 MUTANTS = {
     "a greedy control is always caught": Mutant(
-        coupled_controls,
-        "caught = counted.strong and counted.differing > 0",
+        controls,
+        "caught = self.strong and self.differing > 0",
         "caught = True",
         a_greedy_plant_that_does_nothing_is_not_found,
     ),
     "a greedy control is caught whatever its size": Mutant(
-        coupled_controls,
-        "caught = counted.strong and counted.differing > 0",
-        "caught = counted.differing > 0",
+        controls,
+        "caught = self.strong and self.differing > 0",
+        "caught = self.differing > 0",
         a_greedy_fault_in_few_tokens_is_too_small,
     ),
     "every greedy answer of a control differs": Mutant(
-        coupled_controls,
+        controls,
         "counted.differing += answer != expected",
         "counted.differing += 1",
         a_greedy_plant_that_does_nothing_is_not_found,
     ),
     "a sampled control is always caught": Mutant(
         controls,
-        "caught = shown.strong and shown.p_value < false_alarm",
+        "caught = self.strong and self.found",
         "caught = True",
         a_plant_that_does_nothing_is_not_found,
     ),
     "a sampled control is caught if it is large": Mutant(
         controls,
-        "caught = shown.strong and shown.p_value < false_alarm",
-        "caught = shown.strong",
+        "caught = self.strong and self.found",
+        "caught = self.strong",
         a_plant_that_does_nothing_is_not_found,
     ),
     "a sampled control is caught whatever its size": Mutant(
         controls,
-        "caught = shown.strong and shown.p_value < false_alarm",
-        "caught = shown.p_value < false_alarm",
+        "caught = self.strong and self.found",
+        "caught = self.found",
         a_fault_too_small_does_not_count,
     ),
     "answers are compared with themselves": Mutant(
@@ -358,24 +342,24 @@ MUTANTS = {
     ),
     "plain decoding is compared with itself": Mutant(
         equality,
-        "{size: stack.engine(size) for size in sorted({1, batch})}",
-        "{size: stack.plain(size) for size in sorted({1, batch})}",
+        "{size: context.stack.engine(size) for size in sorted({1, context.batch})}",
+        "{size: context.stack.plain(size) for size in sorted({1, context.batch})}",
         accepting_always_is_a_fault_together,
     ),
     "warnings do not count": Mutant(
         equality,
-        "Status.FAILS if faults or told_of else",
+        "Status.FAILS if faults or failures else",
         "Status.FAILS if faults else",
         a_drafter_that_gave_up_is_no_evidence,
     ),
     "nothing compared is as good as all equal": Mutant(
         equality,
-        "too_few = outcome.answers < least or not outcome.compared",
+        "too_few = comparison.answers < least or not comparison.compared",
         "too_few = False",
         no_time_to_compare_is_no_evidence,
     ),
     "every divergence is a near tie": Mutant(
-        near_ties,
+        equality,
         "if margin > 2.0 * allowed:",
         "if False:",
         a_fault_among_roundings_is_a_fault,
@@ -387,28 +371,28 @@ MUTANTS = {
         a_broken_mask_is_more_than_rounding,
     ),
     "no test of sampled answers fails": Mutant(
-        statistical,
-        "fails = adjusted[smallest] < false_alarm or impossible",
+        statistics,
+        "fails = adjusted[smallest] < self._false_alarm or impossible",
         "fails = False",
         accepting_always_shows_in_the_tests,
     ),
-    "nothing is bet": Mutant(
-        betting,
-        "self._wealth[row] += (gain * about).sum(dim=0)",
+    "no token counts": Mutant(
+        e_process,
+        "self._logs[row] += (ratio * about).sum(dim=0)",
         "pass",
         accepting_always_shows_in_the_tests,
     ),
     "the tests pass over one request": Mutant(
-        statistical,
-        "            sampling.add(scored)\n        tell(",
-        "            sampling.add(scored) if scored.place != 2 else None\n        tell(",
+        statistics,
+        "                tests.add(scored)\n            context.tell(",
+        "                tests.add(scored) if scored.place != 2 else None\n            context.tell(",
         one_request_of_four_shows_in_the_tests,
     ),
-    "joint laws always fit": Mutant(
-        joint,
+    "joint distributions always fit": Mutant(
+        statistics,
         "return statistic, len(expected), _survival(len(expected) - 1, statistic)",
         "return statistic, len(expected), 1.0",
-        joint_law_is_judged,
+        joint_distributions_are_judged,
     ),
     "a request in a batch has no neighbours": Mutant(
         invariance,
@@ -418,14 +402,14 @@ MUTANTS = {
     ),
     "one at a time has no neighbours": Mutant(
         invariance,
-        "together = max(batch, _LEAST_TOGETHER)",
-        "together = batch",
+        "together = max(context.batch, _LEAST_TOGETHER)",
+        "together = context.batch",
         neighbours_are_felt_by_one_at_a_time,
     ),
     "a way is compared with itself": Mutant(
         invariance,
-        "if same_answer(expected, found):",
-        "if same_answer(found, found):",
+        "self._comparisons[name].add(expected, found, asked",
+        "self._comparisons[name].add(found, found, asked",
         budgets_are_felt,
     ),
     "all budgets are the drafter's own": Mutant(
@@ -442,13 +426,13 @@ MUTANTS = {
     ),
     "pieces are not put together": Mutant(
         invariance,
-        "return dataclasses.replace(answer, token_ids=tokens)",
+        "return replace(answer, token_ids=tokens)",
         "return answer",
         lost_pieces_are_missed,
     ),
     "nothing asked is as good as all equal": Mutant(
         invariance,
-        "too_few = not outcome.compared",
+        "too_few = not comparison.compared",
         "too_few = False",
         no_time_to_ask_is_no_evidence,
     ),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from certify.planted_faults import RowNoise, SlippingTarget, WrongMask, WrongPositions, markov
+from certify.planted_faults import markov, row_noise, slipping_target, wrong_mask, wrong_positions
 from support.tiny_models import PROMPTS, packed
 from truedraft import SamplingParams
-from truedraft.certify.feeding import ALONE, Feeding, drafted_feedings, fed_logits, plain_feedings
-from truedraft.certify.rounding import Rounding, measure_rounding
+from truedraft.certify.rounding import (
+    ALONE,
+    Feeding,
+    Rounding,
+    drafted_feedings,
+    fed_logits,
+    measure_rounding,
+    plain_feedings,
+)
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.models.base import LanguageModel
 
@@ -49,31 +58,31 @@ def test_a_llama_in_bfloat16_is_invariant_and_in_float32_moves_by_its_last_place
 
 def test_noise_that_depends_on_rows_is_measured() -> None:
     """Uniform noise of 1e-3 moves a difference of two shapes by up to 2e-3, and a law by about half of that at most."""
-    found = measured(RowNoise(markov(0), 1e-3))
+    found = measured(row_noise(markov(0), 1e-3))
     assert not found.bitwise and found.is_rounding
     assert 1e-3 < found.largest_difference <= 2.001e-3
     assert 1e-5 < found.mean_total_variation <= found.largest_total_variation <= 2e-3
 
 
 def test_noise_beyond_what_rounding_does_is_not_blamed_on_rounding() -> None:
-    found = measured(RowNoise(markov(0), 0.1))
+    found = measured(row_noise(markov(0), 0.1))
     assert not found.is_rounding and found.largest_difference == found.mean_total_variation == 0.0
     assert "more than rounding in float32 does" in found.describe()
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
-@pytest.mark.parametrize("fault", [WrongMask, SlippingTarget])
+@pytest.mark.parametrize("fault", [wrong_mask, slipping_target])
 def test_a_fault_of_drafted_rows_does_not_pass_for_rounding(
-    fault: type[WrongMask] | type[SlippingTarget], noise: float
+    fault: Callable[[LanguageModel], LanguageModel], noise: float
 ) -> None:
-    found = measured(RowNoise(fault(markov(0)), noise))
+    found = measured(row_noise(fault(markov(0)), noise))
     assert not found.is_rounding and found.drafted_difference > 0.5
     assert found.largest_difference <= 2.001 * noise, "what may be blamed on rounding is what plain decoding shows"
 
 
 def test_wrong_positions_do_not_pass_for_rounding() -> None:
     texts = [[*PROMPTS[0], *PROMPTS[3]]]
-    found = measure_rounding(WrongPositions(packed("llama")), texts, 2, PARAMS, TREE, positions=12)
+    found = measure_rounding(wrong_positions(packed("llama")), texts, 2, PARAMS, TREE, positions=12)
     assert not found.is_rounding and found.drafted_difference > 0.01 > 100 * found.plain_difference
 
 

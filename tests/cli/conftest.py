@@ -11,7 +11,7 @@ import pytest
 from cli.tiny import Result, save_tiny_llama
 from truedraft.bench import costs
 from truedraft.cli.main import main
-from truedraft.planning import Effort
+from truedraft.costs import Effort
 
 
 @pytest.fixture(scope="session")

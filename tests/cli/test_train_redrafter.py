@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
-from truedraft.training import acceptance, redrafter, redrafter_served
+from truedraft.planning import beam_trees
+from truedraft.training import acceptance, redrafter
 
 Run = Callable[..., Result]
 SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")
@@ -25,7 +26,7 @@ def test_a_trained_head_drafts(
     run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptance, "_TOKENS", 8)
-    monkeypatch.setattr(redrafter_served, "_POSITIONS", 30)
+    monkeypatch.setattr(beam_trees, "_POSITIONS", 30)
     out = str(tmp_path / "head")
     words = ("train", "redrafter", "--model", target, "--data", text, "--out", out, *SMALL)
     result = run(*words, "--json")

@@ -10,10 +10,10 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.core.rank_tree import RankTree
+from truedraft.costs import Effort, kept
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.heads.checkpoint import save_medusa
 from truedraft.models.loading import load_model
-from truedraft.planning import Effort, tree_budget
 
 Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
@@ -23,8 +23,8 @@ TREE = RankTree(((0,), (1,), (0, 0), (2,)), (0.9, 0.05, 0.04, 0.01))
 @pytest.fixture(autouse=True)
 def short_rounds(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = Effort(0.0, 1, 1)
-    monkeypatch.setattr(tree_budget, "_SHORT_TARGET", once)
-    monkeypatch.setattr(tree_budget, "_SHORT_DRAFTER", once)
+    monkeypatch.setattr(kept, "_SHORT_TARGET", once)
+    monkeypatch.setattr(kept, "_SHORT_DRAFTER", once)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.likeliest_paths import CandidatePaths, candidate_paths, likeliest_paths
+from truedraft.core.rank_tree import CandidatePaths, candidate_paths, likeliest_paths
 from truedraft.core.trees import TreeShape
 from truedraft.errors import OptionError
 

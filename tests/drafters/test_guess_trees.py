@@ -13,19 +13,18 @@ from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import Survival
-from truedraft.drafters.calibration import Calibration, curves_of
+from truedraft.drafters.calibration import Calibration, tree_curves
 from truedraft.drafters.guess_trees import (
     MOST_NODES,
     MOST_RANKS,
     FixedTrees,
     GuessTrees,
     LikeliestTrees,
-    Promise,
     trees_for,
 )
 from truedraft.errors import CompositionError, ModelError, OptionError
 from truedraft.models.ranking import Likeliest
-from truedraft.theory.node_curve import NodeCurve
+from truedraft.theory import AcceptanceCurve
 
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))
@@ -103,7 +102,7 @@ def test_the_better_trees_serve() -> None:
         assert tree[1].shape.parents == (-1, 0, 1)
         assert ways.wanted(GREEDY, Budget(3, 2, 3)) == (Budget(2, 2, 3) if fixed else Budget(3, 2, 3))
         if fixed:
-            assert ways.promise(GREEDY) == FixedTrees(counted).promise(GREEDY)
+            assert ways.acceptance_curve(GREEDY) == FixedTrees(counted).acceptance_curve(GREEDY)
     assert not trees_for(3, {}, {"trees": {"greedy": {"chosen": "counted"}}}).is_fixed(GREEDY), "there is none"
     with pytest.raises(OptionError, match="and there is none"):
         LikeliestTrees(3, fixed_for=["greedy"])
@@ -162,24 +161,26 @@ def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monke
     assert [tree.token_list for tree in trees] == expected
 
 
-def test_promises() -> None:
+def test_acceptance_curves() -> None:
     fixed = FixedTrees({"greedy": TREE, "sampled": STAR})
-    assert fixed.promise(GREEDY) == Promise(TREE.reach, (0, 1, 2, 2, 2, 3, 3))
-    assert fixed.promise(SAMPLED) is None, "nobody counted it"
-    assert LikeliestTrees(3).promise(GREEDY) is None and LikeliestTrees(3).counted(GREEDY) is None
-    chosen = LikeliestTrees(2, curves_of(FACTS), fixed)
-    promise = chosen.promise(GREEDY)
-    assert promise is not None and promise.depths == (0, 1, 2, 2, 2)
-    assert [promise.tokens(nodes) for nodes in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.5, 1.6, 1.8, 1.8])
-    older = LikeliestTrees(2, curves_of({"steps": 3}), fixed)
-    assert older.promise(GREEDY) == fixed.promise(GREEDY), "heads that were trained before there were curves"
-    assert chosen.promise(SAMPLED) is None and chosen.counted(SAMPLED) is STAR
-    assert math.isclose(TREE.expected_tokens, Promise(TREE.reach, (0,) * 7).tokens(6))
+    assert fixed.acceptance_curve(GREEDY) == AcceptanceCurve(TREE.reach, (0, 1, 2, 2, 2, 3, 3))
+    assert fixed.acceptance_curve(SAMPLED) is None, "nobody counted it"
+    assert LikeliestTrees(3).acceptance_curve(GREEDY) is None and LikeliestTrees(3).counted(GREEDY) is None
+    chosen = LikeliestTrees(2, tree_curves(FACTS, 2), fixed)
+    curve = chosen.acceptance_curve(GREEDY)
+    assert curve is not None and curve.depths == (0, 1, 2, 2, 2)
+    assert [curve.tokens(nodes) for nodes in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.5, 1.6, 1.8, 1.8])
+    older = LikeliestTrees(2, tree_curves({"steps": 3}, 2), fixed)
+    assert older.acceptance_curve(GREEDY) == fixed.acceptance_curve(GREEDY), (
+        "heads that were trained before there were curves"
+    )
+    assert chosen.acceptance_curve(SAMPLED) is None and chosen.counted(SAMPLED) is STAR
+    assert math.isclose(TREE.expected_tokens, AcceptanceCurve(TREE.reach, (0,) * 7).tokens(6))
 
 
 def test_curves_are_read_from_facts() -> None:
-    assert curves_of(FACTS) == {"greedy": NodeCurve.fit([(1, 1.5), (4, 1.8)])}
-    assert curves_of({}) == {}
+    assert tree_curves(FACTS, 2) == {"greedy": AcceptanceCurve.fit([(1, 1.5), (4, 1.8)], lambda nodes: min(nodes, 2))}
+    assert tree_curves({}, 2) == {}
     for damaged in (
         {"trees": 3},
         {"trees": {"greedy": 3}},
@@ -189,7 +190,7 @@ def test_curves_are_read_from_facts() -> None:
         {"trees": {"greedy": {"likeliest": {"nodes": [1], "tokens": [2.5]}}}},
     ):
         with pytest.raises(ModelError, match="is damaged"):
-            curves_of(damaged)
+            tree_curves(damaged, 2)
 
 
 def test_what_does_not_fit() -> None:

@@ -374,9 +374,11 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(
     facts = {"trees": {"greedy": {"likeliest": {"nodes": [1, 2], "tokens": [1.5, 1.8]}}}}
     save_medusa(tmp_path, heads, target.name, target.fingerprint, {"greedy": TREE}, facts)
     drafter = Medusa.load(tmp_path)
-    promise, older = drafter.promise(GREEDY), drafter.promise(SAMPLED)
-    assert promise is not None and promise.gains == pytest.approx((0.5, 0.3)) and promise.depths == (0, 1, 2)
-    assert older is not None and older.gains == TREE.reach, "where it was not measured, the counted tree stands in"
+    curve, older = drafter.acceptance_curve(GREEDY), drafter.acceptance_curve(SAMPLED)
+    assert curve is not None and curve.marginal_gains == pytest.approx((0.5, 0.3)) and curve.depths == (0, 1, 2)
+    assert older is not None and older.marginal_gains == TREE.reach, (
+        "where it was not measured, the counted tree stands in"
+    )
     facts["trees"]["greedy"]["likeliest"]["tokens"] = [1.5]
     save_medusa(tmp_path, heads, target.name, target.fingerprint, {"greedy": TREE}, facts)
     with pytest.raises(ModelError, match="damaged"):

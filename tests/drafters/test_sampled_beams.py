@@ -24,7 +24,7 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Drawing, DrawnChildren, OpenNode
 from truedraft.drafters.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import DrawnToken, JudgedSlot
 from truedraft.verification.speculative import SpeculativeSampling
 
 VOCAB, LENGTH = 3, 2
@@ -132,12 +132,12 @@ def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
             for draw in proposal.draws[slot]:
                 token = proposal.tree.token_list[draw.child]
                 draws.append(DrawnToken(token, draw.law, proposal.laws[draw.law], draw.kind))  # type: ignore[index]
-        for outcome in rule.outcomes(p, draws):
+        for outcome in rule.outcomes([JudgedSlot(p, tuple(draws))]):
             child = -1
             if outcome.accepted:
                 ids = proposal.tree.token_list
-                child = next(draw.child for draw in proposal.draws[slot] if ids[draw.child] == outcome.token) + 1
-            walk(child, (*path, outcome.token), reach * outcome.probability)
+                child = next(draw.child for draw in proposal.draws[slot] if ids[draw.child] == outcome.tokens[0]) + 1
+            walk(child, (*path, *outcome.tokens), reach * outcome.probability)
 
     walk(0, (), 1.0)
     return found

@@ -16,13 +16,13 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.embedded import embedded_folder, heldout_prompts_file
 from truedraft.errors import ModelNotFoundError
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
-from truedraft.models.stock import StockBody
 
 try:
     embedded_folder("target")
@@ -59,9 +59,9 @@ def test_these_are_the_fast_paths(target: HuggingFaceModel, draft: HuggingFaceMo
     """What the tests below compare is what `load_model` gives, and it is not the models' own modules."""
     assert target.fast_paths
     assert draft.fast_paths
-    assert not isinstance(target._body, StockBody)
-    assert type(target._body) is type(draft._body)
-    assert isinstance(target._body, FusedBody if built(torch.bfloat16).library is None else NativeBody)
+    assert not isinstance(target._backend, StockBackend)
+    assert type(target._backend) is type(draft._backend)
+    assert isinstance(target._backend, FusedBackend if built(torch.bfloat16).library is None else NativeBackend)
 
 
 @pytest.fixture(scope="module")

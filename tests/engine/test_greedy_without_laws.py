@@ -20,12 +20,12 @@ from truedraft.engine import Answer
 from truedraft.engine import verifier as verifier_module
 from truedraft.engine.verifier import Part, Verifier
 from truedraft.errors import InvalidLogitsError
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
-from truedraft.models.bodies import BodyMaker
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fastest import fastest_body
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.stock import StockBody
+from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
 SMALL = 8
@@ -101,7 +101,7 @@ def test_answers_are_those_that_laws_give(
 @pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16 instructions")
 def test_bfloat16_logits_are_judged_as_their_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 equal largest logits are common, and the lowest id wins by either way."""
-    model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_body)
+    model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_backend)
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, DraftModel(model, branching=(3, 2, 1))):
         without = [answer.token_ids for answer in Engine(model, drafter).generate(prompts, GREEDY)]
@@ -235,7 +235,7 @@ def test_a_row_of_minus_infinity_and_one_number_is_that_token() -> None:
 # --- what a rejected token leaves in the cache ---
 
 
-def poisoned(body: BodyMaker) -> tuple[list[Answer], list[list[int]]]:
+def poisoned(body: BackendMaker) -> tuple[list[Answer], list[list[int]]]:
     """Answers with a drafter that also guesses a token whose embedding is NaN, and those of a sound model.
 
     The bad token is drafted four times over beside the right ones, on a path of its own, at two steps of three; at
@@ -260,11 +260,11 @@ def poisoned(body: BodyMaker) -> tuple[list[Answer], list[list[int]]]:
     return [*first, *engine.generate(prompts, GREEDY)], [*plain, *plain]  # then with caches that were given back
 
 
-BODIES = pytest.mark.parametrize("body", [StockBody, fastest_body])
+BODIES = pytest.mark.parametrize("body", [StockBackend, fastest_backend])
 
 
 @BODIES
-def test_nan_values_of_a_rejected_token_do_not_poison_later_steps(body: BodyMaker) -> None:
+def test_nan_values_of_a_rejected_token_do_not_poison_later_steps(body: BackendMaker) -> None:
     """Later forwards read the slots behind with the weight 0, and 0 times NaN is NaN."""
     answers, plain = poisoned(body)
     assert [answer.finish_reason for answer in answers] == ["length"] * 6
@@ -273,7 +273,7 @@ def test_nan_values_of_a_rejected_token_do_not_poison_later_steps(body: BodyMake
 
 
 @BODIES
-def test_the_poison_is_one(body: BodyMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_poison_is_one(body: BackendMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache that forgets what it has to clean, the requests of the test above fail."""
     commit = RequestCache.commit
 

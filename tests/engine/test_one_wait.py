@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.backends import graph_backend
 from support.head_models import random_heads, random_redrafter
-from support.tiny_models import PROMPTS, VOCAB, noisy, stock
+from support.tiny_models import PROMPTS, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.core.nucleus import nucleus_by_sorting
@@ -30,9 +31,8 @@ from truedraft.engine import Answer
 from truedraft.engine.step import Step
 from truedraft.engine.verifier import ReadingOnce
 from truedraft.models.base import ForwardOutput, Segment
-from truedraft.models.fastest import fastest_body
-from truedraft.models.graphs import GraphBody
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.testing import ScriptedDrafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
@@ -74,7 +74,7 @@ class Standin:
     """The CPU taken for a device; counts steps, and what goes through the door in them."""
 
     READS = ("tolist", "item", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__array__")
-    HOST_BLOCKS = ("truedraft.models.graphs.inputs",)
+    HOST_BLOCKS = ("truedraft.models.backends.graphs.batch",)
     """Fills a block of the host before it goes up."""
 
     def __init__(self, patch: pytest.MonkeyPatch, lenient: Sequence[str] = ()) -> None:
@@ -129,9 +129,9 @@ def standing_in(*lenient: str) -> Iterator[Standin]:
 
 
 def model(family: str = "llama", noise: float | None = None) -> HuggingFaceModel:
-    """A small model over a slab, as on a GPU; nothing is recorded on the CPU."""
-    module = stock(family) if noise is None else noisy(family, noise).module
-    return HuggingFaceModel(module, None, family, GraphBody)
+    """A small model over an arena, as on a GPU; nothing is recorded on the CPU."""
+    module = stock(family) if noise is None else noisy_stock(family, noise)
+    return HuggingFaceModel(module, None, family, graph_backend)
 
 
 def medusa(target: HuggingFaceModel) -> Medusa:
@@ -309,7 +309,7 @@ class Spoiled(HuggingFaceModel):
     """One row of one forward holds something that is no logit."""
 
     def __init__(self, call: int, row: int, value: float) -> None:
-        super().__init__(stock("llama"), None, "spoiled", GraphBody)
+        super().__init__(stock("llama"), None, "spoiled", graph_backend)
         self._left, self._row, self._value = call, row, value
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
@@ -428,8 +428,8 @@ def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytes
     """The driver's own word: any wait raises but that at the door. Recording a graph waits, so a first run records."""
 
     def on_cuda(noise: float | None) -> HuggingFaceModel:
-        module: Any = stock("llama") if noise is None else noisy("llama", noise).module
-        return HuggingFaceModel(module.to("cuda"), None, "llama", fastest_body)
+        module: Any = stock("llama") if noise is None else noisy_stock("llama", noise)
+        return HuggingFaceModel(module.to("cuda"), None, "llama", fastest_backend)
 
     target = on_cuda(None)
     engine = Engine(target, DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None)
@@ -477,8 +477,8 @@ def test_on_cuda_sampled_answers_are_those_of_the_cpu(rule: Rule) -> None:
     answers = []
     for device in ("cpu", "cuda"):
         target, draft = (
-            HuggingFaceModel(module.to(device), None, "llama", fastest_body)  # type: ignore[arg-type]
-            for module in (stock("llama"), noisy("llama", 0.1).module)
+            HuggingFaceModel(module.to(device), None, "llama", fastest_backend)  # type: ignore[arg-type]
+            for module in (stock("llama"), noisy_stock("llama", 0.1))
         )
         answers.append(answers_of(Engine(target, DraftModel(draft, 3), rule), [params] * 3))
     assert [a.token_ids[:4] for a in answers[0]] == [a.token_ids[:4] for a in answers[1]]

@@ -26,9 +26,9 @@ from support.tiny_models import (
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.drafters import Drafter, DraftModel, NoDrafter, PromptLookup
-from truedraft.models.fastest import fastest_body
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.stock import StockBody
+from truedraft.models.loading import fastest_backend
 
 COUNT = 128
 GAMMA = 4
@@ -155,7 +155,7 @@ def fast(family: str, noise: float = 0.0) -> HuggingFaceModel:
         torch.manual_seed(1)
         for weight in model.parameters():
             weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
-    return HuggingFaceModel(model, None, family, fastest_body)
+    return HuggingFaceModel(model, None, family, fastest_backend)
 
 
 @cache
@@ -201,5 +201,5 @@ def test_greedy_by_fast_paths_equals_transformers(family: str, drafter: str) -> 
 
 def test_most_of_these_families_run_in_a_loop_of_their_own() -> None:
     """The others keep their own modules, with packed weights."""
-    own = {family for family in FAST if isinstance(fast(family)._body, StockBody)}
+    own = {family for family in FAST if isinstance(fast(family)._backend, StockBackend)}
     assert own == {"gpt_neox", "gemma3"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from support.backends import graph_backend
 from support.head_models import fitted_heads, random_heads
 from support.tiny_models import FAMILIES, PROMPTS, VOCAB, build, llama, packed, reference, stock
 from truedraft import Engine, SamplingParams
@@ -18,13 +19,12 @@ from truedraft.core.trees import chain_shape
 from truedraft.drafters import Medusa
 from truedraft.heads import MedusaHeads
 from truedraft.heads.original import published_tree
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
-from truedraft.models.graphs import GraphBody
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
-from truedraft.models.stock import StockBody
 
 COUNT = 64
 PARAMS = SamplingParams(max_tokens=COUNT)
@@ -108,15 +108,15 @@ def answers_and_heads(tied: bool) -> tuple[list[list[int]], MedusaHeads]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("body", [StockBody, fastest_body])
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
 @pytest.mark.parametrize("padded", [True, False])
-def test_padded_and_fast_targets_take_the_same_heads(padded: bool, body: BodyMaker, tied: bool) -> None:
+def test_padded_and_fast_targets_take_the_same_heads(padded: bool, backend: BackendMaker, tied: bool) -> None:
     plain, heads = answers_and_heads(tied)
     module = native_llama()
     if padded:
         module = pad_model(module, PaddedSize("1M", layers=3, width=512, inner=512))
     engine = Engine(
-        HuggingFaceModel(module, None, "ours", body), Medusa(heads, {"greedy": TREES["published"]}, nodes=30)
+        HuggingFaceModel(module, None, "ours", backend), Medusa(heads, {"greedy": TREES["published"]}, nodes=30)
     )
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [answer.token_ids for answer in answers] == plain
@@ -124,14 +124,14 @@ def test_padded_and_fast_targets_take_the_same_heads(padded: bool, body: BodyMak
 
 
 @pytest.mark.parametrize("tree", [*TREES, "whole"])
-@pytest.mark.parametrize("body", [StockBody, fastest_body, GraphBody])
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend, graph_backend])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_a_node_has_the_logits_of_its_path_alone(family: str, body: BodyMaker, tree: str) -> None:
+def test_a_node_has_the_logits_of_its_path_alone(family: str, backend: BackendMaker, tree: str) -> None:
     """Below a context, with a window in one family, for nodes of known trees; neighbours have tokens of their own."""
-    if body is GraphBody and family == "gpt2":
+    if backend is graph_backend and family == "gpt2":
         pytest.skip("the recorded forward is not for this family")
     shape = (published_tree() if tree == "whole" else TREES[tree]).shape.rooted
-    model = HuggingFaceModel(stock(family), None, family, body)
+    model = HuggingFaceModel(stock(family), None, family, backend)
     context = list(PROMPTS[1])
     tokens = [(17 * node + 3) % VOCAB for node in range(len(shape))]
     below = model.new_cache()

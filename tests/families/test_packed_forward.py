@@ -25,11 +25,11 @@ from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock, s
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models import plan
+from truedraft.models import packing
+from truedraft.models.attention import SegmentLayout, TreeLayout, layout_of
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.layouts import SegmentLayout, TreeLayout, layout_of
-from truedraft.models.selftest import check_against_stock
+from truedraft.models.probe import check_against_stock
 
 # float32 rounding over a few layers; a wrong mask or position gives 1 and more.
 TOLERANCE = 2e-5
@@ -157,7 +157,7 @@ def test_a_row_seen_by_a_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         made.blocked.mask[2, 2] = False
         return replace(made, paths=replace(made.paths, own=own))
 
-    monkeypatch.setattr(plan, "layout_of", leaky)
+    monkeypatch.setattr(packing, "layout_of", leaky)
     assert worst_difference(packed("llama"), stock("llama")) > 0.1
 
 

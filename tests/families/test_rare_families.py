@@ -14,21 +14,21 @@ from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy, stock_logit
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.selftest import check_against_stock
-from truedraft.models.stock import StockBody
+from truedraft.models.loading import fastest_backend
+from truedraft.models.probe import check_against_stock
 
 COUNT = 32
 PARAMS = SamplingParams(max_tokens=COUNT)
-BODIES = {"stock": StockBody, "fastest": fastest_body}
+BACKENDS = {"stock": StockBackend, "fastest": fastest_backend}
 # Weights whose answers wander and have no near tie (checked below).
 SEEDS = {"gemma4_text with shared keys": 5, "gemma4_unified": 5, "granitemoehybrid of attention": 3}
 
 
 @cache
-def loaded(family: str, body: str, noise: float = 0.0) -> HuggingFaceModel:
+def loaded(family: str, backend: str, noise: float = 0.0) -> HuggingFaceModel:
     """As `load_model` makes it, checked; with noise on its weights, a draft that often agrees."""
     model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
     with torch.random.fork_rng(devices=[]):
@@ -36,7 +36,7 @@ def loaded(family: str, body: str, noise: float = 0.0) -> HuggingFaceModel:
         for weight in model.parameters():
             weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
     check = check_against_stock(model, family)
-    made = HuggingFaceModel(model, None, family, BODIES[body])
+    made = HuggingFaceModel(model, None, family, BACKENDS[backend])
     check(made)
     return made
 
@@ -53,11 +53,11 @@ def by_transformers(family: str) -> tuple[list[list[int]], float]:
     return answers, min(leads)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", RARE)
-def test_chains_and_trees_in_mixed_packs_equal_transformers(family: str, body: str) -> None:
+def test_chains_and_trees_in_mixed_packs_equal_transformers(family: str, backend: str) -> None:
     alone = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
-    assert worst_difference(loaded(family, body), alone) <= 2 * TOLERANCE  # logits are twice as large as there
+    assert worst_difference(loaded(family, backend), alone) <= 2 * TOLERANCE  # logits are twice as large as there
 
 
 @pytest.mark.parametrize("drafted", [{"num_speculative_tokens": 4}, {"branching": (3, 2, 1)}], ids=["chain", "tree"])
@@ -77,23 +77,23 @@ def test_greedy_equals_transformers(family: str, drafted: dict[str, object]) -> 
     assert 0 < accepted < sum(answer.stats.draft_tokens for answer in batch)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", RARE)
-def test_the_check_at_load_passes_in_bfloat16(family: str, body: str) -> None:
+def test_the_check_at_load_passes_in_bfloat16(family: str, backend: str) -> None:
     model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3, dtype=torch.bfloat16)
     check = check_against_stock(model, family)
-    check(HuggingFaceModel(model, None, family, BODIES[body]))
+    check(HuggingFaceModel(model, None, family, BACKENDS[backend]))
 
 
-@pytest.mark.parametrize("body", [StockBody, fastest_body])
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_are_not_attention_are_refused(dtype: torch.dtype, body: BodyMaker) -> None:
+def test_layers_that_are_not_attention_are_refused(dtype: torch.dtype, backend: BackendMaker) -> None:
     """Whatever the weights: at this scale a convolution moves logits by less than bfloat16 rounds them."""
     for config, kind in ((lfm2("conv", "full_attention"), "conv"), (granitemoehybrid("mamba", "attention"), "mamba")):
         model = build(config, seed=0, spread=0.02, dtype=dtype)
         shown = "linear_attention" if kind in ("mamba", "linear_attention") else kind
         with pytest.raises(UnsupportedModelError, match=f"layers of the kind '({kind}|{shown})'.*attention alone"):
-            HuggingFaceModel(model, None, "mixed", body)
+            HuggingFaceModel(model, None, "mixed", backend)
 
 
 def test_a_decoder_of_an_encoder_decoder_is_refused_as_such() -> None:

@@ -11,11 +11,11 @@ from support.tiny_models import FAMILIES, PROMPTS, packed, reference, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.counters import Counters
 from truedraft.drafters import Redrafter
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
-from truedraft.models.stock import StockBody
 
 COUNT = 64
 PARAMS = SamplingParams(max_tokens=COUNT)
@@ -61,12 +61,12 @@ def test_every_kind_of_head_changes_no_answer(family: str, options: dict[str, in
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
 
-@pytest.mark.parametrize("body", [StockBody, fastest_body])
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
 @pytest.mark.parametrize("padded", [True, False])
-def test_padded_and_fast_targets_draft_alike(padded: bool, body: BodyMaker) -> None:
+def test_padded_and_fast_targets_draft_alike(padded: bool, backend: BackendMaker) -> None:
     head = random_redrafter(target("llama"))
     module = pad_model(stock("llama"), PaddedSize("1M", layers=3, width=512, inner=512)) if padded else stock("llama")
-    engine = Engine(HuggingFaceModel(module, None, "ours", body), Redrafter(head, beams=24, length=2, nodes=40))
+    engine = Engine(HuggingFaceModel(module, None, "ours", backend), Redrafter(head, beams=24, length=2, nodes=40))
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in answers] == expected("llama")
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0

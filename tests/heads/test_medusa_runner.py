@@ -8,28 +8,26 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig
 
+from support.backends import fused_backend, graph_backend, native_backend
 from support.head_models import MarkovWithHead, hidden_of, random_heads
 from support.tiny_models import build
 from truedraft.heads.medusa_runner import MedusaRunner
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fused import FusedBody
-from truedraft.models.graphs import GraphBody
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.padding import PaddedSize, pad_model
 from truedraft.models.ranking import largest_ids
-from truedraft.models.stock import StockBody
 
 NATIVE = built(torch.bfloat16).library is not None
 PACKS = can_pack(torch.device("cpu"), torch.bfloat16)
 BODIES: list[Any] = [
-    pytest.param(StockBody, id="stock"),
-    pytest.param(GraphBody, id="graph"),
-    pytest.param(FusedBody, id="fused", marks=pytest.mark.skipif(not PACKS, reason="this machine cannot pack")),
-    pytest.param(NativeBody, id="native", marks=pytest.mark.skipif(not NATIVE, reason="it cannot be compiled")),
+    pytest.param(StockBackend, id="stock"),
+    pytest.param(graph_backend, id="graph"),
+    pytest.param(fused_backend, id="fused", marks=pytest.mark.skipif(not PACKS, reason="this machine cannot pack")),
+    pytest.param(native_backend, id="native", marks=pytest.mark.skipif(not NATIVE, reason="it cannot be compiled")),
 ]
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -47,14 +45,14 @@ SIZES: dict[str, Any] = {
 TOKENS = [5, 9, 11, 3, 60, 2, 11]
 
 
-def small(body: BodyMaker, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+def small(body: BackendMaker, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
     return HuggingFaceModel(build(LlamaConfig(**SIZES), seed=1, dtype=dtype), None, "small", body)
 
 
 @pytest.mark.parametrize(("tied", "reads_token"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("body", BODIES)
-def test_it_ranks_what_the_modules_rank(body: BodyMaker, layers: int, tied: bool, reads_token: bool) -> None:
+def test_it_ranks_what_the_modules_rank(body: BackendMaker, layers: int, tied: bool, reads_token: bool) -> None:
     model = small(body)
     heads = random_heads(model, heads=4, layers=layers, tied=tied, reads_token=reads_token, spread=0.2)
     hidden = hidden_of(model, TOKENS)
@@ -73,9 +71,9 @@ def test_it_ranks_what_the_modules_rank(body: BodyMaker, layers: int, tied: bool
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("body", BODIES)
-def test_a_row_does_not_depend_on_its_neighbours(body: BodyMaker, tied: bool) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(body: BackendMaker, tied: bool) -> None:
     """In bfloat16 near ties are everywhere, so a kernel that differs with the number of rows would show."""
-    if body is GraphBody:
+    if body is graph_backend:
         pytest.skip("rows of different numbers may run through different kernels there, as it says")
     model = small(body, torch.bfloat16)
     runner = MedusaRunner(random_heads(model, heads=3, layers=2, tied=tied, reads_token=True, spread=0.2), model, 3)
@@ -93,7 +91,7 @@ def test_a_row_does_not_depend_on_its_neighbours(body: BodyMaker, tied: bool) ->
 
 
 def test_two_threads_guess_what_one_does() -> None:
-    model = small(fastest_body, torch.bfloat16)
+    model = small(fastest_backend, torch.bfloat16)
     runner = MedusaRunner(random_heads(model, heads=4, layers=3, spread=0.2), model, 4)
     hidden = hidden_of(model, [i * 7 % 211 for i in range(30)]).bfloat16()
     one = runner.likeliest(hidden, 4, 10)
@@ -107,7 +105,7 @@ def test_two_threads_guess_what_one_does() -> None:
 
 def test_soft_caps_and_scales_apply_to_free_heads_too() -> None:
     config = Gemma2Config(**SIZES | {"head_dim": 40}, final_logit_softcapping=2.0, tie_word_embeddings=False)
-    model = HuggingFaceModel(build(config, seed=1), None, "capped", fastest_body)
+    model = HuggingFaceModel(build(config, seed=1), None, "capped", fastest_backend)
     hidden = hidden_of(model, TOKENS)
     for tied in (True, False):
         heads = random_heads(model, heads=2, tied=tied, spread=0.1)
@@ -119,8 +117,8 @@ def test_soft_caps_and_scales_apply_to_free_heads_too() -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_heads_of_the_model_before_padding_guess_alike(body: BodyMaker) -> None:
-    own = small(StockBody)
+def test_heads_of_the_model_before_padding_guess_alike(body: BackendMaker) -> None:
+    own = small(StockBackend)
     size = PaddedSize("0.3M", layers=2, width=320, inner=384)
     padded = HuggingFaceModel(pad_model(build(LlamaConfig(**SIZES), seed=1), size), None, "padded", body)
     heads = random_heads(own, heads=3, reads_token=True, spread=0.2)
@@ -140,7 +138,7 @@ def test_any_model_with_an_lm_head_will_do() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("body", BODIES)
-def test_logits_are_those_of_the_modules_and_of_the_guesses(body: BodyMaker, tied: bool) -> None:
+def test_logits_are_those_of_the_modules_and_of_the_guesses(body: BackendMaker, tied: bool) -> None:
     model = small(body)
     heads = random_heads(model, heads=3, layers=2, tied=tied, reads_token=True, spread=0.2)
     hidden, drawn = hidden_of(model, TOKENS), torch.tensor([*TOKENS[1:], 8])
@@ -154,8 +152,8 @@ def test_logits_are_those_of_the_modules_and_of_the_guesses(body: BodyMaker, tie
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("body", BODIES)
-def test_a_row_of_logits_does_not_depend_on_its_neighbours(body: BodyMaker, tied: bool) -> None:
-    if body is GraphBody:
+def test_a_row_of_logits_does_not_depend_on_its_neighbours(body: BackendMaker, tied: bool) -> None:
+    if body is graph_backend:
         pytest.skip("rows of different numbers may run through different kernels there, as it says")
     model = small(body, torch.bfloat16)
     runner = MedusaRunner(random_heads(model, heads=3, layers=2, tied=tied, reads_token=True, spread=0.2), model, 3)

@@ -11,11 +11,11 @@ from support.head_models import hidden_of, random_redrafter
 from support.tiny_models import build
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 from truedraft.heads.redrafter_runner import RedrafterRunner
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
-from truedraft.models.stock import StockBody
 
 SIZES = {
     "vocab_size": 211, "hidden_size": 160, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, int | bool]] = {
 }
 
 
-def small(body: BodyMaker = fastest_body, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+def small(body: BackendMaker = fastest_backend, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
     return HuggingFaceModel(build(LlamaConfig(**SIZES), seed=1, dtype=dtype), None, "small", body)
 
 
@@ -44,8 +44,8 @@ def unrolled(runner: RedrafterRunner, hidden: Tensor, tokens: Tensor) -> list[Te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [StockBody, fastest_body])
-def test_it_gives_what_the_module_gives(body: BodyMaker, kind: str) -> None:
+@pytest.mark.parametrize("body", [StockBackend, fastest_backend])
+def test_it_gives_what_the_module_gives(body: BackendMaker, kind: str) -> None:
     model = small(body)
     head = random_redrafter(model, **{"state": 48, "spread": 1.0} | KINDS[kind])  # type: ignore[arg-type]
     hidden = hidden_of(model, TOKENS)
@@ -78,9 +78,9 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
 
 
 def test_a_head_reads_the_vector_of_a_padded_target() -> None:
-    own = small(StockBody)
+    own = small(StockBackend)
     size = PaddedSize("0.3M", layers=2, width=320, inner=384)
-    padded = HuggingFaceModel(pad_model(build(LlamaConfig(**SIZES), seed=1), size), None, "padded", fastest_body)
+    padded = HuggingFaceModel(pad_model(build(LlamaConfig(**SIZES), seed=1), size), None, "padded", fastest_backend)
     head = random_redrafter(own, state=48, spread=1.0)
     tokens = torch.tensor([TOKENS])
     found = [unrolled(RedrafterRunner(head, model), hidden_of(model, TOKENS), tokens)[0] for model in (own, padded)]
@@ -88,7 +88,7 @@ def test_a_head_reads_the_vector_of_a_padded_target() -> None:
 
 
 def test_before_training_it_says_what_the_lm_head_says() -> None:
-    model = small(StockBody)
+    model = small(StockBackend)
     head = RedrafterHead(RedrafterConfig(160, 211, state=48, exit_width=160)).requires_grad_(False)
     hidden = hidden_of(model, TOKENS)
     for made in unrolled(RedrafterRunner(head, model), hidden, torch.tensor([TOKENS, TOKENS[::-1]])):

@@ -1,4 +1,4 @@
-"""Which body a model gets, and that a model with a part that no loop knows answers as that model."""
+"""Which backend a model gets, and that a model with a part that no loop knows answers as that model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers import LlamaConfig, PreTrainedModel
 from support.tiny_models import VOCAB, build, stock, stock_logits
 from truedraft.core.trees import chain_shape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
+from truedraft.models.llama import Rotation
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import PackedLinear, can_pack
-from truedraft.models.rotary import Rotation
-from truedraft.models.selftest import check_against_stock
-from truedraft.models.stock import StockBody
+from truedraft.models.probe import check_against_stock
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN")
 
@@ -51,17 +51,17 @@ def large_llama() -> LlamaConfig:
 def test_the_fastest_that_fits_is_taken() -> None:
     """The native forward wants a compiler and heads of whole vectors, the fused loop a family that it knows."""
     small, large = stock("llama"), build(large_llama(), seed=0)
-    assert isinstance(HuggingFaceModel(small, None, "small", fastest_body)._body, FusedBody)
-    kind = NativeBody if built(torch.float32).library is not None else FusedBody
-    assert isinstance(HuggingFaceModel(large, None, "large", fastest_body)._body, kind)
+    assert isinstance(HuggingFaceModel(small, None, "small", fastest_backend)._backend, FusedBackend)
+    kind = NativeBackend if built(torch.float32).library is not None else FusedBackend
+    assert isinstance(HuggingFaceModel(large, None, "large", fastest_backend)._backend, kind)
     plain = HuggingFaceModel(stock("llama"), None, "plain")
-    assert isinstance(plain._body, StockBody)
+    assert isinstance(plain._backend, StockBackend)
     assert plain.fast_paths == ()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma3", "mixtral", "qwen3_moe"])
 def test_other_families_are_not_fused(family: str) -> None:
-    assert isinstance(HuggingFaceModel(stock(family), None, family, fastest_body)._body, StockBody)
+    assert isinstance(HuggingFaceModel(stock(family), None, family, fastest_backend)._backend, StockBackend)
 
 
 class _LoudLinear(nn.Linear):
@@ -121,7 +121,7 @@ def test_a_model_with_a_replaced_part_answers_as_that_model(part: str) -> None:
     """It runs through its own modules where the loop does not know all of them."""
     expected = stock_logits(with_replaced(part), TEXT)
     assert float((stock_logits(stock("llama"), TEXT) - expected).abs().max()) > 0.1, "the example changes nothing"
-    model = HuggingFaceModel(with_replaced(part), None, part, fastest_body)
+    model = HuggingFaceModel(with_replaced(part), None, part, fastest_backend)
     torch.testing.assert_close(rows_of(model), expected, rtol=0, atol=5e-5)
 
 
@@ -130,7 +130,7 @@ def test_a_loop_that_computes_something_else_is_refused_at_load(monkeypatch: pyt
     turn = Rotation.__call__
     module = stock("llama")
     check = check_against_stock(module, "llama")
-    loaded = HuggingFaceModel(module, None, "llama", fastest_body)
+    loaded = HuggingFaceModel(module, None, "llama", fastest_backend)
     check(loaded)
     monkeypatch.setattr(Rotation, "__call__", lambda self, heads: turn(self, heads.flip(-1)).flip(-1))
     with pytest.raises(UnsupportedModelError, match="other logits packed than by itself"):
@@ -140,9 +140,9 @@ def test_a_loop_that_computes_something_else_is_refused_at_load(monkeypatch: pyt
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_dtypes_that_cannot_be_packed_run_by_the_model_itself(family: str, dtype: torch.dtype) -> None:
-    model = HuggingFaceModel(stock(family, dtype=dtype), None, family, fastest_body)
+    model = HuggingFaceModel(stock(family, dtype=dtype), None, family, fastest_backend)
     assert model.fast_paths == ()
-    assert isinstance(model._body, StockBody)
+    assert isinstance(model._backend, StockBackend)
     expected = stock_logits(stock(family, dtype=dtype), TEXT)
     # Cosines and norms are computed in float32 also in a float64 model.
     close_enough = 2e-5 if dtype == torch.float64 else 0.1 * float(expected.std())
@@ -153,6 +153,6 @@ def test_dtypes_that_cannot_be_packed_run_by_the_model_itself(family: str, dtype
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_a_cuda_model_is_not_packed(family: str) -> None:
-    model = HuggingFaceModel(stock(family).to("cuda"), None, family, fastest_body)  # type: ignore[arg-type]
+    model = HuggingFaceModel(stock(family).to("cuda"), None, family, fastest_backend)  # type: ignore[arg-type]
     assert "packed weights" not in model.fast_paths
     assert not any(isinstance(module, PackedLinear) for module in model.module.modules())

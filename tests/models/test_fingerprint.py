@@ -9,17 +9,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from support.backends import fused_backend, graph_backend
 from support.tiny_models import build, llama, stock
 from truedraft import load_model
 from truedraft.errors import ModelError
 from truedraft.models import huggingface
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fingerprint import fingerprint_of
-from truedraft.models.fused import FusedBody
-from truedraft.models.graphs import GraphBody
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.export import export_model, save_padded
+from truedraft.models.huggingface import HuggingFaceModel, fingerprint_of
+from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
-from truedraft.models.padding_export import export_model, save_padded
 
 SIZE = PaddedSize("0.2M", layers=3, width=192, inner=384)
 
@@ -105,16 +104,16 @@ def test_loading_does_not_compute_it(folder: Path, monkeypatch: pytest.MonkeyPat
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("body", [FusedBody, GraphBody, fastest_body])
-def test_models_in_memory_keep_theirs_when_they_are_packed(body: type[FusedBody]) -> None:
+@pytest.mark.parametrize("backend", [fused_backend, graph_backend, fastest_backend])
+def test_models_in_memory_keep_theirs_when_they_are_packed(backend: type[FusedBackend]) -> None:
     expected = fingerprint_of(stock("llama"))
-    assert HuggingFaceModel(stock("llama"), None, "here", body).fingerprint == expected
+    assert HuggingFaceModel(stock("llama"), None, "here", backend).fingerprint == expected
     assert HuggingFaceModel(stock("llama"), None, "here").fingerprint == expected
 
 
 def test_packed_weights_have_none() -> None:
     model = stock("llama")
-    HuggingFaceModel(model, None, "here", FusedBody)
+    HuggingFaceModel(model, None, "here", fused_backend)
     with pytest.raises(ModelError, match="packed for inference"):
         fingerprint_of(model)
 
@@ -123,8 +122,8 @@ def test_a_model_padded_in_memory_does_not_know_what_it_was() -> None:
     padded = pad_model(stock("llama"), SIZE)
     with pytest.raises(ModelError, match="does not record what it was padded from"):
         fingerprint_of(padded)
-    for body in (FusedBody, GraphBody):
-        model = HuggingFaceModel(pad_model(stock("llama"), SIZE), None, "padded", body)
+    for backend in (fused_backend, graph_backend):
+        model = HuggingFaceModel(pad_model(stock("llama"), SIZE), None, "padded", backend)
         with pytest.raises(ModelError, match="is not known, for it was padded in memory"):
             _ = model.fingerprint
 

@@ -11,11 +11,11 @@ from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.fastest import fastest_body
 from truedraft.models.huggingface import UP_TO_NEAR_TIES, HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
-from truedraft.models.stock import StockBody
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN")
 
@@ -33,7 +33,7 @@ def tied(family: str, noise: float = 0.0) -> HuggingFaceModel:
         head[VOCAB // 2 : VOCAB // 2 * 2] = head[: VOCAB // 2].clone()
         for weight in module.parameters():
             weight += noise * weight.std(unbiased=False) * torch.randn_like(weight)
-    return HuggingFaceModel(module, None, family, fastest_body)
+    return HuggingFaceModel(module, None, family, fastest_backend)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +77,7 @@ def test_fast_paths_promise_equality_bit_for_bit(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_stock_modules_promise_what_their_rows_keep(family: str) -> None:
     """Their products in float32 take a single row another way on most processors; then every report says so."""
-    model = HuggingFaceModel(stock(family), None, family, StockBody)
+    model = HuggingFaceModel(stock(family), None, family, StockBackend)
     ids = torch.arange(8)
     logits = []
     for count in (8, 1):

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from truedraft.models.native import build as building
-from truedraft.models.native.build import built
+from truedraft.models.backends.native import build as building
+from truedraft.models.backends.native.build import built
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

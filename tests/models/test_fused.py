@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from support.backends import fused_backend, llama_of, native_backend
 from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, stock, stock_greedy, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.backends.base import Backend, BackendMaker
+from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.bodies import Body, BodyMaker
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
+from truedraft.models.llama import Rotation
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
-from truedraft.models.patterns import AttentionPattern
-from truedraft.models.rotary import Rotation
-from truedraft.models.stock import StockBody
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
@@ -92,14 +92,14 @@ def weights(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Pre
     return build(config, seed=0, spread=0.15, dtype=dtype)
 
 
-def native(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Body:
+def native(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Backend:
     if built(model.dtype).library is None:
         pytest.skip(f"no native forward: {built(model.dtype).reason}")
     if not is_for_decoder_c(model.config):
-        assert not NativeBody.fits(model, patterns)
+        assert not NativeBackend.fits(llama_of(model, patterns))
         pytest.skip("decoder.c is not for these sizes or this activation")
-    assert NativeBody.fits(model, patterns)
-    return NativeBody(model, patterns)
+    assert NativeBackend.fits(llama_of(model, patterns))
+    return native_backend(model, patterns)
 
 
 def is_for_decoder_c(config: PretrainedConfig) -> bool:
@@ -109,7 +109,7 @@ def is_for_decoder_c(config: PretrainedConfig) -> bool:
     return all(size % 16 == 0 for size in sizes) and config.hidden_act in ("silu", "swish")
 
 
-LOOPS: dict[str, BodyMaker] = {"fused": FusedBody, "native": native}
+LOOPS: dict[str, BackendMaker] = {"fused": fused_backend, "native": native}
 in_both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 
@@ -229,10 +229,10 @@ def test_a_small_fault_in_the_loop_is_noticed(part: str, dtype: torch.dtype, mon
         turn = Rotation.__call__
         monkeypatch.setattr(Rotation, "__call__", lambda self, heads: turn(self, heads.flip(-1)).flip(-1))
     elif part == "query norm":
-        for layer in broken._body._layers:  # type: ignore[attr-defined]
+        for layer in broken._backend._layers:  # type: ignore[attr-defined]
             layer.query_norm.weight.mul_(2.0)
     else:
-        down = broken._body._layers[1].down  # type: ignore[attr-defined]
+        down = broken._backend._layers[1].down  # type: ignore[attr-defined]
         monkeypatch.setattr(down, "plus", lambda x, residual: down(x))
     found = run_forwards(broken)
     largest, typical = apart(found.logits, expected.logits, float(expected.logits.std()))
@@ -280,14 +280,14 @@ def test_text_that_outgrows_the_first_table_of_positions(loop: str) -> None:
 def test_gates_far_from_zero(dtype: torch.dtype, loop: str) -> None:
     """silu(x) = x / (1 + e^-x) is 0 far below 0, also where e^-x is beyond the largest number (x < -88.7)."""
 
-    def model(body: BodyMaker) -> HuggingFaceModel:
+    def model(backend: BackendMaker) -> HuggingFaceModel:
         module: Any = weights(CONFIGS["grouped heads"](), dtype)
         for layer in module.model.layers:
             layer.mlp.gate_proj.weight.data *= 40
             layer.mlp.up_proj.weight.data /= 40
-        return HuggingFaceModel(module, None, "gates", body)
+        return HuggingFaceModel(module, None, "gates", backend)
 
-    fast, slow = run_forwards(model(LOOPS[loop])).logits, run_forwards(model(StockBody)).logits
+    fast, slow = run_forwards(model(LOOPS[loop])).logits, run_forwards(model(StockBackend)).logits
     largest, typical = apart(fast, slow, float(slow.std()))
     assert largest <= (5e-5 if dtype == torch.float32 else 0.7)
     assert typical <= (5e-6 if dtype == torch.float32 else 0.07)
@@ -331,7 +331,7 @@ def test_linear_weights_are_freed_and_the_embedding_stays(name: str, loop: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda_the_answer_is_the_models_own(dtype: torch.dtype) -> None:
     """Whatever is switched on there; in float32 it is that of transformers on the CPU."""
-    model = HuggingFaceModel(stock("llama", dtype=dtype).to("cuda"), None, "llama", fastest_body)  # type: ignore[arg-type]
+    model = HuggingFaceModel(stock("llama", dtype=dtype).to("cuda"), None, "llama", fastest_backend)  # type: ignore[arg-type]
     assert "packed weights" not in model.fast_paths
     params = SamplingParams(max_tokens=64)
     plain = Engine(model).generate(list(PROMPTS[0]), params).token_ids

@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.cache.slab import Slab, SlabCache, SlabPool
+from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
+from truedraft.models.backends.graphs.batch import (
+    ArenaBatch,
+    Bucket,
+    Inputs,
+    PlacedSegment,
+    additive_mask,
+    lone_bucket,
+    path_bits,
+    shared_bucket,
+    visible,
+)
 from truedraft.models.base import Segment
-from truedraft.models.graphs.batch import PlacedSegment, SlabBatch, path_bits
-from truedraft.models.graphs.buckets import Bucket, lone_bucket, shared_bucket
-from truedraft.models.graphs.inputs import Inputs
-from truedraft.models.graphs.masks import additive_mask, visible
-from truedraft.models.patterns import AttentionPattern, Chunk, Full, Window
 
 CPU = torch.device("cpu")
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
@@ -28,7 +35,7 @@ def large_tree(nodes: int) -> TreeShape:
     return TreeShape((-1, 0, 0, *range(1, nodes - 2)))
 
 
-def cache_of(pool: SlabPool, length: int, shape: TreeShape, written: int) -> SlabCache:
+def cache_of(pool: ArenaPool, length: int, shape: TreeShape, written: int) -> ArenaCache:
     """A cache that holds `length` committed tokens and room for the tree."""
     cache = pool.acquire()
     cache.reserve(length)
@@ -38,9 +45,9 @@ def cache_of(pool: SlabPool, length: int, shape: TreeShape, written: int) -> Sla
     return cache
 
 
-def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, lone: bool = False) -> SlabBatch:
+def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, lone: bool = False) -> ArenaBatch:
     """Requests by (committed tokens, tree, nodes already written)."""
-    pool = SlabPool(Slab(1, 1, 4, torch.float32, CPU, 1024), 1024)
+    pool = ArenaPool(Arena(1, 1, 4, torch.float32, CPU, 1024), 1024)
     parts = []
     for length, shape, written in requests:
         cache = cache_of(pool, length, shape, written)
@@ -49,10 +56,10 @@ def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, lone: bool = Fal
         assert cache.slot is not None
         parts.append(PlacedSegment(segment, cache.slot))
     capacity = parts[0].segment.cache.capacity
-    return SlabBatch.lone(parts[-1], capacity, PATTERNS) if lone else SlabBatch.shared(parts, capacity, PATTERNS)
+    return ArenaBatch.lone(parts[-1], capacity, PATTERNS) if lone else ArenaBatch.shared(parts, capacity, PATTERNS)
 
 
-def loaded(batch: SlabBatch) -> Inputs:
+def loaded(batch: ArenaBatch) -> Inputs:
     inputs = Inputs(batch.bucket, len(PATTERNS), 12345, CPU)
     inputs.load(batch)
     return inputs
@@ -66,7 +73,7 @@ def defined(length: int, shape: TreeShape, written: int, span: int, pattern: Att
     seen[:, length : length + nodes] = shape.ancestor_mask
     positions = torch.tensor([length - 1 + depth for depth in shape.depths])
     keys = torch.cat([torch.arange(length), positions])
-    seen[:, : length + nodes] &= pattern.allowed(positions, keys)
+    seen[:, : length + nodes] &= keys >= pattern.first(positions)[:, None]
     return seen[written:]
 
 

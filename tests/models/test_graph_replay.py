@@ -9,52 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.backends import HostRecorder, graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
-from truedraft.cache.slab import SlabCache
+from truedraft.cache.arena import ArenaCache
 from truedraft.core import transfers
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.attention import Full, Window
+from truedraft.models.backends.graphs import GraphBackend
+from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment
+from truedraft.models.backends.graphs.replay import Outputs, Recording, Runner
 from truedraft.models.base import Segment
-from truedraft.models.graphs import GraphBody
-from truedraft.models.graphs.batch import PlacedSegment, SlabBatch
-from truedraft.models.graphs.buckets import Bucket
-from truedraft.models.graphs.inputs import Inputs
-from truedraft.models.graphs.replay import Outputs, Recorder, Recording, Replayed
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.patterns import Full, Window
 from truedraft.models.probe import probe_patterns
 
 CPU = torch.device("cpu")
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
-
-
-class OnTheHost(Recording):
-    """Runs the forward again, into outputs that stay where they are, as a CUDA graph does."""
-
-    def __init__(self, forward: Callable[[], Outputs]) -> None:
-        self._forward = forward
-        logits, hidden = forward()
-        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        for kept, new in zip(self.outputs, self._forward(), strict=True):
-            kept.copy_(new)
-
-
-class HostRecorder(Recorder):
-    """Keeps its recordings for the test to look at."""
-
-    def __init__(self) -> None:
-        self.made: list[OnTheHost] = []
-        self.forgotten = 0
-
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        self.made.append(OnTheHost(forward))
-        return self.made[-1]
-
-    def forget(self) -> None:
-        self.forgotten += 1
 
 
 class Fixture:
@@ -62,20 +31,18 @@ class Fixture:
 
     def __init__(self, family: str = "llama") -> None:
         self.recorder = HostRecorder()
-        self.bodies: list[GraphBody] = []
+        self.backends: list[GraphBackend] = []
 
-        def made(module: object, patterns: object) -> GraphBody:
-            self.bodies.append(GraphBody(module, patterns, self.recorder))  # type: ignore[arg-type]
-            return self.bodies[-1]
+        def made(module: object, patterns: object) -> GraphBackend:
+            self.backends.append(graph_backend(module, patterns, self.recorder))  # type: ignore[arg-type]
+            return self.backends[-1]
 
         self.model = HuggingFaceModel(stock(family), None, family, made)
         self._generator = torch.Generator().manual_seed(3)
 
     @property
-    def runner(self) -> Replayed:
-        runner = self.bodies[0]._shared
-        assert isinstance(runner, Replayed)
-        return runner
+    def runner(self) -> Runner:
+        return self.backends[0]._runner
 
     def drawn(self, count: int) -> Tensor:
         return torch.randint(VOCAB, (count,), generator=self._generator)
@@ -83,10 +50,10 @@ class Fixture:
     def chain(self, cache: object, count: int) -> Segment:
         return Segment(cache, self.drawn(count), chain_shape(count), range(count))  # type: ignore[arg-type]
 
-    def filled(self, count: int) -> SlabCache:
+    def filled(self, count: int) -> ArenaCache:
         """A cache with `count` committed tokens, fed one by one (so that nothing is recorded for its sake)."""
         cache = self.model.new_cache()
-        assert isinstance(cache, SlabCache)
+        assert isinstance(cache, ArenaCache)
         self.model.forward([self.chain(cache, count)])
         cache.commit(range(count))
         return cache
@@ -109,7 +76,7 @@ def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
     first, second = fixture.filled(9), fixture.filled(5)
     model = fixture.model
 
-    def tree(cache: SlabCache) -> Segment:
+    def tree(cache: ArenaCache) -> Segment:
         return Segment(cache, fixture.drawn(7), TREE, range(7))
 
     for _ in range(2):
@@ -141,7 +108,7 @@ def test_requests_that_are_over_take_no_part() -> None:
 def test_replays_compute_from_new_numbers() -> None:
     """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
     recorded, plain = Fixture(), Fixture()
-    plain.bodies[0]._shared = plain.bodies[0]._lone
+    plain.runner._recorder = None
     kept: list[tuple[Tensor, Tensor]] = []
     caches = {fixture: fixture.filled(6) for fixture in (recorded, plain)}
     for step in range(12):
@@ -160,19 +127,19 @@ def test_replays_compute_from_new_numbers() -> None:
 
 def test_addresses_stay_between_replays() -> None:
     fixture = Fixture("mistral")
-    body, cache = fixture.bodies[0], fixture.filled(9)
+    backend, cache = fixture.backends[0], fixture.filled(9)
     seen: list[set[int]] = []
-    forward = body._decoder.forward
+    forward = backend._decoder.forward
 
-    def watched(inputs: Inputs, slab: object) -> Outputs:
+    def watched(inputs: Inputs, arena: object) -> Outputs:
         pointers = {each.data_ptr() for each in numbers_of(inputs)}
-        pointers |= {rows.data_ptr() for call in range(2) for rows in body.slab.rows(call)}
-        pointers.add(body._decoder._rotary.table.data_ptr())
-        pointers |= {layer.qkv.weight.data_ptr() for layer in body._decoder._layers}
+        pointers |= {rows.data_ptr() for call in range(2) for rows in backend.arena.rows(call)}
+        pointers.add(backend._decoder._rotary.table.data_ptr())
+        pointers |= {layer.qkv.weight.data_ptr() for layer in backend._decoder._layers}
         seen.append(pointers)
-        return forward(inputs, body.slab)
+        return forward(inputs, backend.arena)
 
-    body._decoder.forward = watched  # type: ignore[method-assign]
+    backend._decoder.forward = watched  # type: ignore[method-assign]
     fixture.model.forward([fixture.chain(cache, 4)])
     seen.clear()  # the first of a bucket runs from inputs of its own
     outputs = set()
@@ -190,7 +157,7 @@ def numbers_of(inputs: Inputs) -> Iterator[Tensor]:
         yield getattr(inputs.numbers, name)
 
 
-def test_when_the_slab_moves_all_recordings_are_void() -> None:
+def test_when_the_arena_moves_all_recordings_are_void() -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
     for _ in range(2):
@@ -261,7 +228,7 @@ def placed(*segments: Segment) -> list[PlacedSegment]:
     parts = []
     for segment in segments:
         segment.cache.reserve(len(segment.shape), segment.written)
-        assert isinstance(segment.cache, SlabCache)
+        assert isinstance(segment.cache, ArenaCache)
         parts.append(PlacedSegment(segment, segment.cache.place))
     return parts
 
@@ -272,16 +239,16 @@ def placed(*segments: Segment) -> list[PlacedSegment]:
 def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str, shape: TreeShape) -> None:
     """The same operations, whatever the numbers; none of them brings a number to the host."""
     fixture = Fixture(family)
-    body = fixture.bodies[0]
+    backend = fixture.backends[0]
     short, long = fixture.filled(2), fixture.filled(60)
     operations = []
     for first, second in ((short, long), (long, short)):
         parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 1 + len(operations)))
-        batch = SlabBatch.shared(parts, body.slab.capacity, body._decoder.patterns)
-        inputs = body._inputs(batch.bucket)
+        batch = ArenaBatch.shared(parts, backend.arena.capacity, backend._decoder.patterns)
+        inputs = backend._inputs(batch.bucket)
         inputs.load(batch)
         with Watch() as watch:
-            body._decoder.forward(inputs, body.slab)
+            backend._decoder.forward(inputs, backend.arena)
         operations.append(watch.operations)
     assert len(operations[0]) > 20
     assert operations[0] == operations[1]
@@ -295,15 +262,15 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
     """The tokens are where they belong in either case."""
     monkeypatch.setattr(transfers, "waits", lambda device: not known)
     fixture = Fixture("mistral")
-    body = fixture.bodies[0]
+    backend = fixture.backends[0]
     caches = [fixture.filled(count) for count in (2, 12)]
     texts = [fixture.drawn(7) for _ in caches]
-    batch = SlabBatch.shared(
+    batch = ArenaBatch.shared(
         placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
-        body.slab.capacity,
-        body._decoder.patterns,
+        backend.arena.capacity,
+        backend._decoder.patterns,
     )
-    inputs = body._inputs(batch.bucket)
+    inputs = backend._inputs(batch.bucket)
     with Watch() as watch:
         inputs.load(batch)
     moving = [name for name, _ in watch.operations if name in ("copy_", "cat", "index_copy_", "index_put_", "fill_")]
@@ -323,11 +290,11 @@ def test_what_was_merged_is_no_second_copy() -> None:
     module = stock("qwen3")
     before = {name: weight.clone() for name, weight in module.named_parameters()}
     patterns = probe_patterns(module)
-    body = GraphBody(module, patterns)
+    backend = graph_backend(module, patterns)
     for name, weight in module.named_parameters():
         assert weight.equal(before[name])
-    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}
-    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in body._decoder._layers}
+    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}
+    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}
     blocks = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in module.parameters()}
     assert merged <= set(blocks)
     assert sum(blocks.values()) == sum(weight.nbytes for weight in before.values())

@@ -1,4 +1,4 @@
-"""The LM head alone gives the logits that came with its vectors, in every body and family, or says that it cannot."""
+"""The LM head alone gives the logits that came with its vectors, in every backend, or says that it cannot."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ from transformers import (
     PreTrainedModel,
 )
 
+from support.backends import fused_backend, graph_backend, native_backend
 from support.tiny_models import CONTEXT, FAMILIES, VOCAB, build, stock
 from truedraft import load_model
 from truedraft.core.trees import chain_shape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fused import FusedBody
-from truedraft.models.graphs import GraphBody
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead, LogitFinish
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.padding import PaddedSize, pad_model
 from truedraft.models.ranking import largest_ids
-from truedraft.models.stock import StockBody
 from truedraft.testing import MarkovModel
 
 SMALL: dict[str, Any] = {
@@ -58,11 +56,11 @@ WIDE = LlamaConfig(**GATED | {"hidden_size": 64, "num_attention_heads": 2, "num_
 
 PACKS = can_pack(torch.device("cpu"), torch.bfloat16)
 NATIVE = built(torch.bfloat16).library is not None
-BODIES: list[Any] = [
-    pytest.param(StockBody, id="stock"),
-    pytest.param(GraphBody, id="graph"),
-    pytest.param(FusedBody, id="fused", marks=pytest.mark.skipif(not PACKS, reason="this machine cannot pack")),
-    pytest.param(NativeBody, id="native", marks=pytest.mark.skipif(not NATIVE, reason="it cannot be compiled")),
+BACKENDS: list[Any] = [
+    pytest.param(StockBackend, id="stock"),
+    pytest.param(graph_backend, id="graph"),
+    pytest.param(fused_backend, id="fused", marks=pytest.mark.skipif(not PACKS, reason="this machine cannot pack")),
+    pytest.param(native_backend, id="native", marks=pytest.mark.skipif(not NATIVE, reason="it cannot be compiled")),
 ]
 
 
@@ -85,7 +83,7 @@ def assert_head_gives_the_logits(model: LanguageModel, exactly: bool = False) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     assert_head_gives_the_logits(HuggingFaceModel(stock(family), None, family))
-    assert_head_gives_the_logits(HuggingFaceModel(stock(family), None, family, fastest_body))
+    assert_head_gives_the_logits(HuggingFaceModel(stock(family), None, family, fastest_backend))
 
 
 @pytest.mark.parametrize("kind", FINISHED)
@@ -104,16 +102,16 @@ def test_scales_caps_and_biases(kind: str) -> None:
         assert not torch.allclose(product, output.logits, atol=1e-2)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bodies_rank_alike_and_each_row_for_itself(body: BodyMaker, dtype: torch.dtype) -> None:
-    model = HuggingFaceModel(build(WIDE, seed=3, dtype=dtype), None, "wide", body)
-    assert_head_gives_the_logits(model, exactly=body is NativeBody)
+def test_bodies_rank_alike_and_each_row_for_itself(backend: BackendMaker, dtype: torch.dtype) -> None:
+    model = HuggingFaceModel(build(WIDE, seed=3, dtype=dtype), None, "wide", backend)
+    assert_head_gives_the_logits(model, exactly=backend is native_backend)
     vectors = run(model).hidden
     logits = model.unembed(vectors)
     assert model.likeliest(vectors, 10).ids.equal(largest_ids(logits, 10))
     assert model.likeliest(vectors, VOCAB).ids.equal(largest_ids(logits, VOCAB))
-    if dtype is torch.bfloat16 and body is not GraphBody:
+    if dtype is torch.bfloat16 and backend is not graph_backend:
         for row in range(len(vectors)):
             assert model.unembed(vectors[row : row + 1]).equal(logits[row : row + 1])
 
@@ -122,10 +120,10 @@ def pad_small(model: PreTrainedModel) -> PreTrainedModel:
     return pad_model(model, PaddedSize("0.2M", layers=3, width=256, inner=384))
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_a_padded_model_reads_only_what_is_not_zero(body: BodyMaker) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_padded_model_reads_only_what_is_not_zero(backend: BackendMaker) -> None:
     own = HuggingFaceModel(build(WIDE, seed=3), None, "own")
-    padded = HuggingFaceModel(pad_small(build(WIDE, seed=3)), None, "padded", body)
+    padded = HuggingFaceModel(pad_small(build(WIDE, seed=3)), None, "padded", backend)
     assert (padded.head_width, own.head_width) == (64, 64)
     output = run(padded)
     assert output.hidden.shape[1] == 256
@@ -137,8 +135,8 @@ def test_a_padded_model_reads_only_what_is_not_zero(body: BodyMaker) -> None:
 
 
 def test_ids_that_do_not_exist_are_never_ranked() -> None:
-    for body in (StockBody, fastest_body):
-        model = HuggingFaceModel(build(WIDE, seed=3), None, "cut", body)
+    for backend in (StockBackend, fastest_backend):
+        model = HuggingFaceModel(build(WIDE, seed=3), None, "cut", backend)
         model.vocab_size = 70
         vectors = run(model).hidden
         assert model.unembed(vectors).shape[1] == 70
@@ -146,7 +144,7 @@ def test_ids_that_do_not_exist_are_never_ranked() -> None:
 
 
 def test_many_rows_and_two_threads() -> None:
-    model = HuggingFaceModel(build(WIDE, seed=3), None, "wide", fastest_body)
+    model = HuggingFaceModel(build(WIDE, seed=3), None, "wide", fastest_backend)
     vectors = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     one = model.unembed(vectors)
     torch.set_num_threads(2)
@@ -162,8 +160,8 @@ def test_many_rows_and_two_threads() -> None:
 
 def test_log_probabilities_know_the_logits_factor() -> None:
     config = GraniteConfig(**GATED | {"vocab_size": 213}, logits_scaling=0.25)
-    for body in (StockBody, fastest_body):
-        model = HuggingFaceModel(build(config, seed=3), None, "scaled", body)
+    for backend in (StockBackend, fastest_backend):
+        model = HuggingFaceModel(build(config, seed=3), None, "scaled", backend)
         vectors = run(model).hidden
         made = model.likeliest(vectors, 213)
         expected = model.unembed(vectors).log_softmax(dim=-1).gather(-1, made.ids)
@@ -196,7 +194,7 @@ def test_a_family_that_does_more_is_refused() -> None:
 
 def test_a_packed_head_cannot_be_trained_through() -> None:
     model = build(WIDE, seed=3)
-    HuggingFaceModel(model, None, "packed", FusedBody)
+    HuggingFaceModel(model, None, "packed", fused_backend)
     with pytest.raises(UnsupportedModelError, match="packed for inference"):
         LmHead.of(model)
 

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
+from support.backends import llama_of, native_backend
 from support.tiny_models import build
 from truedraft import load_model
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.errors import CacheError, ModelError
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.backends.native import NativeBackend, backend
+from truedraft.models.backends.native import build as building
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.memory import Scratch, interleaved, packed, padded_bias
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody, body
-from truedraft.models.native import build as building
-from truedraft.models.native.build import built
-from truedraft.models.native.scratch import Scratch
-from truedraft.models.native.weights import interleaved, packed, padded_bias
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
-from truedraft.models.stock import StockBody
 
 needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 needs_compiler = pytest.mark.skipif(
@@ -67,7 +67,7 @@ CONFIGS = {
 
 
 def native(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
-    return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "native", NativeBody)
+    return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "native", native_backend)
 
 
 def run_forwards(model: LanguageModel) -> list[Tensor]:
@@ -109,7 +109,7 @@ def threads() -> Iterator[None]:
 @needs_library
 @pytest.mark.parametrize("name", CONFIGS)
 def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
-    stock = HuggingFaceModel(build(CONFIGS[name](), seed=3, spread=0.15), None, "stock", StockBody)
+    stock = HuggingFaceModel(build(CONFIGS[name](), seed=3, spread=0.15), None, "stock", StockBackend)
     for ours, theirs in zip(run_forwards(native(CONFIGS[name]())), run_forwards(stock), strict=True):
         assert ours.shape == theirs.shape
         if theirs.numel():
@@ -178,7 +178,7 @@ def test_a_node_has_the_bits_of_its_path_alone() -> None:
 @pytest.mark.parametrize("token", [-1, 8192, 2**40])
 def test_an_unknown_token_is_refused_and_the_next_forward_runs(token: int) -> None:
     model = load_model("embedded:draft", dtype="float32")
-    assert isinstance(model._body, NativeBody)
+    assert isinstance(model._backend, NativeBackend)
     cache = model.new_cache()
     with pytest.raises(ModelError, match="outside 0 to 8191"):
         model.forward([Segment(cache, torch.tensor([5, token]), chain_shape(2), (1,))])
@@ -216,7 +216,7 @@ def test_tokens_may_lie_apart_or_be_narrower() -> None:
 def test_a_forward_holds_the_trees_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """More different trees in a forward than are remembered, or another thread's: the memory must stay."""
     model, generator = native(llama()), torch.Generator().manual_seed(1)
-    monkeypatch.setattr(body, "_own_slots", functools.lru_cache(maxsize=1)(body._own_slots.__wrapped__))
+    monkeypatch.setattr(backend, "_own_slots", functools.lru_cache(maxsize=1)(backend._own_slots.__wrapped__))
     segments = []
     for i in range(40):
         shape = TreeShape((-1, 0, 0, i % 3, (i // 3) % 4, (i // 12) % 5))
@@ -243,15 +243,15 @@ def test_scratch_grows_by_doubling() -> None:
 @pytest.mark.parametrize("change", ["dtype", "size", "odd head"])
 def test_models_whose_layers_differ_do_not_fit(change: str) -> None:
     model: Any = build(llama(), seed=0)
-    patterns = native(llama())._body._patterns * 2  # type: ignore[attr-defined]
-    assert NativeBody.fits(model, patterns)
+    patterns = native(llama())._backend._patterns * 2  # type: ignore[attr-defined]
+    assert NativeBackend.fits(llama_of(model, patterns))
     if change == "dtype":
         model.model.layers[1].input_layernorm.to(torch.bfloat16)
     elif change == "size":
         model.model.layers[1].mlp.gate_proj = nn.Linear(48, 96, bias=False)
     else:
         model.model.layers[0].self_attn.head_dim = 33
-    assert not NativeBody.fits(model, patterns)
+    assert not NativeBackend.fits(llama_of(model, patterns))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -328,8 +328,8 @@ def test_without_a_compiler_there_is_a_reason_and_the_fused_loop(folder: Path, m
     assert built(torch.float32) == building.Built(None, "CC names '/nowhere/cc -O2', which is not on this machine")
     assert "float16" in built(torch.float16).reason
     if can_pack(torch.device("cpu"), torch.float32):
-        model = HuggingFaceModel(build(llama(), seed=0), None, "llama", fastest_body)
-        assert isinstance(model._body, FusedBody)
+        model = HuggingFaceModel(build(llama(), seed=0), None, "llama", fastest_backend)
+        assert isinstance(model._backend, FusedBackend)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     assert "no C compiler (cc, gcc or clang)" in again().reason

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from support.backends import native_backend
 from support.tiny_models import build
 from truedraft.core.trees import chain_shape
+from truedraft.models.backends.native import build as building
+from truedraft.models.backends.native.build import built
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native import build as building
-from truedraft.models.native.build import built
 
 needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
 
 
 def native(seed: int = 0) -> HuggingFaceModel:
-    return HuggingFaceModel(build(LlamaConfig(**SIZES), seed=seed, spread=0.15), None, "native", NativeBody)
+    return HuggingFaceModel(build(LlamaConfig(**SIZES), seed=seed, spread=0.15), None, "native", native_backend)
 
 
 def logits(model: HuggingFaceModel, count: int) -> Tensor:
@@ -126,9 +126,9 @@ def test_memory_is_given_back_only_when_no_thread_reads_it(monkeypatch: pytest.M
     """Weights, and numbers on the way when they grow."""
     settled: list[tuple[int, int]] = []
     model = native()
-    body: Any = model._body
+    backend: Any = model._backend
     logits(model, 3)
-    scratch = body._scratch
+    scratch = backend._scratch
     ask = scratch._settle
     scratch._settle = lambda *span: settled.append(tuple(each.value for each in span)) or ask(*span)
     first = scratch._inputs
@@ -140,6 +140,6 @@ def test_memory_is_given_back_only_when_no_thread_reads_it(monkeypatch: pytest.M
     del heads
     gc.collect()
     assert settled == [first, second]
-    del model, body
+    del model, backend
     gc.collect()
     assert settled == [first, second, second]

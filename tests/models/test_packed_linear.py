@@ -24,12 +24,12 @@ from transformers import (
 
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock, stock_logits
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fastest import fastest_body
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse, pack_linears
-from truedraft.models.stock import StockBody
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
@@ -231,8 +231,8 @@ def rows_of(model: HuggingFaceModel) -> Tensor:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families_get_packed_weights_and_answer_as_by_themselves(name: str, dtype: torch.dtype) -> None:
     alone = build(OTHERS[name](), seed=0, dtype=dtype)
-    model = HuggingFaceModel(build(OTHERS[name](), seed=0, dtype=dtype), None, name, fastest_body)
-    assert isinstance(model._body, StockBody)
+    model = HuggingFaceModel(build(OTHERS[name](), seed=0, dtype=dtype), None, name, fastest_backend)
+    assert isinstance(model._backend, StockBackend)
     assert model.fast_paths == ("packed weights",)
     assert any(isinstance(module, PackedLinear) for module in model.module.modules())
     assert not any(type(module) is nn.Linear for module in model.module.modules())
@@ -248,7 +248,7 @@ def test_other_families_get_packed_weights_and_answer_as_by_themselves(name: str
 def test_packing_changes_what_a_forward_reads_by_nothing() -> None:
     """Reports divide by these: they are those of the loaded model, though its tensors are freed."""
     for family in ("gpt_neox", "gemma3", "llama"):
-        plain, fast = (HuggingFaceModel(stock(family), None, family, body) for body in (StockBody, fastest_body))
+        plain, fast = (HuggingFaceModel(stock(family), None, family, kind) for kind in (StockBackend, fastest_backend))
         assert (plain.parameters, plain.weight_bytes) == (fast.parameters, fast.weight_bytes)
         assert plain.fast_paths == ()
 
@@ -259,7 +259,7 @@ def test_a_head_that_is_tied_to_the_embedding_leaves_it_intact() -> None:
     model = build(config, seed=0)
     embedding = model.get_input_embeddings().weight.clone()
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    loaded = HuggingFaceModel(model, None, "tied", fastest_body)
+    loaded = HuggingFaceModel(model, None, "tied", fastest_backend)
     assert isinstance(model.get_output_embeddings(), PackedLinear)
     assert loaded.module.get_input_embeddings().weight.equal(embedding)
 
@@ -297,7 +297,7 @@ def reversed_in(family: str, *names: str) -> PreTrainedModel:
 def test_layers_of_another_class_are_left_alone(family: str, names: tuple[str, ...]) -> None:
     model = reversed_in(family, *names)
     kept = [model.get_submodule(name) for name in names]
-    loaded = HuggingFaceModel(model, None, family, fastest_body)
+    loaded = HuggingFaceModel(model, None, family, fastest_backend)
     assert loaded.fast_paths == ("packed weights",)
     assert all(loaded.module.get_submodule(name) is module for name, module in zip(names, kept, strict=True))
     expected = stock_logits(reversed_in(family, *names), TEXT)
@@ -314,7 +314,7 @@ def test_a_layer_with_a_hook_is_left_alone() -> None:
         layer.register_forward_hook(lambda module, inputs, output: output.flip(-1))
         return model
 
-    loaded = HuggingFaceModel(hooked(), None, "hooked", fastest_body)
+    loaded = HuggingFaceModel(hooked(), None, "hooked", fastest_backend)
     torch.testing.assert_close(rows_of(loaded), stock_logits(hooked(), TEXT), rtol=0, atol=2e-5)
 
 
@@ -352,5 +352,5 @@ def test_a_weight_that_is_used_twice_is_not_freed() -> None:
 
 def test_nothing_to_pack_is_no_fast_path() -> None:
     """GPT-2's layers are not of the class `nn.Linear`; with the head replaced too, nothing is left."""
-    loaded = HuggingFaceModel(reversed_in("gpt2", "lm_head"), None, "gpt2", fastest_body)
+    loaded = HuggingFaceModel(reversed_in("gpt2", "lm_head"), None, "gpt2", fastest_backend)
     assert loaded.fast_paths == ()

@@ -16,10 +16,14 @@ from cli.tiny import save_tiny_llama
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
+from truedraft.models.export import export_model, save_padded
 from truedraft.models.padding import (
     PADDED_SIZES,
     PaddedSize,
+    choose_heads,
     count_parameters,
+    head_places,
+    inner_places,
     pad_model,
     padded_config,
     padded_name,
@@ -27,8 +31,6 @@ from truedraft.models.padding import (
     padding_note_of,
     unpadded_name,
 )
-from truedraft.models.padding_export import export_model, save_padded
-from truedraft.models.padding_places import choose_heads, head_places, inner_places
 
 WIDTH = 64
 FOUR_TIMES = PaddedSize("2M", layers=4, width=4 * WIDTH, inner=384)
@@ -258,7 +260,7 @@ def test_what_fails_leaves_no_half_a_folder(folder: str, tmp_path: Path, monkeyp
 
 def test_a_full_disk_is_found_before_it_is_full(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 10**6})
-    monkeypatch.setattr("truedraft.models.padding_export.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("truedraft.models.export.shutil.disk_usage", lambda _: usage)
     with pytest.raises(OptionError, match=r"take 0\.2 GB.*has 0\.0 GB free"):
         export_model(folder, tmp_path / "out", pad_to="110M", dtype="bfloat16")
 

@@ -26,13 +26,11 @@ from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models import plan, probe
+from truedraft.models import packing, probe
+from truedraft.models.attention import AttentionPattern, Chunk, Full, SegmentLayout, TreeLayout, Window, layout_of
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.layouts import SegmentLayout, TreeLayout, layout_of
-from truedraft.models.patterns import AttentionPattern, Chunk, Full, Window
-from truedraft.models.plan import ForwardPlan
-from truedraft.models.probe import probe_patterns
-from truedraft.models.selftest import check_against_stock
+from truedraft.models.packing import ForwardPlan
+from truedraft.models.probe import check_against_stock, probe_patterns
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -91,9 +89,10 @@ def test_a_window_on_some_layers_only() -> None:
 )
 def test_what_a_pattern_allows(pattern: AttentionPattern, query: int, keys: list[int]) -> None:
     """Among the positions up to the query's own; those behind it are never ancestors."""
-    allowed = pattern.allowed(torch.tensor([query]), torch.arange(query + 1))[0]
-    assert allowed.nonzero().flatten().tolist() == list(keys)
-    assert pattern.reaches(query + 1) == bool(allowed.all())
+    first = max(0, pattern.first(query))
+    assert list(range(first, query + 1)) == list(keys)
+    assert pattern.first(torch.tensor([query])).clamp(min=0).tolist() == [first]
+    assert pattern.reaches(query + 1) == (first == 0)
 
 
 def test_a_recurrent_model_is_refused() -> None:
@@ -176,7 +175,7 @@ def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
             made.blocked.mask.fill_(False)
         return made
 
-    monkeypatch.setattr(plan, "layout_of", leaky)
+    monkeypatch.setattr(packing, "layout_of", leaky)
 
 
 def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:

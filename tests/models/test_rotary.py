@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from truedraft.models.rotary import RotaryTable, Rotation
+from truedraft.models.llama import RotaryTable, Rotation
 
 HEAD = 16
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -36,6 +36,12 @@ def rotary(kind: str = "default", head: int = HEAD) -> nn.Module:
     return LlamaRotaryEmbedding(config)
 
 
+def at(table: RotaryTable, positions: Tensor, furthest: int) -> Rotation:
+    """The rotation of a forward's rows."""
+    table.reach(furthest)
+    return table.at(positions)
+
+
 def parts(rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[rows, head]` as the rotation applies them, read off what it makes of two heads."""
     rows = rotation._cosines.shape[0]
@@ -57,7 +63,7 @@ def test_bits_are_those_of_the_module(kind: str, dtype: torch.dtype) -> None:
     module, like = rotary(kind), torch.empty(0, dtype=dtype)
     positions = torch.tensor([0, 7, 7, 3, 255, 510, 511, 512, 513, 1023, 1024, 2047, 4999, 1])
     table = RotaryTable(module, like)
-    cosines, sines = parts(table.at(positions, int(positions.max())))
+    cosines, sines = parts(at(table, positions, int(positions.max())))
     expected_cosines, expected_sines = module(like, positions[None])
     assert cosines.dtype == dtype
     assert cosines.equal(expected_cosines[0])
@@ -68,10 +74,10 @@ def test_bits_do_not_depend_on_how_far_the_table_has_grown() -> None:
     """A row of a long request, and the same row before anything was that long."""
     table = RotaryTable(rotary("yarn"), torch.empty(0))
     near = torch.arange(512)
-    before = parts(table.at(near, 511))
+    before = parts(at(table, near, 511))
     far = torch.tensor([9000, 100, 8191, 8192])
-    cosines, _ = parts(table.at(far, 9000))
-    after = parts(table.at(near, 511))
+    cosines, _ = parts(at(table, far, 9000))
+    after = parts(at(table, near, 511))
     assert all(one.equal(other) for one, other in zip(before, after, strict=True))
     assert cosines[1].equal(before[0][100])
 
@@ -80,7 +86,7 @@ def test_bits_do_not_depend_on_how_far_the_table_has_grown() -> None:
 def test_a_table_reaches_every_position_it_is_asked_for(furthest: int) -> None:
     module = rotary()
     table = RotaryTable(module, torch.empty(0))
-    cosines, _ = parts(table.at(torch.tensor([furthest]), furthest))
+    cosines, _ = parts(at(table, torch.tensor([furthest]), furthest))
     assert cosines.equal(module(torch.empty(0), torch.tensor([[furthest]]))[0][0])
 
 
@@ -99,7 +105,7 @@ def test_growth_is_by_doubling() -> None:
 
     table = RotaryTable(Counted(), torch.empty(0))
     for position in range(3000):
-        table.at(torch.tensor([position]), position)
+        at(table, torch.tensor([position]), position)
     assert len(calls) == 4  # 512, 1,024, 2,048 and 4,096 positions
     assert calls == sorted(calls) and calls[-1] >= 3000
 
@@ -127,7 +133,7 @@ def test_turns_as_transformers_does(dtype: torch.dtype) -> None:
     wide = torch.randn(4, 5, HEAD, generator=generator).to(dtype)
     heads = wide[:, :3]
     before = wide.clone()
-    ours = RotaryTable(module, torch.empty(0, dtype=dtype)).at(positions, 511)(heads)
+    ours = at(RotaryTable(module, torch.empty(0, dtype=dtype)), positions, 511)(heads)
     cosines, sines = module(torch.empty(0, dtype=dtype), positions[None])
     theirs, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cosines, sines)
     # Two products and a sum, each rounded once at most, of numbers below 4.

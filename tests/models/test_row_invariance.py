@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.backends import fused_backend, native_backend
 from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.bodies import BodyMaker
 from truedraft.models.dtypes import has_bfloat16
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
-from truedraft.models.native.build import built
-from truedraft.models.stock import StockBody
 
 pytestmark = pytest.mark.skipif(
     not has_bfloat16(torch.device("cpu")), reason="this CPU has no instructions for bfloat16 products"
@@ -32,12 +31,12 @@ pytestmark = pytest.mark.skipif(
 VOCAB = 2048
 PATH = 8
 CONTEXTS = (5, 40, 130, 301, 511)
-# Where products over keys change their length (`cache.spans`): with 8 tokens behind them, these lie on both sides.
+# Where products over keys change their length (`cache.key_span`): with 8 tokens behind them, these lie on both sides.
 BORDERS = (505, 512, 520, 1020, 1085)
-BODIES: dict[str, BodyMaker] = {"stock": StockBody, "fused": FusedBody, "native": NativeBody}
+BACKENDS: dict[str, BackendMaker] = {"stock": StockBackend, "fused": fused_backend, "native": native_backend}
 
 
-def random_llama(kv_heads: int, body: BodyMaker) -> HuggingFaceModel:
+def random_llama(kv_heads: int, backend: BackendMaker) -> HuggingFaceModel:
     """4 layers of width 384."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -55,7 +54,7 @@ def random_llama(kv_heads: int, body: BodyMaker) -> HuggingFaceModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(kv_heads)
-        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random", body)
+        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random", backend)
 
 
 @dataclass
@@ -100,16 +99,16 @@ class World:
         return torch.tensor(tokens), TreeShape(tuple(parents)), nodes
 
 
-@pytest.fixture(scope="module", params=BODIES)
-def body(request: pytest.FixtureRequest) -> BodyMaker:
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> BackendMaker:
     if request.param == "native" and built(torch.bfloat16).library is None:
         pytest.skip(f"no native forward: {built(torch.bfloat16).reason}")
-    return BODIES[request.param]
+    return BACKENDS[request.param]
 
 
 @pytest.fixture(scope="module", params=[2, 6], ids=["grouped", "ungrouped"])
-def worlds(request: pytest.FixtureRequest, body: BodyMaker) -> Sequence[World]:
-    model = random_llama(request.param, body)
+def worlds(request: pytest.FixtureRequest, backend: BackendMaker) -> Sequence[World]:
+    model = random_llama(request.param, backend)
     generator = torch.Generator().manual_seed(11)
     made = []
     for length in (*CONTEXTS, *BORDERS):
@@ -218,10 +217,10 @@ def test_prefill_in_one_chunk_or_two(worlds: Sequence[World]) -> None:
 
 
 def test_a_row_that_does_depend_on_others_is_noticed(
-    worlds: Sequence[World], body: BodyMaker, monkeypatch: pytest.MonkeyPatch
+    worlds: Sequence[World], backend: BackendMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison is sensitive: the smallest change of one weight of attention shows."""
-    if body is NativeBody:
+    if backend is native_backend:
         pytest.skip("the native forward does not call torch's softmax; the next test is for it too")
     softmax = torch.softmax
     monkeypatch.setattr(

@@ -8,18 +8,19 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from support.backends import fused_backend, llama_of, native_backend
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams
 from truedraft.core.trees import chain_shape
+from truedraft.models.attention import Full
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fastest import fastest_body
-from truedraft.models.fused import FusedBody
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.native import NativeBody
+from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
-from truedraft.models.patterns import Full
-from truedraft.models.stock import StockBody
 from truedraft.models.threads import ThreadChoice, forward_threads, torch_on_all_threads, torch_on_one_thread
 
 
@@ -113,31 +114,33 @@ def test_a_forward_that_fails_gives_torch_its_threads_back(machine: Machine) -> 
         machine.choice.run(1, broken)
 
 
-OTHERS = [(FusedBody, torch.float32), (fastest_body, torch.float32), (StockBody, torch.bfloat16)]
+OTHERS = [(fused_backend, torch.float32), (fastest_backend, torch.float32), (StockBackend, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("body", "dtype"), OTHERS)
+@pytest.mark.parametrize(("backend", "dtype"), OTHERS)
 def test_bits_are_the_same_on_any_number_of_threads(
-    body: BodyMaker, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    backend: BackendMaker, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a body says so; the one in the middle is the model's own modules with packed weights."""
+    """Where a backend says so; the one in the middle is the model's own modules with packed weights."""
     if not can_pack(torch.device("cpu"), dtype):
         pytest.skip("this processor has no packed products of this kind")
-    monkeypatch.setattr(NativeBody, "fits", staticmethod(lambda *_: False))
-    monkeypatch.setattr(FusedBody, "fits", staticmethod(lambda *_: False))
+    monkeypatch.setattr(NativeBackend, "fits", staticmethod(lambda *_: False))
+    monkeypatch.setattr(FusedBackend, "fits", staticmethod(lambda *_: False))
     config = LlamaConfig(
         vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=6,
         max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = HuggingFaceModel(build(config, seed=0, spread=0.05, dtype=dtype), None, "model", body)
-    assert model._body.any_threads
+    model = HuggingFaceModel(build(config, seed=0, spread=0.05, dtype=dtype), None, "model", backend)
+    assert model._backend.any_threads
     cache, before = model.new_cache(), torch.get_num_threads()
     for rows in (1, 3, 5, 8, 17, 32):
         found = []
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
             tokens = torch.arange(rows) * 37 % 4096
-            found.append(model._body.forward([Segment(cache, tokens, chain_shape(rows), range(rows))], model.device)[0])
+            found.append(
+                model._backend.forward([Segment(cache, tokens, chain_shape(rows), range(rows))], model.device)[0]
+            )
             cache.rollback(0)
         torch.set_num_threads(before)
         assert all(found[0].equal(each) for each in found[1:]), f"{rows} rows"
@@ -161,16 +164,16 @@ def test_while_torch_has_one_thread_forwards_have_all() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("body", "torch_threads"), [(NativeBody, 1), (StockBody, 2)])
-def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(body: BodyMaker, torch_threads: int) -> None:
+@pytest.mark.parametrize(("backend", "torch_threads"), [(native_backend, 1), (StockBackend, 2)])
+def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(backend: BackendMaker, torch_threads: int) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     made = build(config, seed=0, spread=0.05, dtype=torch.float32)
-    if body is NativeBody and not NativeBody.fits(made, [Full()]):
+    if backend is native_backend and not NativeBackend.fits(llama_of(made, [Full()])):
         pytest.skip("decoder.c cannot be compiled here")
-    engine = Engine(HuggingFaceModel(made, None, "model", body))
+    engine = Engine(HuggingFaceModel(made, None, "model", backend))
     seen: list[tuple[int, int]] = []
     engine.listeners.append(lambda _: seen.append((torch.get_num_threads(), forward_threads())))
     before = torch.get_num_threads()

@@ -144,14 +144,19 @@ def packed(family: str, *, dtype: torch.dtype = torch.float32) -> HuggingFaceMod
     return HuggingFaceModel(stock(family, dtype=dtype), None, family)
 
 
-def noisy(family: str, noise: float) -> HuggingFaceModel:
-    """A draft that often, not always, agrees with the family's model: its weights with noise added."""
+def noisy_stock(family: str, noise: float) -> PreTrainedModel:
+    """The family's model with noise added to its weights, as transformers runs it."""
     model = stock(family)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for weight in model.parameters():
             weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
-    return HuggingFaceModel(model, None, f"{family}+noise")
+    return model
+
+
+def noisy(family: str, noise: float) -> HuggingFaceModel:
+    """A draft that often, not always, agrees with the family's model: its weights with noise added."""
+    return HuggingFaceModel(noisy_stock(family, noise), None, f"{family}+noise")
 
 
 @torch.inference_mode()

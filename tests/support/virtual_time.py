@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from truedraft import Engine
-from truedraft.certify import clock
+from truedraft.certify import checks
 
 
 class VirtualTime:
@@ -30,4 +30,4 @@ class VirtualTime:
             return step(engine)
 
         monkeypatch.setattr(Engine, "step", counted)
-        monkeypatch.setattr(clock, "now", lambda: self.seconds)
+        monkeypatch.setattr(checks, "now", lambda: self.seconds)

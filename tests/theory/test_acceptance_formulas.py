@@ -11,6 +11,7 @@ import pytest
 from truedraft.errors import OptionError
 from truedraft.theory import (
     acceptance_rate,
+    expected_tokens_if_independent,
     expected_tokens_of_paths,
     least_coupled_acceptance,
     replay_factor,
@@ -117,3 +118,15 @@ def test_paths_of_a_tree() -> None:
 def test_bad_arguments(call: object, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_independent_heads() -> None:
+    accuracy = ((0.6, 0.2), (0.5,))
+    assert expected_tokens_if_independent([(0,), (1,), (0, 0)], accuracy) == pytest.approx(2.1)
+    assert expected_tokens_if_independent([], accuracy) == 1.0
+    with pytest.raises(OptionError, match=r"the path \[0, 1\] needs accuracies"):
+        expected_tokens_if_independent([(0, 1)], accuracy)
+    with pytest.raises(OptionError, match=r"the path \[0, 0, 0\] needs accuracies"):
+        expected_tokens_if_independent([(0, 0, 0)], accuracy)
+    with pytest.raises(OptionError, match="each accuracy"):
+        expected_tokens_if_independent([], [[1.5]])

@@ -14,7 +14,7 @@ from scipy.optimize import isotonic_regression
 
 from truedraft.errors import OptionError
 from truedraft.theory import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
-from truedraft.theory.isotonic import isotonic, isotonic_grid
+from truedraft.theory.cost_curves import isotonic, isotonic_grid
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 seconds = st.floats(0.0, 10.0)
@@ -201,3 +201,11 @@ def test_what_is_no_record_is_refused(kind: Any, data: object) -> None:
 def test_bad_arguments(call: object, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_the_deepest_proposal_of_so_many_nodes_counts() -> None:
+    """A limit of 8 nodes may be filled at depth 2 already; what is proposed is as deep as the tree."""
+    cost = DraftCost((DraftPoint(1, 5, 0.1), DraftPoint(2, 8, 0.2), DraftPoint(3, 8, 0.4)))
+    assert cost.of_nodes(8) == pytest.approx(0.4)
+    assert cost.of_nodes(5) == pytest.approx(0.1)
+    assert cost(2) == pytest.approx(0.2)

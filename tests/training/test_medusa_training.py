@@ -106,8 +106,8 @@ def test_what_it_leaves_behind(trained, target_folder):
         drafter = Medusa.load(out, nodes=4)
         params = SamplingParams(temperature=0.0 if kind == "greedy" else 1.0)
         assert drafter.is_fixed(params) == (best == "counted")
-        promise = drafter.promise(params)
-        assert promise is not None and promise.measured_on == "the target's answers to 10 held-out prompts"
+        curve = drafter.acceptance_curve(params)
+        assert curve is not None and curve.measured_on == "the target's answers to 10 held-out prompts"
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["command"] and record["versions"]["torch"] and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 7

@@ -15,7 +15,8 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.redrafter import Redrafter
 from truedraft.errors import CompositionError, DataError, ModelError, OptionError, TrainingError
 from truedraft.heads import load_redrafter, save_redrafter
-from truedraft.training import acceptance, redrafter_served
+from truedraft.planning import beam_trees
+from truedraft.training import acceptance
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
 from truedraft.training.redrafter import train_redrafter
@@ -52,7 +53,7 @@ def short_answers():
     """What is measured at the end takes most of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(acceptance, "_TOKENS", ANSWER)
-        patch.setattr(redrafter_served, "_POSITIONS", 40)
+        patch.setattr(beam_trees, "_POSITIONS", 40)
         yield
 
 
@@ -128,7 +129,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     }
     assert load_redrafter(out).facts["survival"].keys() <= {"greedy", "sampled"}
     plan = Redrafter.load(out).size_plans(SamplingParams())[0]
-    assert plan.promise.measured_on == "the target's answers to 7 held-out prompts"
+    assert plan.curve.measured_on == "the target's answers to 7 held-out prompts"
     assert load_redrafter(out).facts["beams"].keys() == {"greedy", "sampled"}
     assert Redrafter.load(out).size_plans(SamplingParams(max_tokens=ANSWER))
 

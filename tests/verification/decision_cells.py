@@ -5,9 +5,10 @@ These tests hold it against `small_worlds`, whose reference is in exact fraction
 
 from __future__ import annotations
 
-from truedraft.certify.decision_cells import BELOW_ONE, NEAR, Key, ScriptedNoise, cell_laws, run
-from truedraft.certify.verdict_laws import completed, kernel_law, step_law
-from truedraft.certify.verdict_laws import node_kernel as kernel_of_slot
+from truedraft.certify.cells import BELOW_ONE, NEAR, Key, ScriptedNoise, completed, run
+from truedraft.certify.cells import cell_probs as cell_laws
+from truedraft.certify.cells import kernel_probs as kernel_law
+from truedraft.certify.cells import step_probs as step_law
 
 __all__ = [
     "BELOW_ONE",
@@ -17,7 +18,6 @@ __all__ = [
     "cell_laws",
     "completed",
     "kernel_law",
-    "kernel_of_slot",
     "run",
     "step_law",
 ]

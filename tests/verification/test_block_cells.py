@@ -18,9 +18,8 @@ from truedraft.core.proposals import Proposal
 from truedraft.core.trees import TokenTree
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
-from truedraft.verification.block import BlockOutcome
 from truedraft.verification.exact import target_law
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
 
@@ -102,8 +101,8 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
         def pass_probability(self, weight: float, mass: float) -> float:
             return 0.9 * super().pass_probability(weight, mass)
 
-        def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
-            return RULE.block_outcomes(laws, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            return RULE.outcomes(group)
 
     cases = every_proposal(BROKEN_ON)
     gaps = [gap(law, kernel_law(Hides(), case)) for case, law in zip(cases, cell_laws(Hides(), cases), strict=True)]

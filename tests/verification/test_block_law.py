@@ -32,14 +32,13 @@ from torch import Tensor
 
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
-from truedraft.verification import BlockVerification, Rule
-from truedraft.verification.block import BlockOutcome
+from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 from truedraft.verification.block_looks import BlockLooks
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
 
 EXACT, CAUGHT = 1e-12, 0.01
-RULE = BlockVerification()
+RULE, ALONE = BlockVerification(), SpeculativeSampling()
 MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
 AFTER_FIXED = (Choice("a", FIXED), Choice("b", INDEPENDENT))
 
@@ -149,10 +148,14 @@ def by_kernel(rule: BlockVerification, world: World) -> dict[tuple[Prefix, int],
             laws.append(world.target.law(prefix))
             draws.append(DrawnToken(token, 0, world.drafters["a"].law(prefix), INDEPENDENT))
             prefix, tree = (*prefix, token), tree.below[token]
-        for end in rule.block_outcomes(laws, draws):
-            finals = {end.token: 1.0} if end.token is not None else dict(enumerate(world.target.law(prefix).tolist()))
-            for token, share in finals.items():
-                key = (*prefix[: end.accepted], token), end.accepted
+        group = [JudgedSlot(p, (draw,)) for p, draw in zip(laws, draws, strict=True)]
+        if not group:
+            group = [JudgedSlot(world.target.law(prefix), ())]
+        for end in rule.outcomes(group):
+            bonus = enumerate(world.target.law(prefix).tolist())
+            finals = {(token,): share for token, share in bonus} if end.goes_on else {(): 1.0}
+            for final, share in finals.items():
+                key = (*end.tokens, *final), end.accepted
                 law[key] = law.get(key, 0.0) + float(probability) * end.probability * share
     return {key: mass for key, mass in law.items() if mass > 0.0}
 
@@ -231,16 +234,23 @@ class TokenByTokenButJointResidual(BlockVerification):
                 return place
         return len(block)
 
-    def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        if not group[0].draws:
+            return super().outcomes(group)
         outcomes, reach, weight = [], 1.0, 1.0
-        for length, (p, draw) in enumerate(zip(laws, draws, strict=True)):
-            p_x, q_x = float(p[draw.token]), float(draw.q[draw.token])
+        tokens = tuple(slot.draws[0].token for slot in group)
+        for length, slot in enumerate(group):
+            (draw,) = slot.draws
+            p_x, q_x = float(slot.p[draw.token]), float(draw.q[draw.token])
             keep = self.accept_probability(p_x, q_x)
-            rest = self.rejected(weight * p, draw.q)
+            rest = self.rejected(weight * slot.p, draw.q)
             rest = rest / rest.sum()
-            outcomes += [BlockOutcome(reach * (1 - keep) * float(x), length, token) for token, x in enumerate(rest)]
+            outcomes += [
+                Outcome(reach * (1 - keep) * float(x), (*tokens[:length], token), length)
+                for token, x in enumerate(rest)
+            ]
             reach, weight = reach * keep, self.weight(weight, p_x, q_x)
-        return [*outcomes, BlockOutcome(reach, len(draws), None)]
+        return [*outcomes, Outcome(reach, tokens, len(tokens))]
 
 
 BROKEN = [ResidualOfTheTarget(), ProductOfRatios(), NeverCapped(), PassesByWeight(), TokenByTokenButJointResidual()]
@@ -263,7 +273,6 @@ def test_a_block_of_one_is_a_node() -> None:
     p, q = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]], dtype=torch.float64)
     for token in range(3):
         draw = DrawnToken(token, 0, q, DrawKind.INDEPENDENT)
-        of_node = {(o.accepted, o.token): o.probability for o in RULE.outcomes(p, [draw])}
-        for end in RULE.block_outcomes([p], [draw]):
-            node = (True, token) if end.token is None else (False, end.token)
-            assert end.probability == pytest.approx(of_node.get(node, 0.0), abs=EXACT)
+        of_node = {(o.accepted, o.tokens): o.probability for o in ALONE.outcomes([JudgedSlot(p, (draw,))])}
+        for end in RULE.outcomes([JudgedSlot(p, (draw,))]):
+            assert end.probability == pytest.approx(of_node.get((end.accepted, end.tokens), 0.0), abs=EXACT)

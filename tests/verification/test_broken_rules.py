@@ -19,7 +19,7 @@ from truedraft.core.proposals import Proposal
 from truedraft.core.verdicts import Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 EXACT, CAUGHT = 1e-12, 0.01
 
@@ -88,8 +88,10 @@ class JudgesAnotherLaw(SpeculativeSampling):
         wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
         return super().verify(wrong, laws, noise)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        return super().outcomes(p, [replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in draws])
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        (slot,) = group
+        wrong = tuple(replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in slot.draws)
+        return super().outcomes([JudgedSlot(slot.p, wrong)])
 
 
 BROKEN: list[tuple[type[SpeculativeSampling], World]] = [
@@ -137,8 +139,8 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     """An exact kernel beside a broken `verify`: the cells are measured, so they differ from the kernel."""
 
     class Hides(SpeculativeSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return SpeculativeSampling().outcomes(p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            return SpeculativeSampling().outcomes(group)
 
     class HidesAcceptance(Hides):
         def accept_probability(self, p_x: float, q_x: float) -> float:
@@ -277,8 +279,9 @@ def test_dropping_drawn_tokens_by_their_probability_is_caught() -> None:
 
 def test_a_coupled_rule_that_judges_by_the_draft_law_is_caught() -> None:
     class FollowsDraft(CoupledSampling):
-        def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-            return super().outcomes(draws[0].q if draws else p, draws)
+        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+            (slot,) = group
+            return super().outcomes([JudgedSlot(slot.draws[0].q if slot.draws else slot.p, slot.draws)])
 
     world = build("coupled", 3, [A1, A1])
     assert by_kernel(CoupledSampling(), world) < EXACT

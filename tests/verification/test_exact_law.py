@@ -31,7 +31,7 @@ from small_worlds import (
 from truedraft.core.proposals import DrawKind
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_law, target_law
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 EXACT = 1e-12
 RULES = [SpeculativeSampling(), CoupledSampling()]
@@ -165,10 +165,10 @@ def test_the_kernel_is_a_law_for_every_outcome_of_the_draws(rule: Rule, node: st
         drawn = [DrawnToken(t, each.law, each.q, each.kind) for t, each in zip(tokens, plan, strict=True)]
         if any(float(each.q[each.token]) == 0.0 for each in drawn) or _repeats_what_was_taken(drawn):
             continue
-        outcomes = rule.outcomes(p, drawn)
+        outcomes = rule.outcomes([JudgedSlot(p, tuple(drawn))])
         assert all(outcome.probability >= 0.0 for outcome in outcomes)
         assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1.0, abs=EXACT)
-        assert {outcome.token for outcome in outcomes if outcome.accepted} <= set(tokens)
+        assert {outcome.tokens[0] for outcome in outcomes if outcome.accepted} <= set(tokens)
 
 
 def _repeats_what_was_taken(drawn: list[DrawnToken]) -> bool:
@@ -182,7 +182,11 @@ def test_expected_acceptance_of_one_draw_is_the_overlap() -> None:
     rule = SpeculativeSampling()
     accepted = sum(
         float(q[x])
-        * sum(o.probability for o in rule.outcomes(p, [DrawnToken(x, 0, q, DrawKind.INDEPENDENT)]) if o.accepted)
+        * sum(
+            o.probability
+            for o in rule.outcomes([JudgedSlot(p, (DrawnToken(x, 0, q, DrawKind.INDEPENDENT),))])
+            if o.accepted
+        )
         for x in range(3)
     )
     assert accepted == pytest.approx(0.6, abs=EXACT)

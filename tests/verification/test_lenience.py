@@ -18,7 +18,7 @@ from truedraft.errors import IncompatibleRuleError, OptionError
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law
 from truedraft.verification.lenience import LenientArgmax
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 EXACT, CAUGHT = 1e-12, 0.01
 SHARES = [0.9, 0.5, 0.1]
@@ -169,8 +169,10 @@ def test_at_temperature_zero_what_is_near_the_largest_stays() -> None:
     assert rule.verify([chain], [laws], noise) == [Verdict((0, 1), (1, 1, 0), Origin.BONUS)]
     stricter = LenientSampling(0.51).greedy_form
     assert stricter.verify([chain], [laws], noise) == [Verdict((), (0,), Origin.RECOVERED)]
-    outcomes = rule.outcomes(laws[0], [DrawnToken(t, -1, laws[0], DrawKind.DETERMINISTIC) for t in (3, 1)])
-    assert [(each.token, each.accepted) for each in outcomes if each.probability] == [(1, True)]
+    outcomes = rule.outcomes(
+        [JudgedSlot(laws[0], tuple(DrawnToken(t, -1, laws[0], DrawKind.DETERMINISTIC) for t in (3, 1)))]
+    )
+    assert [(each.tokens, each.accepted) for each in outcomes if each.probability] == [((1,), 1)]
     assert rule.judges == frozenset(DrawKind) and not rule.lossless
 
 

@@ -21,7 +21,7 @@ from truedraft.core.trees import TokenTree, TreeShape
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import target_law
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 RULE = SpeculativeSampling()
 VOCAB = 3
@@ -234,7 +234,7 @@ def test_laws_equal_up_to_rounding_never_give_nan() -> None:
     verdict = RULE.verify([case], [p.expand(2, 2)], [Constant(1.0 - 2.0**-53)])[0]
     assert verdict.final is Origin.RECOVERED
     assert verdict.tokens[0] in (0, 1)
-    outcomes = RULE.outcomes(p, [DrawnToken(0, 0, q, DrawKind.INDEPENDENT)])
+    outcomes = RULE.outcomes([JudgedSlot(p, (DrawnToken(0, 0, q, DrawKind.INDEPENDENT),))])
     assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1.0)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
 from truedraft.core.sampling import SamplingParams
+from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.planning import drafter_cost, parts, ratio_of_steps, read_bandwidth, target_cost
+from truedraft.planning import ratio_of_steps
 from truedraft.progress import Progress
 from truedraft.theory import DraftCost, TargetCost
 

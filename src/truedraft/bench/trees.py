@@ -10,8 +10,7 @@ from typing import Any
 from truedraft.bench.suite import Suite
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.calibration import kind_of
-from truedraft.drafters.medusa import Medusa
+from truedraft.costs import StepCosts
 from truedraft.planning import sized
 from truedraft.theory import TargetCost, expected_tokens_if_independent
 
@@ -122,12 +121,11 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
         TruedraftError: target or drafter failed.
     """
     for each in suite.ours:
-        drafter, budget = sized(
-            each.engine.drafter, suite.target, params, forwards=forwards, requests=suite.batch, refresh=refresh
-        )
+        costs = StepCosts(suite.target, forwards=forwards, refresh=refresh)
+        drafter, budget = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
         if budget is not None:
             suite.redraft(each, drafter)
-            suite.notes += [*budget.warnings, f"{each.name}: {budget.describe()}"]
+            suite.notes += [*costs.warnings, f"{each.name}: {budget.describe()}"]
 
 
 def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:
@@ -140,29 +138,13 @@ def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: Sa
     """
     found = []
     for each in suite.ours:
-        drafter = each.engine.drafter
-        if not isinstance(drafter, Medusa) or not drafter.nodes:
+        facts = each.engine.drafter.tree_facts(params)
+        if facts is None:
             continue
-        whole = drafter.tree_for(params)
-        if whole is not None:
-            tree, product = whole.first(drafter.nodes), _product(drafter, whole.first(drafter.nodes), params)
-            promise, chosen = drafter.promise(params), _chosen(drafter, params)
-            text = "" if promise is None else promise.measured_on
-            found.append(DraftedTree(each.name, tree, measured.get(each.name), product, chosen, text))
+        counted = facts.accuracy is not None and bool(facts.tree.reach)
+        product = expected_tokens_if_independent(facts.tree.paths, facts.accuracy or ()) if counted else None
+        tokens = None if facts.curve is None else facts.curve.tokens(facts.nodes)
+        chosen = None if facts.fixed else ChosenTrees(facts.nodes, tokens)
+        text = "" if facts.curve is None else facts.curve.measured_on
+        found.append(DraftedTree(each.name, facts.tree, measured.get(each.name), product, chosen, text))
     return found
-
-
-def _chosen(drafter: Medusa, params: SamplingParams) -> ChosenTrees | None:
-    """None for a drafter of fixed trees."""
-    if drafter.is_fixed(params):
-        return None
-    promise = drafter.promise(params)
-    return ChosenTrees(drafter.nodes, None if promise is None else promise.tokens(drafter.nodes))
-
-
-def _product(drafter: Medusa, tree: RankTree, params: SamplingParams) -> float | None:
-    """From the accuracies that were kept with the heads, if they were."""
-    facts = drafter.facts
-    counted = facts.get("trees", {}).get(kind_of(params), {})
-    accuracy = counted.get("rank_accuracy")
-    return None if accuracy is None or not tree.reach else expected_tokens_if_independent(tree.paths, accuracy)

@@ -1,16 +1,44 @@
-"""Keys and values of one request."""
+"""Keys and values of one request, in buffers that are kept for the next one.
+
+How many slots a product over keys looks at: a few fixed lengths, so that kernels are reused and add up alike. oneDNN
+makes a kernel for every shape, which takes about half a millisecond; a context that grows by a token at every step
+would pay that at every step. So products run over more slots than are filled, in steps of 64 (`key_span`), and the
+slots too many get the weight 0.
+
+The same library adds up products over up to 1,024 keys in one go and longer ones in blocks of 512, which rounds
+differently. Up to 512 keys both give the same bits, so lengths in between are taken as 1,088: then a row's result
+does not depend on whether its neighbours in the forward lie before or behind that border. Measured bit for bit to
+8,192 keys (docs/performance.md); tests hold it.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from truedraft.cache.spans import key_span
 from truedraft.errors import CacheError
 
 _FIRST_CAPACITY = 256
+_STEP = 64
+_ONE_BLOCK = 512
+_FIRST_IN_BLOCKS = 1088
+
+WIDEST_GAP = _FIRST_IN_BLOCKS - _ONE_BLOCK
+"""Most slots that a span exceeds what it was made for."""
+
+
+def key_span(slots: int) -> int:
+    """The least span that holds so many slots.
+
+    >>> [key_span(slots) for slots in (1, 64, 65, 512, 513, 1089)]
+    [64, 64, 128, 512, 1088, 1152]
+    """
+    if _ONE_BLOCK < slots <= _FIRST_IN_BLOCKS:
+        return _FIRST_IN_BLOCKS
+    return -(-slots // _STEP) * _STEP
 
 
 class RequestCache:
@@ -167,3 +195,33 @@ class RequestCache:
         """Committed keys and values of each attention call, `[kv_heads, length, width]`; for tests and checks."""
         pairs = zip(self._keys, self._values, strict=True)
         return [(keys[:, :, : self.length].transpose(1, 2), values[:, : self.length]) for keys, values in pairs]
+
+
+class CachePool:
+    """Hands out request caches and takes them back, buffers kept.
+
+    Args:
+        limit: tokens of one request (the model's context).
+        keep: most free caches that are kept; more are dropped.
+    """
+
+    def __init__(self, limit: int, keep: int = 64) -> None:
+        self._limit = limit
+        self._keep = keep
+        self._free: list[RequestCache] = []
+        self._lock = threading.Lock()  # several engines may share a model
+        self.in_use = 0
+
+    def acquire(self) -> RequestCache:
+        """An empty cache."""
+        with self._lock:
+            self.in_use += 1
+            return self._free.pop() if self._free else RequestCache(self._limit)
+
+    def release(self, cache: RequestCache) -> None:
+        """Take a cache back; the caller must not use it any more."""
+        cache.rollback(0)
+        with self._lock:
+            self.in_use -= 1
+            if len(self._free) < self._keep:
+                self._free.append(cache)

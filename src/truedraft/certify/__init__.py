@@ -1,8 +1,18 @@
-"""Losslessness as something a user can check: exact laws, equal answers, statistics, and controls that must fail."""
+"""Losslessness as something a user can check: exact sums, equal answers, statistics, and controls that must fail."""
 
-from truedraft.certify.certificate import Certificate, certify
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.report import markdown, verdict
-from truedraft.certify.stack import Stack
+from truedraft.certify.certificate import MARKS, Certificate, by_part, certify, markdown, meaning, verdict
+from truedraft.certify.checks import Finding, Part, Stack, Status
 
-__all__ = ["Certificate", "Finding", "Part", "Stack", "Status", "certify", "markdown", "verdict"]
+__all__ = [
+    "MARKS",
+    "Certificate",
+    "Finding",
+    "Part",
+    "Stack",
+    "Status",
+    "by_part",
+    "certify",
+    "markdown",
+    "meaning",
+    "verdict",
+]

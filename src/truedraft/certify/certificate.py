@@ -1,35 +1,25 @@
-"""All parts of a certificate, one after another, and whether it is issued."""
+"""A certificate: its checks, run one after another, whether it is issued, and what it says in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from truedraft.certify.clock import Deadline
-from truedraft.certify.controls import Limits, control_findings
-from truedraft.certify.coupled_controls import coupled_control_findings, shared_noise_finding
-from truedraft.certify.divergence import divergence_findings
-from truedraft.certify.draft_state import draft_state_findings
-from truedraft.certify.equality import equality_findings
-from truedraft.certify.exact import exact_findings
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.invariance import invariance_findings
-from truedraft.certify.rounding import Rounding, measure_rounding
-from truedraft.certify.stack import Stack
-from truedraft.certify.statistical import statistical_findings
+from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status
+from truedraft.certify.controls import ComparedControls, CoupledControls, SampledControls
+from truedraft.certify.draft_state import DraftState
+from truedraft.certify.equality import Equality, EqualityInFloat32
+from truedraft.certify.exact import Exact
+from truedraft.certify.invariance import Invariance
+from truedraft.certify.lossy import LossyDivergence
+from truedraft.certify.statistics import FALSE_ALARM, Statistics
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import DrafterError, OptionError
 
 Tell = Callable[[Part, float], None]
 """Is told a part and the fraction of it that is done."""
-
-FALSE_ALARM = 1e-3
-"""Probability, at most, that the statistics of a correct stack keep a certificate from being issued."""
-_MARGIN = 0.5
-"""Where rounding moves laws, so much more than was measured is allowed."""
-_SHARES = {"equality": 0.12, "float32": 0.05, "statistical": 0.45, "controls": 0.25, "invariance": 0.08, "draft": 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +28,7 @@ class Certificate:
 
     Attributes:
         findings: all checks, part by part.
-        lossless: whether the rule promises the target's law; only then can a certificate be issued.
+        lossless: whether the rule promises the target's distribution; only then can a certificate be issued.
         params: the options that were checked.
         batch: requests in a step.
         seconds: that were to be spent.
@@ -115,24 +105,49 @@ def certify(
         OptionError: no prompts, an unusable batch or time, or coupled requests with a lossy rule.
         TruedraftError: the target failed.
     """
-    _check(stack, prompts, params, batch, seconds)
+    _refuse_unusable(stack, prompts, params, batch, seconds)
     params = replace(params, seed=params.seed or 0)
-    run = _Run(stack, prompts, params, batch, seconds, tell)
+    checks = checks_of(stack, params, in_float32)
+    findings: list[Finding] = []
     with _left_as_found(stack):
-        findings = [*run.exact()]
-        if stack.rule.lossless:
-            findings += run.equality(in_float32)
-            if not params.greedy:
-                findings += _unless_drafting_fails(Part.STATISTICAL, run.statistical)
-            findings += _unless_drafting_fails(Part.CONTROLS, lambda: run.controls(findings))
-        else:
-            findings += _unless_drafting_fails(Part.DIVERGENCE, run.divergence)
-        findings += run.invariance()
-        findings += run.draft_state()
+        for check in checks:
+            own = [each for each in checks if each.part is check.part]
+            context = Context(
+                stack,
+                prompts,
+                params,
+                batch,
+                check.share * seconds,
+                _told(tell, check.part, own.index(check), len(own)),
+                tuple(findings),
+            )
+            try:
+                findings += check.run(context)
+            except DrafterError as error:
+                findings.append(Finding(check.part, "drafting", Status.FAILS, str(error)))
     return Certificate(findings, stack.rule.lossless, params, batch, seconds)
 
 
-def _check(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int, seconds: float) -> None:
+def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Stack] | None = None) -> list[Check]:
+    """The checks that make a certificate for a stack and options, in their order."""
+    if not stack.rule.lossless:
+        return [Exact(), LossyDivergence(), Invariance(), DraftState()]
+    equality: list[Check] = [Equality(), *([] if in_float32 is None else [EqualityInFloat32(in_float32)])]
+    if params.greedy:
+        tests: list[Check] = [ComparedControls()]
+    else:
+        tests = [Statistics(), CoupledControls() if params.coupled else SampledControls()]
+    return [Exact(), *equality, *tests, Invariance(), DraftState()]
+
+
+def _told(tell: Tell, part: Part, number: int, of: int) -> Callable[[float], None]:
+    """What one of several checks of a part tells its progress to."""
+    return lambda done: tell(part, (number + done) / of)
+
+
+def _refuse_unusable(
+    stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int, seconds: float
+) -> None:
     if params.coupled and not stack.rule.lossless:
         raise OptionError(
             f"coupled requests take the target's own tokens whatever the rule, and rule {stack.rule.spec!r} is lossy; "
@@ -152,14 +167,6 @@ def _check(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParam
             )
 
 
-def _unless_drafting_fails(part: Part, checks: Callable[[], list[Finding]]) -> list[Finding]:
-    """A drafter that gave up leaves plain decoding, which says nothing of the stack: that is what is found then."""
-    try:
-        return checks()
-    except DrafterError as error:
-        return [Finding(part, "drafting", Status.FAILS, str(error))]
-
-
 @contextmanager
 def _left_as_found(stack: Stack) -> Iterator[None]:
     """Drafters follow the target that they were last checked against: leave them with the user's."""
@@ -169,135 +176,106 @@ def _left_as_found(stack: Stack) -> Iterator[None]:
         stack.drafter.check(stack.target)
 
 
-@dataclass
-class _Run:
-    """The parts, with what they share."""
+# ---------------------------------------------------------------------------------------- in words
 
-    stack: Stack
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    batch: int
-    seconds: float
-    tell_of: Tell
-    allowance: float = 0.0
+MARKS = {
+    Status.HOLDS: "holds",
+    Status.FAILS: "FAILS",
+    Status.MEASURED: "measured",
+    Status.NOT_ENOUGH: "not enough",
+    Status.DOES_NOT_APPLY: "-",
+}
 
-    def exact(self) -> list[Finding]:
-        """The rule in exact sums."""
-        rule = self.stack.rule
-        compares = self.params.coupled or (self.params.greedy and rule.lossless)
-        return exact_findings(
-            rule.greedy_form if self.params.greedy else rule,
-            self.stack.drafter.kinds,
-            coupled=compares,
-            device=self.stack.target.device,
-            tell=self._tell(Part.EXACT),
-            coupled_rule=self.stack.coupled_rule,
+
+def verdict(certificate: Certificate) -> str:
+    """The whole in one line."""
+    options = _options(certificate)
+    if certificate.issued:
+        return f"CERTIFIED lossless: {options}"
+    told = _what_is_missing(certificate)
+    if not certificate.lossless:
+        return f"no certificate: the rule is lossy; its divergence was measured ({options}){told and '; '}{told}"
+    return f"NO CERTIFICATE: {told} ({options})"
+
+
+def _what_is_missing(certificate: Certificate) -> str:
+    """What keeps a certificate from being issued, apart from a lossy rule."""
+    count, told = len(certificate.findings), []
+    if certificate.failures:
+        told.append(f"{len(certificate.failures)} of {count} checks failed: {_names(certificate.failures)}")
+    if certificate.undecided:
+        names = _names(certificate.undecided)
+        told.append(f"not enough evidence for {len(certificate.undecided)} of {count} checks: {names}")
+    return "; ".join(told)
+
+
+def _names(findings: Sequence[Finding]) -> str:
+    return ", ".join(map(_named, findings))
+
+
+def _named(finding: Finding) -> str:
+    """A control that was not found is no fault of the stack, but of what the tests could find."""
+    return f"control: {finding.name}" if finding.part is Part.CONTROLS else finding.name
+
+
+def _options(certificate: Certificate) -> str:
+    params = certificate.params
+    words = [f"temperature {params.temperature:g}"]
+    words += [f"top-p {params.top_p:g}"] * (params.top_p < 1.0)
+    words += [f"top-k {params.top_k}"] * (params.top_k > 0)
+    words += [f"min-p {params.min_p:g}"] * (params.min_p > 0.0)
+    words += ["coupled"] * (params.coupled and not params.greedy)
+    return ", ".join([*words, f"batch {certificate.batch}"])
+
+
+def meaning(certificate: Certificate) -> list[str]:
+    """What the certificate says and does not say, in sentences."""
+    lines = []
+    if any(finding.part is Part.STATISTICAL for finding in certificate.findings):
+        lines.append(
+            f"A correct stack fails the statistical checks with probability {FALSE_ALARM:g} at most; what they would "
+            "have found with probability 0.99 stands in their lines."
         )
-
-    def equality(self, in_float32: Callable[[], Stack] | None) -> list[Finding]:
-        """Greedy and coupled answers against plain ones, in the user's dtype and in float32."""
-        label = str(self.stack.target.dtype).removeprefix("torch.")
-        findings = equality_findings(
-            self.stack,
-            self.prompts,
-            self.params,
-            self.batch,
-            self._tell(Part.EQUALITY),
-            label=label,
-            seconds=self._share("equality"),
+    if any(finding.part is Part.CONTROLS for finding in certificate.findings):
+        lines.append("Each negative control plants a fault that the same tests must find, or they are not trusted.")
+    if certificate.issued:
+        lines.append(
+            "It holds for this target, drafter, rule, dtype, device and these options, as far as was tested here."
         )
-        if in_float32 is not None and label != "float32":
-            findings += equality_findings(
-                in_float32(),
-                self.prompts,
-                self.params,
-                self.batch,
-                self._tell(Part.EQUALITY),
-                label="float32",
-                seconds=self._share("float32"),
-            )
-        return findings
+    return lines
 
-    def statistical(self) -> list[Finding]:
-        """Sampled answers against the target's law."""
-        rounding = self._rounding()
-        self.allowance = 0.0 if rounding.bitwise else (1.0 + _MARGIN) * rounding.mean_total_variation
-        return statistical_findings(
-            self.stack,
-            self.prompts,
-            self.params,
-            self.batch,
-            self._share("statistical"),
-            self._tell(Part.STATISTICAL),
-            allowance=self.allowance,
-            false_alarm=FALSE_ALARM,
-            seed=self.params.seed or 0,
-        )
 
-    def _rounding(self) -> Rounding:
-        texts = [list(prompt) for prompt in self.prompts if len(prompt) > 1][:4]
-        texts = texts or [[*self.prompts[0], *self.prompts[0]]]
-        return measure_rounding(
-            self.stack.target, texts, self.batch, self.params, self.stack.drafter.limits, seconds=0.02 * self.seconds
-        )
+def by_part(certificate: Certificate) -> dict[Part, list[Finding]]:
+    """The findings under their headings, in the order of the parts."""
+    found = {part: [each for each in certificate.findings if each.part is part] for part in Part}
+    return {part: each for part, each in found.items() if each}
 
-    def controls(self, so_far: Sequence[Finding]) -> list[Finding]:
-        """Planted faults, which must be found."""
-        tell = self._tell(Part.CONTROLS)
-        if self.params.greedy:
-            return coupled_control_findings(self.stack, self.prompts, self.params, tell)
-        sampled = next((f for f in so_far if f.part is Part.STATISTICAL and "tests" in f.facts), None)
-        if sampled is None:
-            return [Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, "There are no answers to test.")]
-        tokens, detectable = sampled.facts["tokens"], sampled.facts["smallest_detectable_tv"]
-        if not self.params.coupled:
-            return control_findings(
-                self.stack,
-                self.prompts,
-                self.params,
-                self._share("controls"),
-                tell,
-                tokens=tokens,
-                detectable=detectable,
-                allowance=self.allowance,
-                false_alarm=FALSE_ALARM,
-            )
-        findings = coupled_control_findings(self.stack, self.prompts, self.params, lambda done: tell(done / 2))
-        limits = Limits(Deadline(self._share("controls")), tokens, detectable, self.allowance, FALSE_ALARM)
-        findings.append(shared_noise_finding(self.stack, self.prompts, self.params, limits))
-        tell(1.0)
-        return findings
 
-    def divergence(self) -> list[Finding]:
-        """How far a lossy rule is off."""
-        seconds = self._share("statistical") + self._share("controls")
-        tell = self._tell(Part.DIVERGENCE)
-        return divergence_findings(self.stack, self.prompts, self.params, self.batch, seconds, tell)
+def markdown(certificate: Certificate, circumstances: Mapping[str, Any]) -> str:
+    """A page.
 
-    def invariance(self) -> list[Finding]:
-        """One request asked in many ways."""
-        return invariance_findings(
-            self.stack,
-            self.prompts,
-            self.params,
-            self.batch,
-            self._tell(Part.INVARIANCE),
-            seconds=self._share("invariance"),
-        )
+    Args:
+        certificate: what came out.
+        circumstances: model, drafter, rule, dtype, device, machine and the like; shown as they are.
+    """
+    lines = ["# Certificate", "", f"**{verdict(certificate)}**", ""]
+    lines += [f"- {line}" for line in meaning(certificate)] + [""]
+    for part, findings in by_part(certificate).items():
+        lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
+        lines += [f"| {_cell(f.name)} | {MARKS[f.status]} | {_cell(f.summary)} |" for f in findings] + [""]
+    lines += ["## Circumstances", "", "| | |", "|---|---|"]
+    lines += [f"| {_cell(name)} | {_cell(_plain(value))} |" for name, value in circumstances.items()]
+    return "\n".join([*lines, ""])
 
-    def draft_state(self) -> list[Finding]:
-        """A drafter that lived through an answer against a fresh one."""
-        return draft_state_findings(
-            self.stack,
-            self.prompts,
-            self.params,
-            self.batch,
-            self._tell(Part.DRAFT_STATE),
-            seconds=self._share("draft"),
-        )
 
-    def _share(self, part: str) -> float:
-        return _SHARES[part] * self.seconds
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value))
+    return str(value)
 
-    def _tell(self, part: Part) -> Callable[[float], None]:
-        return lambda done: self.tell_of(part, done)
+
+def _cell(text: str) -> str:
+    """Text that does not break a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

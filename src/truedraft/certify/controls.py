@@ -1,82 +1,399 @@
 """Negative controls: the certificate's own tests, shown faults of known size, must find them.
 
-A test that nothing fails proves nothing. Each control plants one fault around the user's own stack, works out how far
-it puts the law of each token off, and lets the tests that certify run on what comes out. They must find it within as
-many tokens as they were given to certify, and it must be at least three times as large as the smallest deviation that
-they would have found there, so that finding it was no luck; otherwise no certificate is issued. Only tokens whose law a
-fault puts off noticeably are counted: how far it does is known before the token is. Where the user's own drafter leaves
-a fault little room (it agrees with the target, or its guesses are not drawn), a stand-in drafts: the target itself,
-sharpened or as it is, perhaps at a higher temperature.
+A test that nothing fails proves nothing. Each control plants one fault around the user's own stack and lets the checks
+that certify run on what comes out.
+
+Faults of sampled answers are shown to the tests of tokens. It is worked out how far each puts the distribution of each
+token off. They must find it within as many tokens as they were given to certify, and it must be at least three times as
+large as the smallest deviation that they would have found there, so that finding it was no luck; otherwise no
+certificate is issued. Only tokens whose distribution a fault puts off noticeably are counted: how far it does is known
+before the token is. Where the user's own drafter leaves a fault little room (it agrees with the target, or its guesses
+are not drawn), a stand-in drafts: the target itself, sharpened or as it is, perhaps at a higher temperature.
+
+Faults of greedy and coupled answers are shown to the comparison with plain decoding. Given text and noise a
+distribution is one-hot here: the target's choice. So a fault's total variation is the share of tokens that are not the
+target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no such fault, for
+plain decoding would use it twice as well: it is found in the distribution, by the tests of sampled answers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from truedraft.certify import faults
-from truedraft.certify.betting import Bets, holm
-from truedraft.certify.clock import PATIENCE, Deadline
-from truedraft.certify.control_settings import (
-    BATCH,
-    LENGTH,
-    ROOM,
-    Control,
-    Setting,
-    beginnings,
-    best_setting,
-    drafted,
-    settings_of,
+from truedraft.certify.checks import (
+    PATIENCE,
+    Check,
+    Context,
+    Deadline,
+    Finding,
+    Part,
+    Stack,
+    Status,
+    open_ended,
 )
-from truedraft.certify.directions import Directions, Scored
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.sampling_runs import scored_answers
-from truedraft.certify.stack import Stack
-from truedraft.core.laws import total_variation
+from truedraft.certify.e_process import POWER, EProcesses, Events, holm
+from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
+from truedraft.certify.statistics import sampled_finding
+from truedraft.control import FixedBudget
+from truedraft.core.budget import Budget
+from truedraft.core.laws import law_from_logits, total_variation
+from truedraft.core.noise import KeyedNoise
 from truedraft.core.sampling import SamplingParams
+from truedraft.drafters import Drafter, DraftModel
+from truedraft.models.base import LanguageModel
+from truedraft.testing import scaled
+from truedraft.verification.coupled import coupled_choice
 
 TIMES_DETECTABLE = 3.0
 """A control's fault is at least so many times the smallest deviation that its tests would find."""
+ROOM = 0.15
+"""Tokens whose distributions a fault puts off by less do not count."""
 _RESERVE = 0.08
 """Of the time for all controls, what one that comes later is sure of."""
+_BATCH = 16
+_LENGTH = 40
+"""Tokens of an answer: a fault is found soon, and then nothing more need be written."""
+_BEGINNING = 8
+_OWN_IS_BETTER = 1.2
+"""The user's own drafter is taken unless a stand-in shows a fault in far fewer tokens."""
+_SHARPER = 3.0
+_SHARE = 0.6
+"""About what a chain of one token has: each step judges one, and emits one or two."""
+_WARM = 1.2
+_ENTRIES = 1 << 22
+_LOOKED_AT = 1 << 20
+"""Probabilities that settings are compared by."""
+_PROMPTS = 4
+_TOKENS = 32
+_ROUNDS = 8
+
+# ---------------------------------------------------------------------------------------- the faults that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class SampledControl:
+    """A fault of sampled answers, and how large it is.
+
+    Attributes:
+        name: what is wrong with the stack.
+        plant: makes the broken stack of one that drafts one token a step.
+        emitted: what it emits at a node with a draft, by (p, q), `[tokens, vocab]` each; None where that is read off
+            what the rule was given.
+        needs_draw: whether it shows only where drafts are drawn from a distribution.
+    """
+
+    name: str
+    plant: Callable[[Stack], Stack]
+    emitted: Callable[[Tensor, Tensor], Tensor] | None
+    needs_draw: bool = False
+
+    def sizes(self, scored: Scored) -> Tensor:
+        """How far the distributions of an answer's tokens were off, `[tokens]`, 0 where they were not."""
+        size = torch.zeros(len(scored.tokens))
+        if self.emitted is None:
+            for place, decision in enumerate(scored.decisions):
+                if decision.used is not None:
+                    size[place] = total_variation(decision.used, scored.probs[place])
+            return size
+        found = drafted(scored)
+        if found is not None:
+            p, q, places, _ = found
+            size[places] = total_variation(p, self.emitted(p, q)).to(size)
+        return size
+
 
 SAMPLED = (
-    Control(
+    SampledControl(
         "every draft is accepted",
-        lambda stack: stack.but(rule=faults.AcceptsAlways(stack.rule)),
+        lambda stack: stack.but(rule=faults.accepts_always(stack.rule)),
         faults.emitted_always,
     ),
-    Control(
+    SampledControl(
         "the residual is replaced by p",
-        lambda stack: stack.but(rule=faults.ResidualIsTarget(stack.rule)),
+        lambda stack: stack.but(rule=faults.residual_is_target(stack.rule)),
         faults.emitted_by_target_residual,
     ),
-    Control(
+    SampledControl(
         "q is judged at another temperature",
-        lambda stack: stack.but(rule=faults.JudgesAnotherTemperature(stack.rule)),
+        lambda stack: stack.but(rule=faults.judges_another_temperature(stack.rule)),
         faults.emitted_at_another_temperature,
-        needs_law=True,
+        needs_draw=True,
     ),
-    Control(
+    SampledControl(
         "one noise key is used twice",
-        lambda stack: stack.but(rule=faults.OneKeyTwice(stack.rule)),
+        lambda stack: stack.but(rule=faults.one_key_twice(stack.rule)),
         faults.emitted_by_one_key,
     ),
-    Control(
+    SampledControl(
         "a choice is made after seeing the draw",
-        lambda stack: stack.but(drafter=faults.HidesUnlikelyDraws(stack.drafter)),
+        lambda stack: stack.but(drafter=faults.hides_unlikely_draws(stack.drafter)),
         faults.emitted_by_hiding,
-        needs_law=True,
+        needs_draw=True,
     ),
-    Control(
+    SampledControl(
         "the target's cache is off by one",
-        lambda stack: stack.but(target=faults.LosesLastAccepted(stack.target)),
+        lambda stack: stack.but(target=faults.loses_last_accepted(stack.target)),
         None,
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedControl:
+    """A fault of greedy and coupled answers.
+
+    Attributes:
+        name: what is wrong with the stack.
+        plant: makes the broken stack of one that drafts one token a step.
+        drafter: what drafts, for a target: right or wrong guesses, as the fault needs them.
+        words: what that is.
+    """
+
+    name: str
+    plant: Callable[[Stack], Stack]
+    drafter: Callable[[Stack], Drafter]
+    words: str
+
+
+COMPARED = (
+    ComparedControl(
+        "every draft is accepted",
+        lambda stack: stack.but(coupled_rule=faults.coupled_accepts_always()),
+        lambda stack: faults.next_id(stack.target.vocab_size),
+        "drafts that are hardly ever right",
+    ),
+    ComparedControl(
+        "the target's cache is off by one",
+        lambda stack: stack.but(target=faults.loses_last_accepted(stack.target)),
+        lambda stack: DraftModel(stack.target, num_speculative_tokens=1),
+        "drafted by the target itself",
+    ),
+)
+
+
+def drafting_one(stack: Stack, drafter: Drafter) -> Stack:
+    """A stack that drafts one token a step: then what a planted fault does is known in closed form."""
+    return stack.but(drafter=drafter, controller=FixedBudget(Budget(1, 1, 1)))
+
+
+# ---------------------------------------------------------------------------------------- the checks
+
+
+class SampledControls(Check):
+    """Shows every fault to the tests of sampled answers, which get no more tokens than they had to certify.
+
+    Args:
+        controls: the faults.
+    """
+
+    part = Part.CONTROLS
+    share = 0.25
+
+    def __init__(self, controls: Sequence[SampledControl] = SAMPLED) -> None:
+        self._controls = controls
+
+    def run(self, context: Context) -> list[Finding]:
+        sampled = sampled_finding(context.earlier)
+        if sampled is None:
+            return [_nothing_to_test()]
+        stack, prompts = context.stack, _beginnings(context.prompts)
+        settings = _settings_of(stack, prompts, context.params)
+        findings = []
+        whole, count = Deadline(PATIENCE * context.seconds), len(self._controls)  # where faults are not found sooner
+        for number, control in enumerate(self._controls):
+            setting = _best_setting(control, settings, stack, context.params)
+            # Most faults are found at once and leave their time to the others.
+            left = PATIENCE * context.seconds * (1.0 - whole.fraction - _RESERVE * (count - 1 - number))
+            # Off by one only shows in what was used; it is compared with a healthy target's.
+            planted = _Planted(
+                control.plant(setting.stack), setting.params, setting.words, control.sizes, control.emitted is None
+            )
+            shown = planted.shown(stack.target, prompts, Limits.of(sampled, left))
+            findings.append(shown.finding(control.name))
+            context.tell((number + 1) / count)
+        return findings
+
+
+class ComparedControls(Check):
+    """Shows faults to the comparison of greedy or coupled answers with plain decoding.
+
+    Args:
+        controls: the faults.
+        rounds: most answers to each prompt.
+        tokens: of an answer.
+    """
+
+    part = Part.CONTROLS
+    share = 0.25
+
+    def __init__(
+        self, controls: Sequence[ComparedControl] = COMPARED, *, rounds: int = _ROUNDS, tokens: int = _TOKENS
+    ) -> None:
+        self._controls = controls
+        self._rounds = rounds
+        self._tokens = tokens
+
+    def run(self, context: Context) -> list[Finding]:
+        findings = []
+        for number, control in enumerate(self._controls):
+            findings.append(self._show(control, context.stack, context.prompts, context.params))
+            context.tell((number + 1) / len(self._controls))
+        return findings
+
+    def _show(
+        self, control: ComparedControl, stack: Stack, asked: Sequence[Sequence[int]], params: SamplingParams
+    ) -> Finding:
+        broken = control.plant(drafting_one(stack, control.drafter(stack)))
+        prompts = [list(prompt) for prompt in asked[:_PROMPTS]]
+        counted = _Counted()
+        for number in range(self._rounds):
+            # Later rounds begin behind more of each prompt's plain answer, so that greedy texts are new, too.
+            self._compare(counted, broken, stack, prompts, replace(params, seed=number * len(prompts)))
+            if counted.strong and counted.differing:
+                break
+            prompts = [self._longer(stack, prompt) for prompt in prompts]
+        return counted.finding(control)
+
+    def _longer(self, stack: Stack, prompt: list[int]) -> list[int]:
+        """A prompt and some of what the target says behind it, as long as there is room for an answer."""
+        if len(prompt) + 2 * self._tokens >= stack.target.context_length:
+            return prompt
+        params = SamplingParams(max_tokens=self._tokens, ignore_eos=True)
+        return [*prompt, *stack.plain(1).generate(prompt, params).token_ids]
+
+    def _compare(
+        self, counted: _Counted, broken: Stack, stack: Stack, prompts: list[list[int]], params: SamplingParams
+    ) -> None:
+        """Answer prompts by a broken stack and plainly, and count what differs."""
+        room = stack.target.context_length
+        options = [
+            open_ended(params, (params.seed or 0) + number, min(self._tokens, room - len(prompt)))
+            for number, prompt in enumerate(prompts)
+        ]
+        wrong = [answer.token_ids for answer in broken.engine(len(prompts)).generate(prompts, options)]
+        right = [answer.token_ids for answer in stack.plain(len(prompts)).generate(prompts, options)]
+        for prompt, answer, expected, own in zip(prompts, wrong, right, options, strict=True):
+            counted.tokens += len(answer)
+            choices = target_choices(stack, prompt, answer, own)
+            counted.others += sum(mine != theirs for mine, theirs in zip(answer, choices, strict=True))
+            counted.answers += 1
+            counted.differing += answer != expected
+
+
+class CoupledControls(Check):
+    """Shows faults of coupled answers: to the comparison, and one that it cannot see to the tests of sampled answers.
+
+    That one is a step whose tokens share their Gumbel noise.
+    """
+
+    part = Part.CONTROLS
+    share = 0.25
+
+    def run(self, context: Context) -> list[Finding]:
+        sampled = sampled_finding(context.earlier)
+        if sampled is None:
+            return [_nothing_to_test()]
+        stack = context.stack
+        findings = ComparedControls().run(replace(context, tell=lambda done: context.tell(done / 2)))
+        itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
+        broken = itself.but(coupled_rule=faults.coupled_one_key())
+        planted = _Planted(broken, context.params, "drafted by the target itself", off_by_sharing)
+        shown = planted.shown(stack.target, _beginnings(context.prompts), Limits.of(sampled, context.seconds))
+        context.tell(1.0)
+        return [*findings, shown.finding("two tokens share their noise")]
+
+
+def _nothing_to_test() -> Finding:
+    return Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, "There are no answers to test.")
+
+
+def _beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts cut short: a prefill shows nothing of a fault."""
+    return [list(prompt)[:_BEGINNING] for prompt in prompts]
+
+
+# ---------------------------------------------------------------------------------------- faults beside tests of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tests may use, and what they must reach.
+
+    Attributes:
+        deadline: when to stop.
+        tokens: how many the tests were given to certify; here they get no more.
+        detectable: total variation that they would have found then.
+        allowance: for rounding, as then.
+        false_alarm: likewise.
+    """
+
+    deadline: Deadline
+    tokens: int
+    detectable: float
+    allowance: float
+    false_alarm: float
+
+    @classmethod
+    def of(cls, sampled: Finding, seconds: float) -> Limits:
+        """What the tests of sampled tokens said when they certified."""
+        names = ("tokens", "smallest_detectable_tv", "rounding_allowed_tv", "false_alarm")
+        return cls(Deadline(seconds), *(sampled.facts[name] for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class _Planted:
+    """A fault where it is shown.
+
+    Attributes:
+        stack: with the fault.
+        params: sampling options.
+        words: what is not the user's own; "" if all is.
+        sizes: how far it puts the distributions of an answer's tokens off, `[tokens]`, without a look at the tokens.
+        records_probs: whether that is read off what the rule is given.
+    """
+
+    stack: Stack
+    params: SamplingParams
+    words: str
+    sizes: Callable[[Scored], Tensor]
+    records_probs: bool = False
+
+    def shown(self, healthy: LanguageModel, prompts: Sequence[Sequence[int]], limits: Limits) -> Shown:
+        """Let the tests run until they find the fault, or their tokens or the time are used up.
+
+        Args:
+            healthy: the target without the fault, which judges.
+            prompts: token ids.
+            limits: what the tests may use.
+        """
+        events = Events(healthy.vocab_size, batch=1)
+        tests = EProcesses(events.names, limits.allowance)
+        sizes: list[Tensor] = []
+        for answers in scored_answers(
+            self.stack,
+            prompts,
+            self.params,
+            _BATCH,
+            judge=healthy,
+            records_probs=self.records_probs,
+            length=_LENGTH,
+        ):
+            for scored in answers:
+                size = self.sizes(scored)
+                counts = size >= ROOM
+                sizes.append(size[counts])
+                probs, hits = events.measure(scored)
+                tests.add(probs.masked_fill(~counts[:, None], -1.0), hits)
+            shown = Shown.so_far(tests, torch.cat(sizes), self.words, limits)
+            if shown.done:
+                return shown
+        raise AssertionError("answers do not run out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,192 +402,233 @@ class Shown:
 
     Attributes:
         tokens: that were tested.
-        total_variation: mean over these tokens of how far their laws were off, computed.
-        detectable: the smallest deviation that the tests would have found when they certified.
+        total_variation: mean over these tokens of how far their distributions were off, computed.
         p_value: the smallest, after Holm.
         test: the one that it is of.
         setting: what was not the user's own, in words.
-        out_of_time: whether there were tokens left to test.
+        limits: what the tests could use.
     """
 
     tokens: int
     total_variation: float
-    detectable: float
     p_value: float
     test: str
     setting: str
-    out_of_time: bool
+    limits: Limits
+
+    @classmethod
+    def so_far(cls, tests: EProcesses, sizes: Tensor, setting: str, limits: Limits) -> Shown:
+        """What came of tests of tokens whose distributions were this far off, `[tokens]`."""
+        results = tests.results()
+        adjusted = holm([result.p_value for result in results])
+        best = min(range(len(results)), key=lambda i: (adjusted[i], results[i].p_value))
+        tokens = max(result.tokens for result in results)
+        size = float(sizes.mean()) if tokens else 0.0
+        return cls(tokens, size, adjusted[best], results[best].name, setting, limits)
 
     @property
     def strong(self) -> bool:
         """Whether the fault is as large as a control's must be."""
-        return self.total_variation >= TIMES_DETECTABLE * self.detectable
+        return self.total_variation >= TIMES_DETECTABLE * self.limits.detectable
+
+    @property
+    def found(self) -> bool:
+        """Whether the tests fail."""
+        return self.p_value < self.limits.false_alarm
+
+    @property
+    def done(self) -> bool:
+        """Whether the fault is found, or tokens or time are used up."""
+        return self.found or self.tokens >= self.limits.tokens or self.limits.deadline.over
+
+    def finding(self, name: str) -> Finding:
+        """What is said of a control."""
+        caught = self.strong and self.found
+        status = Status.HOLDS if caught else Status.FAILS
+        said = f"total variation {self.total_variation:.3f}, {self.tokens:,} tokens"
+        said += f", {self.setting}" * bool(self.setting)
+        if caught:
+            summary = f"found, as it must be: {said}; p-value {self.p_value:.2g} ({self.test})"
+        elif not self.strong:
+            status = Status.NOT_ENOUGH
+            summary = (
+                f"too small to count: {said}, less than three times the {self.limits.detectable:.3f} that the tests "
+                "would have found; give more minutes"
+            )
+        elif self.tokens < self.limits.tokens:
+            status = Status.NOT_ENOUGH
+            summary = f"not found in the time there was: {said}; p-value {self.p_value:.2g}; give more minutes"
+        else:
+            summary = f"NOT found: {said}; smallest p-value {self.p_value:.2g}. These tests cannot be trusted here"
+        facts = {
+            "total_variation": self.total_variation,
+            "smallest_detectable_tv": self.limits.detectable,
+            "tokens": self.tokens,
+            "adjusted_p_value": self.p_value,
+            "test": self.test,
+            "setting": self.setting,
+        }
+        return Finding(Part.CONTROLS, name, status, summary, facts)
 
 
-def control_findings(
-    stack: Stack,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    seconds: float,
-    tell: Callable[[float], None],
-    *,
-    tokens: int,
-    detectable: float,
-    allowance: float = 0.0,
-    false_alarm: float = 1e-3,
-) -> list[Finding]:
-    """Show every fault to the tests of sampled answers.
-
-    Args:
-        stack: the one that is certified.
-        prompts: token ids.
-        params: the user's options, of a temperature above 0, not coupled.
-        seconds: about what all controls together should take, if they need it.
-        tell: is told the fraction done.
-        tokens: how many the tests were given to certify; here they get no more.
-        detectable: total variation that they would have found then.
-        allowance: as of the tests that certify.
-        false_alarm: likewise.
-    """
-    prompts = beginnings(prompts)
-    settings = settings_of(stack, prompts, params)
-    findings = []
-    whole = Deadline(PATIENCE * seconds)  # where faults are not found sooner
-    for number, control in enumerate(SAMPLED):
-        setting = best_setting(control, settings, stack, params)
-        # Most faults are found at once and leave their time to the others.
-        left = PATIENCE * seconds * (1.0 - whole.fraction - _RESERVE * (len(SAMPLED) - 1 - number))
-        limits = Limits(Deadline(left), tokens, detectable, allowance, false_alarm)
-        shown = _show(control, setting, stack, prompts, limits)
-        findings.append(finding_of(control.name, shown, false_alarm))
-        tell((number + 1) / len(SAMPLED))
-    return findings
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the tests may use, and what they must reach; see `control_findings`."""
-
-    deadline: Deadline
-    tokens: int
-    detectable: float
-    allowance: float
-    false_alarm: float
-
-
-def _show(control: Control, setting: Setting, stack: Stack, prompts: Sequence[Sequence[int]], limits: Limits) -> Shown:
-    # Off by one only shows in the laws that were used; these are compared with a healthy target's.
-    broken = Broken(control.plant(setting.stack), stack, setting.params, setting.words, control.emitted is None)
-    return show_to_tests(broken, lambda scored: _size(control, scored), prompts, limits)
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A stack with a fault, and where it is shown.
-
-    Attributes:
-        stack: with the fault.
-        healthy: without it; its target judges.
-        params: sampling options.
-        words: what is not the user's own; "" if all is.
-        records_laws: whether the laws that the rule is given are wanted.
-    """
-
-    stack: Stack
-    healthy: Stack
-    params: SamplingParams
-    words: str
-    records_laws: bool = False
-
-
-def show_to_tests(
-    broken: Broken, size_of: Callable[[Scored], Tensor], prompts: Sequence[Sequence[int]], limits: Limits
-) -> Shown:
-    """Let the tests run on a broken stack until they find the fault, or their tokens or the time are used up.
-
-    Args:
-        broken: what answers.
-        size_of: how far the fault put the laws of an answer's tokens off, `[tokens]`, without a look at the tokens.
-        prompts: token ids.
-        limits: what the tests may use.
-    """
-    directions = Directions(broken.healthy.target.vocab_size, batch=1)
-    bets = Bets(directions.names, limits.allowance)
-    sizes: list[Tensor] = []
-    judge = broken.healthy.target
-    for answers in scored_answers(
-        broken.stack,
-        prompts,
-        broken.params,
-        BATCH,
-        judge=judge,
-        records_laws=broken.records_laws,
-        length=LENGTH,
-    ):
-        for scored in answers:
-            size = size_of(scored)
-            counts = size >= ROOM
-            sizes.append(size[counts])
-            chances, hits = directions.measure(scored)
-            bets.add(chances.masked_fill(~counts[:, None], -1.0), hits)
-        shown = _so_far(bets, sizes, broken.words, limits)
-        if limits.deadline.over or shown.tokens >= limits.tokens or shown.p_value < limits.false_alarm:
-            return shown
-    raise AssertionError("answers do not run out")
-
-
-def _size(control: Control, scored: Scored) -> Tensor:
-    """How far the laws of tokens were off, `[tokens]`, 0 where they were not."""
+def off_by_sharing(scored: Scored) -> Tensor:
+    """How far shared Gumbel noise puts the distributions of tokens behind an accepted one off, `[tokens]`."""
     size = torch.zeros(len(scored.tokens))
-    if control.emitted is None:
-        for place, decision in enumerate(scored.decisions):
-            if decision.used is not None:
-                size[place] = total_variation(decision.used, scored.laws[place])
-        return size
-    found = drafted(scored)
-    if found is not None:
-        p, q, places, _ = found
-        size[places] = total_variation(p, control.emitted(p, q)).to(size)
+    for place, decision in enumerate(scored.decisions):
+        if decision.depth == 1:
+            after = scored.probs[place].double()
+            shared = faults.probs_under_shared_noise(scored.probs[place - 1], scored.tokens[place - 1], after)
+            size[place] = total_variation(shared, after)
     return size
 
 
-def _so_far(bets: Bets, sizes: Sequence[Tensor], setting: str, limits: Limits) -> Shown:
-    results = bets.results()
-    adjusted = holm([result.p_value for result in results])
-    best = min(range(len(results)), key=lambda i: (adjusted[i], results[i].p_value))
-    tokens = max(result.tokens for result in results)
-    size = float(torch.cat(list(sizes)).mean()) if tokens else 0.0
-    return Shown(tokens, size, limits.detectable, adjusted[best], results[best].name, setting, tokens < limits.tokens)
+# ---------------------------------------------------------------------------------------- where faults have room
 
 
-def finding_of(name: str, shown: Shown, false_alarm: float) -> Finding:
-    """What is said of a control."""
-    caught = shown.strong and shown.p_value < false_alarm
-    status = Status.HOLDS if caught else Status.FAILS
-    said = (
-        f"total variation {shown.total_variation:.3f}, {shown.tokens:,} tokens"
-        + ", " * bool(shown.setting)
-        + shown.setting
-    )
-    if caught:
-        summary = f"found, as it must be: {said}; p-value {shown.p_value:.2g} ({shown.test})"
-    elif not shown.strong:
-        status = Status.NOT_ENOUGH
-        summary = (
-            f"too small to count: {said}, less than three times the {shown.detectable:.3f} that the tests would have"
-            " found; give more minutes"
-        )
-    elif shown.out_of_time:
-        status = Status.NOT_ENOUGH
-        summary = f"not found in the time there was: {said}; p-value {shown.p_value:.2g}; give more minutes"
-    else:
-        summary = f"NOT found: {said}; smallest p-value {shown.p_value:.2g}. These tests cannot be trusted here"
-    facts = {
-        "total_variation": shown.total_variation,
-        "smallest_detectable_tv": shown.detectable,
-        "tokens": shown.tokens,
-        "adjusted_p_value": shown.p_value,
-        "test": shown.test,
-        "setting": shown.setting,
-    }
-    return Finding(Part.CONTROLS, name, status, summary, facts)
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """Where a fault is shown: the user's own drafter, or a stand-in that leaves it more room.
+
+    Attributes:
+        stack: drafts one token a step.
+        params: sampling options.
+        words: what is not the user's own; "" if all is.
+        rooms: p and q `[tokens, vocab]` where drafts are judged, and whether they are drawn from q.
+        share: of tokens, how many a draft is judged for.
+    """
+
+    stack: Stack
+    params: SamplingParams
+    words: str
+    rooms: Sequence[tuple[Tensor, Tensor, bool]]
+    share: float
+
+    def worth(self, control: SampledControl) -> float:
+        """What a token tells of a fault: the mean square of how far it is put off, where that counts."""
+        assert control.emitted is not None
+        rooms = [(p, q) for p, q, drawn in self.rooms if drawn or not control.needs_draw]
+        sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
+        sizes = [torch.where(size >= ROOM, size, 0.0) for size in sizes]
+        return self.share * float(torch.cat(sizes).square().mean()) if sizes else 0.0
+
+
+def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[_Setting]:
+    """The user's own, looked at in one batch of answers, and stand-ins, whose p and q follow from the target's."""
+    own = drafting_one(stack, stack.drafter)
+    answers = next(scored_answers(own, prompts, params, _BATCH, length=_LENGTH))
+    rooms = [found for scored in answers if (found := drafted(scored)) is not None]
+    some = max(1, _LOOKED_AT // stack.target.vocab_size // max(1, len(rooms)))
+    share = sum(len(places) for _, _, places, _ in rooms) / sum(len(scored.tokens) for scored in answers)
+    settings = [
+        _Setting(own, params, "", [(p[:some].clone(), q[:some].clone(), drawn) for p, q, _, drawn in rooms], share)
+    ]
+    texts = [(scored.before, scored.tokens) for scored in answers]
+    logits = torch.cat(plain_logits(stack.target, texts))[: max(1, _LOOKED_AT // stack.target.vocab_size)].float()
+    warm = [replace(params, temperature=_WARM)] if params.temperature < 1.0 else []
+    for options in (params, *warm):
+        for factor, words in ((_SHARPER, "the target itself, sharpened"), (1.0, "the target itself")):
+            stand_in = drafting_one(stack, DraftModel(scaled(stack.target, factor), num_speculative_tokens=1))
+            p, q = law_from_logits(logits, options), law_from_logits(logits * factor, options)
+            at = "" if options is params else f" at temperature {options.temperature:g}"
+            settings.append(_Setting(stand_in, options, f"drafted by {words}{at}", [(p, q, True)], _SHARE))
+    return settings
+
+
+def _best_setting(
+    control: SampledControl, settings: Sequence[_Setting], stack: Stack, params: SamplingParams
+) -> _Setting:
+    """Where a fault has room: the user's own stack if it will do."""
+    if control.emitted is None:
+        itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
+        return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
+    own, *others = settings
+    best = max(others, key=lambda setting: setting.worth(control))
+    return own if _OWN_IS_BETTER * own.worth(control) >= best.worth(control) else best
+
+
+def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
+    """p and q `[tokens, vocab]` of tokens at nodes with a draft, which tokens, and whether they were drawn from q.
+
+    Only the first of them where there are very many entries.
+    """
+    places = [i for i, one in enumerate(scored.decisions) if one.q is not None or one.candidates]
+    places = places[: max(1, _ENTRIES // scored.probs.shape[-1])]
+    if not places:
+        return None
+    p = scored.probs[places]
+    rows = []
+    for row, place in zip(p, places, strict=True):
+        decision = scored.decisions[place]
+        if decision.q is not None:
+            rows.append(decision.q.to(p))
+        else:
+            rows.append(torch.zeros_like(row))
+            rows[-1][decision.candidates[0]] = 1.0
+    return p, torch.stack(rows), places, scored.decisions[places[0]].q is not None
+
+
+# ---------------------------------------------------------------------------------------- faults beside plain decoding
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Answers of a broken stack so far; `others` are tokens that are not the target's choice."""
+
+    tokens: int = 0
+    others: int = 0
+    answers: int = 0
+    differing: int = 0
+
+    @property
+    def size(self) -> float:
+        return self.others / max(1, self.tokens)
+
+    @property
+    def detectable(self) -> float:
+        """Share of wrong tokens of which one would have been among these with probability `POWER`."""
+        return min(1.0, -math.log(1.0 - POWER) / max(1, self.tokens))
+
+    @property
+    def strong(self) -> bool:
+        return self.size >= TIMES_DETECTABLE * self.detectable
+
+    def finding(self, control: ComparedControl) -> Finding:
+        caught = self.strong and self.differing > 0
+        said = f"{self.size:.1%} of {self.tokens} tokens are not the target's choice, {control.words}"
+        if caught:
+            status = Status.HOLDS
+            verdict = f"found, as it must be: {self.differing} of {self.answers} answers differ"
+        elif self.differing:
+            status, verdict = Status.NOT_ENOUGH, "found, but too small to count: give more prompts"
+        else:
+            status, verdict = Status.FAILS, "NOT found: this comparison cannot be trusted here"
+        facts = {
+            "total_variation": self.size,
+            "smallest_detectable_tv": self.detectable,
+            "tokens": self.tokens,
+            "answers": self.answers,
+            "differing_answers": self.differing,
+            "setting": control.words,
+        }
+        return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
+
+
+def target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
+    """The target's choice at every place of an answer, by plain forwards over it.
+
+    Args:
+        stack: with the target.
+        prompt: token ids.
+        answer: tokens behind it.
+        params: greedy, or coupled with a seed.
+    """
+    if params.greedy:
+        (logits,) = plain_logits(stack.target, [(prompt, answer)])
+        choices: list[int] = coupled_choice(logits, None).tolist()
+        return choices
+    assert params.seed is not None
+    (probs,) = plain_probs(stack.target, [(prompt, answer)], params)
+    noise = KeyedNoise(params.seed, len(prompt), 0)
+    rows = [coupled_choice(p, noise.gumbel(depth, p.shape[-1], p.device)) for depth, p in enumerate(probs.split(1))]
+    chosen: list[int] = torch.cat(rows).tolist()
+    return chosen

@@ -1,7 +1,7 @@
-"""Coupled and greedy requests: what the shipped rule follows, in every walk, and the law of it, in every cell.
+"""Coupled and greedy requests: what the shipped rule follows, and the distribution of it, in every cell.
 
-Over two tokens a choice depends on the difference of their Gumbel numbers alone, which has the logistic law. So the
-line of differences falls into cells, and the law of an answer is a sum of products of their widths. The reference here
+Over two tokens a choice depends on the difference of their Gumbel numbers alone, which is logistic. So the line of
+differences falls into cells, and the probability of an answer is a sum of products of their widths. The reference here
 is plain Python: it shares the noise with the rule, and nothing else.
 """
 
@@ -28,20 +28,20 @@ from truedraft.verification.exact import distance, target_law
 _HOST = torch.device("cpu")
 _NOISES = 3
 """Keyed noises for each listed proposal."""
-_WIDE, _WIDE_WALKS = 4099, 48
-"""Tokens of the walks over many, and how many walks there are."""
+_WIDE, _WIDE_CASES = 4099, 48
+"""Tokens of the cases over many, and how many cases there are."""
 _BESIDE = 1e-13
-"""How near to a predicted edge both sides are probed: a logistic law has at most a quarter of that between them."""
+"""How near to a predicted edge both sides are probed; at most a quarter of that is the probability between them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class JudgedCase:
     """One request, and what it must be answered.
 
     Attributes:
-        case: proposal and laws.
+        case: proposal and distributions.
         noise: of the step.
-        expected: the verdict by the slow walk.
+        expected: the verdict by plain Python.
         greedy: whether there is no noise.
     """
 
@@ -57,8 +57,8 @@ Judge = Callable[[Sequence[Proposal], Sequence[Tensor], Sequence[Noise]], list[V
 def judge_at_once(rule: DeferredRule, device: torch.device) -> Judge:
     """Judge as steps on a device do: all is worked out there, then read in one transfer."""
 
-    def judge(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        moved = [Case(1.0, *each).to(device) for each in zip(proposals, laws, strict=True)]
+    def judge(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        moved = [Case(1.0, *each).to(device) for each in zip(proposals, probs, strict=True)]
         prepared = rule.prepare([case.proposal for case in moved], [case.laws for case in moved], noise)
         return prepared.conclude(transfers.fetch(prepared.wanted))
 
@@ -73,7 +73,7 @@ def ways_to_judge(rule: Rule, device: torch.device) -> dict[str, Judge]:
     return ways
 
 
-def slow_walk(case: Case, noise: KeyedNoise) -> Verdict:
+def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
     """Take argmax(log p + G), the lowest id among equals, and go on below the child that carries it, if one does."""
     ids, parents = case.proposal.tree.token_list, case.proposal.tree.shape.parents
     slot = 0
@@ -89,18 +89,20 @@ def slow_walk(case: Case, noise: KeyedNoise) -> Verdict:
         slot = carrying[0] + 1
 
 
-def _slow_choice(law: Tensor, noise: KeyedNoise, depth: int) -> int:
-    scores = law.tolist()
+def _slow_choice(p: Tensor, noise: KeyedNoise, depth: int) -> int:
+    scores = p.tolist()
     gumbel = noise.gumbel(depth, len(scores), _HOST)
     if gumbel is not None:
-        scores = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(scores, gumbel.tolist(), strict=True)]
+        scores = [
+            math.log(share) + g if share > 0 else -math.inf for share, g in zip(scores, gumbel.tolist(), strict=True)
+        ]
     return scores.index(max(scores))
 
 
-# ---------------------------------------------------------------------------------------- walks over keyed noise
+# ---------------------------------------------------------------------------------------- cases under keyed noise
 
 
-def walks() -> list[Walk]:
+def judged_cases() -> list[JudgedCase]:
     """Proposals of every kind over three tokens, each under several noises and greedily, in one order for one batch."""
     found = []
     asked = [(world, case) for world in _listed() for case in world.every_proposal()]
@@ -108,35 +110,37 @@ def walks() -> list[Walk]:
         for extra in range(_NOISES):
             noise = KeyedNoise(number, position=7 + extra, step=extra)
             single = Case(case.probability, case.proposal, case.laws.float())
-            found.append(_walk(single if extra % 2 else case, noise))
-            found += [_walk(each, noise) for each in _coupled(world, noise, number + extra)]
-        found += [_walk(each, KeyedNoise(number, 7, 0, greedy=True), greedy=True) for each in (case, *_as_logits(case))]
+            found.append(_judged(single if extra % 2 else case, noise))
+            found += [_judged(each, noise) for each in _coupled(world, noise, number + extra)]
+        found += [
+            _judged(each, KeyedNoise(number, 7, 0, greedy=True), greedy=True) for each in (case, *_as_logits(case))
+        ]
     return found
 
 
-def wide_walks() -> list[Walk]:
+def wide_cases() -> list[JudgedCase]:
     """Chains over thousands of tokens, most of which shipped code does not look at one by one; some end early."""
     chance = torch.Generator().manual_seed(1)
     found = []
-    for number in range(_WIDE_WALKS):
-        laws = torch.softmax(2.0 ** (number % 5 - 2) * torch.randn(3, _WIDE, generator=chance), dim=-1)
+    for number in range(_WIDE_CASES):
+        probs = torch.softmax(2.0 ** (number % 5 - 2) * torch.randn(3, _WIDE, generator=chance), dim=-1)
         noise = KeyedNoise(number, position=3, step=1, greedy=number % 4 == 0)
-        tokens = [_slow_choice(laws[depth], noise, depth) for depth in range(2)]
+        tokens = [_slow_choice(probs[depth], noise, depth) for depth in range(2)]
         tokens[1] = (tokens[1] + (number % 3 == 0)) % _WIDE
-        case = Case(1.0, Proposal.deterministic(TokenTree.chain(tokens)), laws)
-        found.append(_walk(case, noise, greedy=noise.greedy))
+        case = Case(1.0, Proposal.deterministic(TokenTree.chain(tokens)), probs)
+        found.append(_judged(case, noise, greedy=noise.greedy))
     return found
 
 
-def disagreements(walks: Sequence[Walk], judge: Judge) -> list[tuple[Walk, Verdict]]:
-    """Walks that the rule judges otherwise, with its verdicts; all are judged in one batch."""
-    cases = [walk.case for walk in walks]
-    verdicts = judge([case.proposal for case in cases], [case.laws for case in cases], [walk.noise for walk in walks])
-    return [(walk, verdict) for walk, verdict in zip(walks, verdicts, strict=True) if verdict != walk.expected]
+def disagreements(cases: Sequence[JudgedCase], judge: Judge) -> list[tuple[JudgedCase, Verdict]]:
+    """Cases that the rule judges otherwise, with its verdicts; all are judged in one batch."""
+    probs = [each.case.laws for each in cases]
+    verdicts = judge([each.case.proposal for each in cases], probs, [each.noise for each in cases])
+    return [(each, verdict) for each, verdict in zip(cases, verdicts, strict=True) if verdict != each.expected]
 
 
-def _walk(case: Case, noise: KeyedNoise, *, greedy: bool = False) -> Walk:
-    return Walk(case, noise, slow_walk(case, noise), greedy)
+def _judged(case: Case, noise: KeyedNoise, *, greedy: bool = False) -> JudgedCase:
+    return JudgedCase(case, noise, expected_verdict(case, noise), greedy)
 
 
 def _listed() -> list[World]:
@@ -200,7 +204,7 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
     return Case(1.0, proposal, torch.stack([world.target.law(each) for each in paths]))
 
 
-# ---------------------------------------------------------------------------------------- laws in every cell
+# ---------------------------------------------------------------------------------------- distributions in every cell
 
 
 class _LineNoise:
@@ -225,13 +229,13 @@ class _Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class CoupledLaws:
+class CoupledAnswers:
     """What came of the answers in all cells.
 
     Attributes:
         proposals: whose answers were summed; all those drafted under the same noise count as one.
         cells: in which they were looked at, at three places each.
-        distance: largest total variation between the law of an answer and the target's.
+        distance: largest total variation of answers from the target's distribution.
         moved: largest probability of cells in which the answer is not the same everywhere.
     """
 
@@ -241,8 +245,8 @@ class CoupledLaws:
     moved: float
 
 
-def answer_laws(judge: Judge) -> CoupledLaws:
-    """The law of whole answers over two tokens, for every proposal: each must have the target's, whatever it guesses.
+def answer_probs(judge: Judge) -> CoupledAnswers:
+    """The distribution of whole answers over two tokens, for every proposal: the target's, whatever it guesses.
 
     Behind the step the target goes on under the same noise.
     """
@@ -252,10 +256,10 @@ def answer_laws(judge: Judge) -> CoupledLaws:
         expected = target_law(world.target.law, world.length)
         drawn = len(world.plans) > 0 and world.plans[0][0].kind is DrawKind.INDEPENDENT
         for case in (*world.every_proposal(), *([None] if drawn else [])):  # None: drafted under the noise that judges
-            law, own_moved, count = _answers(judge, world, case)
+            probs, own_moved, count = _answers(judge, world, case)
             proposals, cells = proposals + 1, cells + count
-            worst, moved = max(worst, distance(law, expected)), max(moved, own_moved)
-    return CoupledLaws(proposals, cells, worst, moved)
+            worst, moved = max(worst, distance(probs, expected)), max(moved, own_moved)
+    return CoupledAnswers(proposals, cells, worst, moved)
 
 
 def _over_two_tokens() -> list[World]:
@@ -270,7 +274,7 @@ def _over_two_tokens() -> list[World]:
 
 
 def _answers(judge: Judge, world: World, case: Case | None) -> tuple[dict[Prefix, float], float, int]:
-    """The law of the answer, the probability of cells that are none, and the number of cells.
+    """The distribution of the answer, the probability of cells that are none, and the number of cells.
 
     Without a case a chain is drafted under the noise of each place.
     """
@@ -287,13 +291,13 @@ def _answers(judge: Judge, world: World, case: Case | None) -> tuple[dict[Prefix
         verdicts = judge([each.proposal for each in cases], [each.laws for each in cases], noise)
         ends = [_gone_on(world, verdict, own) for verdict, own in zip(verdicts, noise, strict=True)]
         found.append(ends)
-    law: dict[Prefix, float] = {}
+    probs: dict[Prefix, float] = {}
     moved = 0.0
     for box, below, middle, above in zip(boxes, *found, strict=True):
         width = math.prod(stretch.width for stretch in box)
-        law[middle] = law.get(middle, 0.0) + width
+        probs[middle] = probs.get(middle, 0.0) + width
         moved += width * (not below == middle == above)
-    return law, moved, len(boxes)
+    return probs, moved, len(boxes)
 
 
 def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
@@ -304,9 +308,9 @@ def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
     return answer[: world.length]
 
 
-def _edge(law: Tensor) -> float:
+def _edge(p: Tensor) -> float:
     """Token 1 is chosen where G1 - G0 is above log p0 - log p1."""
-    p0, p1 = law.tolist()
+    p0, p1 = p.tolist()
     return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
 
 

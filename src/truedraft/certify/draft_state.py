@@ -1,32 +1,40 @@
 """What a drafter knows after many steps, held against what it knows of the same text at once.
 
 A stale draft state (a cache that was not rolled back, a token that was forgotten after full acceptance) never changes
-the law of an answer: the target judges whatever is proposed. It only costs acceptance, so it is measured, not failed.
+the distribution of an answer: the target judges whatever is proposed. It only costs acceptance, so it is measured, not
+failed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from truedraft.cache import RequestCache
-from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answers_in_time
-from truedraft.certify.delegating_drafter import DelegatingDrafter
+from truedraft.certify.checks import (
+    PATIENCE,
+    Check,
+    Context,
+    Deadline,
+    Finding,
+    OutOfTimeError,
+    Part,
+    Stack,
+    Status,
+    answers_in_time,
+)
 from truedraft.certify.equality import as_greedy
-from truedraft.certify.findings import Finding, Part, Status
 from truedraft.certify.rounding import relative_limit
-from truedraft.certify.stack import Stack
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import TokenTree, chain_shape
-from truedraft.drafters import DraftModel
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.engine import Engine
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
 _PLACES = 12
@@ -61,116 +69,98 @@ class CacheDifference:
     allowed: float
 
 
-class ProposalRecorder(DelegatingDrafter):
-    """Drafts as another drafter does, and keeps every proposal.
+class Guesses:
+    """Keeps what a drafter proposes; engines are given `drafter`.
 
     Args:
-        inner: drafts.
+        stack: with the drafter, which is not changed.
+        checks_caches: whether a draft model's caches are compared with fresh forwards.
 
     Attributes:
-        guesses: of each request, in order.
+        drafter: drafts as the stack's does, watched.
+        of: the proposals of each request, in order.
         caches: of a draft model, after each step in which it had drafted.
     """
 
-    def __init__(self, inner: Drafter, *, checks_caches: bool = False) -> None:
-        super().__init__(inner)
-        self._checks_caches = checks_caches
-        self.guesses: dict[int, list[Guess]] = {}
+    def __init__(self, stack: Stack, *, checks_caches: bool = False) -> None:
+        self.of: dict[int, list[Guess]] = {}
         self.caches: list[CacheDifference] = []
+        self._draft = stack.draft if checks_caches else None
+        drafter = stack.drafter
 
-    def begin(self, request: DraftRequest) -> None:
-        """As the inner drafter."""
-        self.guesses[request.id] = []
-        super().begin(request)
+        def begin(request: DraftRequest) -> None:
+            self.of[request.id] = []
+            drafter.begin(request)
 
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """As the inner drafter; then keep what was proposed."""
-        super().observe(batch, outcomes)
-        for request, outcome in zip(batch, outcomes, strict=True):
-            if not outcome.tokens:
-                continue  # a part of a prompt, or an answer that ended at once
-            before = len(request.tokens) - len(outcome.tokens)
-            self.guesses[request.id].append(
-                Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path))
-            )
-            if self._checks_caches and len(outcome.proposal.tree):
-                self._check_cache(request)
+        def observe(batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+            drafter.observe(batch, outcomes)
+            for request, outcome in zip(batch, outcomes, strict=True):
+                if outcome.tokens:  # else a part of a prompt, or an answer that ended at once
+                    self._note(request, outcome)
 
-    def _check_cache(self, request: DraftRequest) -> None:
-        inner = self.inner
-        if isinstance(inner, DraftModel):
-            cache = inner._states[request.id]  # nobody else has a reason to look
-            self.caches.append(_cache_difference(inner.model, cache, request.tokens))
+        self.drafter = altered(drafter, begin=begin, observe=observe)
+
+    def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
+        before = len(request.tokens) - len(outcome.tokens)
+        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path))
+        self.of[request.id].append(guess)
+        if self._draft is not None and len(outcome.proposal.tree):
+            cache = self._draft._states[request.id]  # nobody else has a reason to look
+            self.caches.append(_cache_difference(self._draft.model, cache, request.tokens))
 
 
-def draft_state_findings(
-    stack: Stack,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    batch: int,
-    tell: Callable[[float], None],
-    *,
-    seconds: float = math.inf,
-) -> list[Finding]:
-    """Compare proposals of a drafter that lived through an answer with those of one that sees the text at once.
+class DraftState(Check):
+    """Compares proposals of a drafter that lived through an answer with those of one that sees the text at once.
 
-    Greedy answers come about in batches; then, at places of each, a new request with the text so far as its prompt
-    must be guessed the same tree for. A draft model's cache is compared with a forward over the same tokens, too.
+    Greedy answers come about in batches, judged by comparison whatever the stack's rules; then, at places of each, a
+    new request with the text so far as its prompt must be guessed the same tree for. A draft model's cache is compared
+    with a forward over the same tokens, too. The time may be exceeded several times until one answer was looked at.
 
-    Args:
-        stack: what is certified; requests are greedy and judged by comparison, whatever its rules.
-        prompts: token ids, at least one prompt.
-        params: the user's options, of which lengths and stop ids count.
-        batch: requests of a step.
-        tell: called with the fraction that is done.
-        seconds: how long to go on; several times as long until one answer was looked at.
-
-    Returns:
-        One finding: HOLDS where all proposals are equal, else MEASURED, for answers stay exact; DOES_NOT_APPLY where
-        nothing was proposed; NOT_ENOUGH where nothing could be compared in time.
+    It finds one thing: HOLDS where all proposals are equal, else MEASURED, for answers stay exact; DOES_NOT_APPLY where
+    nothing was proposed; NOT_ENOUGH where nothing could be compared in time.
     """
-    exact = dataclasses.replace(stack, rule=SpeculativeSampling(), coupled_rule=None)
-    found = _Comparison()
-    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
-    for first in range(0, len(prompts), batch):
-        group = [list(prompt) for prompt in prompts[first : first + batch]]
-        try:
-            for done in _compare(exact, group, as_greedy(params), batch, found, deadline if first else patience):
-                tell(max(deadline.fraction, (first + done) / len(prompts)))
-                if deadline.over:
-                    break
-        except OutOfTimeError:
-            found.out_of_time = not found.compared
-        if deadline.over:
-            break
-    tell(1.0)
-    return [found.finding(stack.drafter.name)]
+
+    part = Part.DRAFT_STATE
+    share = 0.05
+
+    def run(self, context: Context) -> list[Finding]:
+        exact = replace(context, stack=context.stack.but(rule=SpeculativeSampling(), coupled_rule=None))
+        prompts, batch = context.prompts, context.batch
+        found = _Comparison()
+        deadline, patience = Deadline(context.seconds), Deadline(PATIENCE * context.seconds)
+        for first in range(0, len(prompts), batch):
+            group = [list(prompt) for prompt in prompts[first : first + batch]]
+            try:
+                for done in _compare(replace(exact, prompts=group), found, deadline if first else patience):
+                    context.tell(max(deadline.fraction, (first + done) / len(prompts)))
+                    if deadline.over:
+                        break
+            except OutOfTimeError:
+                found.out_of_time = not found.compared
+            if deadline.over:
+                break
+        context.tell(1.0)
+        return [found.finding(context.stack.drafter.name)]
 
 
-def _compare(
-    stack: Stack,
-    group: Sequence[Sequence[int]],
-    options: SamplingParams,
-    batch: int,
-    found: _Comparison,
-    deadline: Deadline,
-) -> Iterator[int]:
+def _compare(context: Context, found: _Comparison, deadline: Deadline) -> Iterator[int]:
     """Answer prompts together, then look at one answer after another; gives how many are done.
 
     Raises:
         OutOfTimeError: what came before counts.
     """
-    lived = ProposalRecorder(stack.drafter, checks_caches=True)
-    engine = stack.but(drafter=lived).engine(batch)
+    stack, group, options = context.stack, context.prompts, as_greedy(context.params)
+    lived = Guesses(stack, checks_caches=True)
+    engine = stack.but(drafter=lived.drafter).engine(context.batch)
     answers = answers_in_time(engine, group, [options] * len(group), deadline)
     found.caches += lived.caches
-    fresh = ProposalRecorder(stack.drafter)
-    engine = stack.but(drafter=fresh).engine(1)
+    fresh = Guesses(stack)
+    engine = stack.but(drafter=fresh.drafter).engine(1)
     # Requests are numbered as they are queued.
-    for number, (prompt, own) in enumerate(zip(group, sorted(lived.guesses), strict=False)):
+    for number, (prompt, own) in enumerate(zip(group, sorted(lived.of), strict=False)):
         text = [*prompt, *answers[number].token_ids]
         limit = len(prompt) + options.max_tokens
-        for guess in _some([each for each in lived.guesses[own] if len(each.text) > len(prompt)]):
+        for guess in _some([each for each in lived.of[own] if len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
         yield number + 1
 
@@ -183,7 +173,7 @@ def _some(guesses: Sequence[Guess]) -> list[Guess]:
 
 def _fresh_guess(
     engine: Engine,
-    recorder: ProposalRecorder,
+    fresh: Guesses,
     text: Sequence[int],
     limit: int,
     options: SamplingParams,
@@ -192,8 +182,8 @@ def _fresh_guess(
     """What a new request proposes for a text; None if its first token is not the text's last one.
 
     Args:
-        engine: with the recorder as its drafter.
-        recorder: of its proposals.
+        engine: with the watched drafter.
+        fresh: its proposals.
         text: at least 2 tokens; all but the last are the prompt, the prefill must give the last.
         limit: tokens of prompt and answer of the lived request, which cuts proposals near its end.
         options: greedy.
@@ -203,13 +193,13 @@ def _fresh_guess(
         OutOfTimeError: it is over.
     """
     prompt = list(text[:-1])
-    request = engine.submit(prompt, dataclasses.replace(options, max_tokens=limit - len(prompt)))
+    request = engine.submit(prompt, replace(options, max_tokens=limit - len(prompt)))
     try:
-        while request.finish_reason is None and len(recorder.guesses.get(request.id, [])) < 2:
+        while request.finish_reason is None and len(fresh.of.get(request.id, [])) < 2:
             deadline.step(engine)
     finally:
         engine.cancel(request)
-    guesses = recorder.guesses.pop(request.id)
+    guesses = fresh.of.pop(request.id)
     # The first is the prefill's, which proposes nothing.
     return guesses[1] if len(guesses) > 1 and guesses[1].text == tuple(text) else None
 
@@ -244,10 +234,10 @@ class _Comparison:
             self.skipped += 1
             return
         trees = lived.tree, fresh.tree
-        walked = [_walk(tree, text[len(lived.text) :]) for tree in trees]
+        on_the_way = [_accepted(tree, text[len(lived.text) :]) for tree in trees]
         self.compared += 1
         self.nodes = (self.nodes[0] + len(trees[0]), self.nodes[1] + len(trees[1]))
-        self.accepted = (self.accepted[0] + walked[0], self.accepted[1] + walked[1])
+        self.accepted = (self.accepted[0] + on_the_way[0], self.accepted[1] + on_the_way[1])
         if trees[0].token_list != trees[1].token_list or trees[0].shape != trees[1].shape:
             self.different += 1
             if len(self.examples) < 3:
@@ -302,7 +292,7 @@ class _Comparison:
         return Finding(Part.DRAFT_STATE, name, Status.HOLDS, told, facts)
 
 
-def _walk(tree: TokenTree, text: Sequence[int]) -> int:
+def _accepted(tree: TokenTree, text: Sequence[int]) -> int:
     """How far a tree follows a text, in tokens."""
     ids, slot = tree.token_list, 0
     for depth, token in enumerate(text):

@@ -1,21 +1,47 @@
-"""Greedy and coupled answers with speculation, held against plain decoding bit for bit."""
+"""Greedy and coupled answers with speculation, held against plain decoding bit for bit.
+
+Where two answers part that must be equal, that is a near tie, which rounding may decide either way, or a fault. Both
+followed the same text up to that *divergence point*. The logits there are known, so it is known by how much they would
+have to move for the other token to be chosen: the *margin*. For greedy requests that is the difference of the two
+logits; for coupled ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r,
+it moves a margin by at most 2 r.
+
+Worked example: the logits of the two best tokens are 9.71 and 9.70, so the margin is 0.01. Shapes of plain decoding
+give logits there that differ by up to 0.006. A margin below 0.012 is a near tie, so this is one. With 0.004 in place of
+0.006 it is a fault.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answers_in_time
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.near_ties import Parting, parting_of, same_answer
-from truedraft.certify.rounding import Rounding, measure_rounding
-from truedraft.certify.sampling_runs import recovered
-from truedraft.certify.stack import Stack
+import torch
+from torch import Tensor
+
+from truedraft.certify.checks import (
+    PATIENCE,
+    Check,
+    Context,
+    Deadline,
+    Finding,
+    OutOfTimeError,
+    Part,
+    Stack,
+    Status,
+    answers_in_time,
+    recovered,
+)
+from truedraft.certify.rounding import Rounding, compare_shapes, measure_rounding
 from truedraft.core.counters import Counters
+from truedraft.core.laws import law_from_logits, most_likely
+from truedraft.core.noise import KeyedNoise
 from truedraft.core.sampling import SamplingParams
 from truedraft.engine import Answer, Engine
+from truedraft.models.base import LanguageModel
+from truedraft.verification.coupled import coupled_choice
 
 _MOST_FAULTS = 4
 """Faults that are traced; one is enough to fail, and a broken stack parts from plain decoding everywhere."""
@@ -23,73 +49,93 @@ _ROUNDING_TEXTS = 8
 _ROUNDING_PLACES = 8
 """Of each text. A text costs a dozen shapes of so many places, and a certificate with little time has one text."""
 _ROUNDING_SHARE = 0.15  # of the time
+_NEAR = 16
+"""Places up to the one in question over which rounding is measured; one place alone shows too few roundings."""
+_HALVINGS = 60
+
+# ---------------------------------------------------------------------------------------- the check
 
 
-def equality_findings(
-    stack: Stack,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    batch: int,
-    tell: Callable[[float], None],
-    *,
-    label: str,
-    seconds: float = float("inf"),
-) -> list[Finding]:
-    """Compare answers with speculation, alone and in batches, with plain decoding's: tokens and reasons for the end.
+class Equality(Check):
+    """Compares answers with speculation, alone and in batches, with plain decoding's: tokens and reasons for the end.
 
-    Greedy answers are always compared; coupled ones where `params` asks for them. Every divergence is traced to its
-    first differing token and is a near tie or a fault (`near_ties`). Stop texts are left out: they act on tokens that
-    are already decided.
+    Greedy answers are always compared; coupled ones where the options ask for them. Every divergence is traced to its
+    first differing token and is a near tie or a fault. Stop texts are left out: they act on tokens that are already
+    decided. Fewer prompts than the batch are repeated from later starts on; a batch of 1 leaves out what is the same
+    then. The time may be exceeded several times until the first batch of prompts is compared.
+
+    It finds what rounding was measured, then one finding for each kind of request and size of batch; NOT_ENOUGH where
+    the first batch was not compared in time.
+    """
+
+    part = Part.EQUALITY
+    share = 0.12
+
+    def run(self, context: Context) -> list[Finding]:
+        stack, params = context.stack, context.params
+        label = dtype_name(stack.target.dtype)
+        kinds = {"greedy": as_greedy(params)}
+        if params.coupled and not params.greedy:
+            kinds["coupled"] = replace(params, stop=(), seed=context.seed)
+        seconds = context.seconds * (1.0 - _ROUNDING_SHARE) / len(kinds)
+        findings: list[Finding] = []
+        texts: list[list[int]] = []
+        for number, (kind, options) in enumerate(kinds.items()):
+            if kind == "greedy" and not stack.rule.lossless:
+                findings.append(_lossy(stack, label))
+                continue
+            answers = _Answers(replace(context, params=options))
+            for done in answers.compare(seconds):
+                context.tell((number + done) / len(kinds) * (1.0 - _ROUNDING_SHARE))
+            findings += [
+                _finding(f"{kind}, batch {size}, {label}", comparison, stack, least=size)
+                for size, comparison in answers.comparisons.items()
+            ]
+            texts += answers.texts
+        if texts:
+            findings.insert(0, self._rounding(context, texts, label))
+        context.tell(1.0)
+        return findings
+
+    def _rounding(self, context: Context, texts: Sequence[list[int]], label: str) -> Finding:
+        """What a measurement of rounding says by itself: drafted rows that leave plain ones by more are a fault."""
+        rounding = measure_rounding(
+            context.stack.target,
+            sorted(texts, key=len, reverse=True)[:_ROUNDING_TEXTS],
+            context.batch,
+            context.params,
+            context.stack.drafter.limits,
+            positions=_ROUNDING_PLACES,
+            seconds=context.seconds * _ROUNDING_SHARE,
+        )
+        status = Status.HOLDS if rounding.bitwise else Status.MEASURED if rounding.is_rounding else Status.FAILS
+        told = rounding.describe()
+        return Finding(self.part, f"rounding, {label}", status, f"{told[0].upper()}{told[1:]}.", rounding.as_dict())
+
+
+class EqualityInFloat32(Check):
+    """The same of the same stack in float32, where rounding leaves the least room; nothing if that is what it is in.
 
     Args:
-        stack: what is certified.
-        prompts: token ids, at least one prompt. Fewer than `batch` are repeated from later starts on.
-        params: the user's options. Seeds of coupled requests count up from its seed.
-        batch: requests of a step; 1 leaves out what is the same then.
-        tell: called with the fraction that is done.
-        label: of the target's dtype or other setting, for the names of the findings.
-        seconds: how long to go on; several times as long until the first group of `batch` prompts is compared.
-
-    Returns:
-        What rounding was measured, then one finding for each kind of request and size of batch; NOT_ENOUGH where the
-        first group was not compared in time.
+        load: makes that stack.
     """
-    prompts = enough_prompts(prompts, batch)
-    kinds = {"greedy": as_greedy(params)}
-    if params.coupled and not params.greedy:
-        kinds["coupled"] = dataclasses.replace(params, stop=(), seed=params.seed or 0)
-    share = seconds * (1.0 - _ROUNDING_SHARE) / len(kinds)
-    findings: list[Finding] = []
-    texts: list[list[int]] = []
-    for number, (kind, options) in enumerate(kinds.items()):
-        if kind == "greedy" and not stack.rule.lossless:
-            findings.append(_lossy(stack, label))
-            continue
-        run = _Run(stack, prompts, options, batch)
-        for done in run.groups(share):
-            tell((number + done) / len(kinds) * (1.0 - _ROUNDING_SHARE))
-        findings += run.findings(kind, label)
-        texts += run.texts
-    if texts:
-        rounding = measure_rounding(
-            stack.target,
-            sorted(texts, key=len, reverse=True)[:_ROUNDING_TEXTS],
-            batch,
-            params,
-            stack.drafter.limits,
-            positions=_ROUNDING_PLACES,
-            seconds=seconds * _ROUNDING_SHARE,
-        )
-        findings.insert(0, rounding_finding(rounding, label))
-    tell(1.0)
-    return findings
+
+    part = Part.EQUALITY
+    share = 0.05
+
+    def __init__(self, load: Callable[[], Stack]) -> None:
+        self._load = load
+
+    def run(self, context: Context) -> list[Finding]:
+        if context.stack.target.dtype is torch.float32:
+            context.tell(1.0)
+            return []
+        return Equality().run(replace(context, stack=self._load()))
 
 
-def rounding_finding(rounding: Rounding, label: str) -> Finding:
-    """What a measurement of rounding says by itself: drafted rows that leave plain ones by more are a fault."""
-    status = Status.HOLDS if rounding.bitwise else Status.MEASURED if rounding.is_rounding else Status.FAILS
-    told = rounding.describe()
-    return Finding(Part.EQUALITY, f"rounding, {label}", status, f"{told[0].upper()}{told[1:]}.", rounding.as_dict())
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def as_greedy(params: SamplingParams) -> SamplingParams:
@@ -111,52 +157,20 @@ def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[in
     return found
 
 
-@dataclass
-class _Outcome:
-    """What came of one size of batch.
+class _Answers:
+    """Answers of one kind, batch after batch, to the context's prompts with its options."""
 
-    Attributes:
-        compared: tokens of plain answers.
-        answers: how many.
-        partings: those that were traced.
-        untraced: divergences after several faults.
-        stats: counts of the answers with speculation.
-        warnings: of these answers.
-    """
-
-    compared: int = 0
-    answers: int = 0
-    partings: list[Parting] = field(default_factory=list)
-    untraced: int = 0
-    stats: Counters = field(default_factory=Counters)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def faults(self) -> list[Parting]:
-        """Divergences that rounding does not explain."""
-        return [parting for parting in self.partings if parting.fault]
-
-    @property
-    def traces(self) -> bool:
-        """Whether the next divergence is traced."""
-        return len(self.faults) < _MOST_FAULTS
-
-
-class _Run:
-    """Answers of one kind, group by group."""
-
-    def __init__(self, stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int) -> None:
-        self._stack = stack
-        self._prompts = prompts
-        self._each = [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
-        self._batch = batch
-        self._plain = stack.plain(1)
-        self._engines = {size: stack.engine(size) for size in sorted({1, batch})}
-        self._outcomes = {size: _Outcome() for size in self._engines}
+    def __init__(self, context: Context) -> None:
+        self._context, self._batch = context, context.batch
+        self._prompts = enough_prompts(context.prompts, context.batch)
+        self._each = [replace(context.params, seed=context.seed + i) for i in range(len(self._prompts))]
+        self._plain = context.stack.plain(1)
+        self._engines = {size: context.stack.engine(size) for size in sorted({1, context.batch})}
+        self.comparisons = {size: Comparison() for size in self._engines}
         self.texts: list[list[int]] = []
 
-    def groups(self, seconds: float) -> Iterator[float]:
-        """Compare group after group while there is time; gives the fraction that is done."""
+    def compare(self, seconds: float) -> Iterator[float]:
+        """Go on while there is time; gives the fraction that is done."""
         deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
         for first in range(0, len(self._prompts), self._batch):
             group = range(first, min(first + self._batch, len(self._prompts)))
@@ -184,67 +198,35 @@ class _Run:
             self._compare(self._batch, group, expected, answers(self._engines[self._batch], group))
 
     def _compare(self, size: int, group: Sequence[int], expected: Sequence[Answer], found: Sequence[Answer]) -> None:
-        outcome = self._outcomes[size]
         for number, plain, other in zip(group, expected, found, strict=True):
-            outcome.answers += 1
-            outcome.compared += len(plain.token_ids)
-            outcome.stats += other.stats
-            outcome.warnings += other.warnings
-            if not outcome.traces:
-                outcome.untraced += not same_answer(plain, other)
-                continue
-            parting = parting_of(
-                self._stack.target,
-                self._prompts,
-                number,
-                self._each[number],
-                (plain, other),
-                size,
-                self._stack.drafter.limits,
-            )
-            if parting is not None:
-                outcome.partings.append(parting)
-
-    def findings(self, kind: str, label: str) -> list[Finding]:
-        """What was found, one finding for each size of batch."""
-        return [
-            _finding(f"{kind}, batch {size}, {label}", outcome, self._stack, least=size)
-            for size, outcome in self._outcomes.items()
-        ]
+            asked = replace(self._context, prompts=[self._prompts[number]], params=self._each[number], batch=size)
+            self.comparisons[size].add(plain, other, asked, number)
 
 
-def _finding(name: str, outcome: _Outcome, stack: Stack, least: int) -> Finding:
+def _finding(name: str, comparison: Comparison, stack: Stack, least: int) -> Finding:
     """What is said of one size of batch; fewer than `least` answers, or no token at all, say nothing."""
-    near = [parting for parting in outcome.partings if not parting.fault]
-    faults = len(outcome.faults) + outcome.untraced
-    too_few = outcome.answers < least or not outcome.compared
-    told = f"{outcome.compared} tokens of {outcome.answers} answers compared with plain decoding's"
+    near, faults = comparison.near_ties, len(comparison.faults) + comparison.untraced
+    too_few = comparison.answers < least or not comparison.compared
+    told = f"{comparison.compared} tokens of {comparison.answers} answers compared with plain decoding's"
     if faults:
-        summary = f"{told}: {_count(faults, 'fault')}, the first at {outcome.faults[0].describe()}"
+        summary = f"{told}: {_count(faults, 'fault')}, the first at {comparison.faults[0].describe()}"
     elif too_few:
         summary = f"{told}, which says too little; give more minutes"
     elif near:
         summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
     else:
         summary = f"{told}: bit for bit equal"
-    told_of = [*outcome.warnings, *recovered(outcome.stats, stack.drafter.name)]
-    if told_of:
-        summary += f"; {_count(len(told_of), 'warning')}, the first: {told_of[0]}"
-    facts: dict[str, Any] = {
-        "dtype": str(stack.target.dtype).removeprefix("torch."),
-        "answers": outcome.answers,
-        "tokens_compared": outcome.compared,
-        "identical": not outcome.partings and not outcome.untraced,
-        "near_ties": [parting.as_dict() for parting in near],
-        "faults": [parting.as_dict() for parting in outcome.faults],
-        "untraced": outcome.untraced,
-        "draft_tokens": outcome.stats.draft_tokens,
-        "accepted_tokens": outcome.stats.accepted_tokens,
-        "recoveries": outcome.stats.recoveries,
-        "warnings": outcome.warnings,
+    failures = comparison.failures(stack.drafter.name)
+    if failures:
+        summary += f"; {_count(len(failures), 'warning')}, the first: {failures[0]}"
+    facts = {
+        "dtype": dtype_name(stack.target.dtype),
+        **comparison.as_dict(),
+        "draft_tokens": comparison.stats.draft_tokens,
+        "accepted_tokens": comparison.stats.accepted_tokens,
     }
     # A drafter that gave up leaves plain decoding, which equals itself.
-    status = Status.FAILS if faults or told_of else Status.NOT_ENOUGH if too_few else Status.HOLDS
+    status = Status.FAILS if faults or failures else Status.NOT_ENOUGH if too_few else Status.HOLDS
     return Finding(Part.EQUALITY, name, status, f"{summary}.", facts)
 
 
@@ -259,3 +241,247 @@ def _lossy(stack: Stack, label: str) -> Finding:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+# ---------------------------------------------------------------------------------------- answers side by side
+
+
+@dataclass
+class Comparison:
+    """Answers beside those that they must equal.
+
+    Attributes:
+        compared: tokens of the references.
+        answers: how many.
+        points: where answers parted, as far as that was traced.
+        untraced: divergences that were not, after several faults or because answers have no margins.
+        stats: counts of the answers.
+        warnings: of these.
+    """
+
+    compared: int = 0
+    answers: int = 0
+    points: list[DivergencePoint] = field(default_factory=list)
+    untraced: int = 0
+    stats: Counters = field(default_factory=Counters)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[DivergencePoint]:
+        """Divergences that rounding does not explain."""
+        return [point for point in self.points if point.fault]
+
+    @property
+    def near_ties(self) -> list[DivergencePoint]:
+        """Those that it explains."""
+        return [point for point in self.points if not point.fault]
+
+    def add(self, expected: Answer, found: Answer, asked: Context, number: int, *, has_margins: bool = True) -> None:
+        """Compare an answer with its reference.
+
+        Args:
+            expected: the reference.
+            found: the other answer.
+            asked: the one prompt, the request's own options and the requests of a step where the other came about.
+            number: of the prompt.
+            has_margins: whether the request is greedy, or coupled and seeded, without stop texts; of others a
+                divergence is only counted.
+        """
+        self.answers += 1
+        self.compared += len(expected.token_ids)
+        self.stats += found.stats
+        self.warnings += found.warnings
+        if expected.token_ids == found.token_ids and expected.finish_reason == found.finish_reason:
+            return
+        if has_margins and len(self.faults) < _MOST_FAULTS:
+            self.points.append(divergence_point(expected, found, asked, number))
+        else:
+            self.untraced += 1
+
+    def failures(self, drafter: str) -> list[str]:
+        """What a drafter of this name could not do, in sentences."""
+        return [*self.warnings, *recovered(self.stats, drafter)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON record."""
+        return {
+            "answers": self.answers,
+            "tokens_compared": self.compared,
+            "identical": not self.points and not self.untraced,
+            "near_ties": [point.as_dict() for point in self.near_ties],
+            "faults": [point.as_dict() for point in self.faults],
+            "untraced": self.untraced,
+            "recoveries": self.stats.recoveries,
+            "warnings": self.warnings,
+        }
+
+
+# ---------------------------------------------------------------------------------------- where they part
+
+
+@dataclass(frozen=True, slots=True)
+class DivergencePoint:
+    """The first place where two answers to one request differ.
+
+    Attributes:
+        prompt: number of the request's prompt.
+        position: tokens of the answers that are equal before it.
+        expected: token of the reference there; None where it had ended.
+        found: token of the other answer there; None where it had ended.
+        texts: what the two look like.
+        best: the two tokens with the largest logits there, and these logits.
+        margin: how far logits must move apart for the other token to be chosen; infinite where no move would do.
+        rounding: measured there; None where the place was not looked at.
+        fault: whether rounding does not explain it.
+        reason: why, in one sentence.
+    """
+
+    prompt: int
+    position: int
+    expected: int | None
+    found: int | None
+    texts: tuple[str, str]
+    best: tuple[tuple[int, float], ...]
+    margin: float
+    rounding: Rounding | None
+    fault: bool
+    reason: str
+
+    def describe(self) -> str:
+        """In one line."""
+        best = " and ".join(f"{token} ({logit:.5g})" for token, logit in self.best)
+        return (
+            f"prompt {self.prompt}, token {self.position}: {self.texts[1]} in place of {self.texts[0]}"
+            f"{f'; the two best there are {best}' if best else ''}; "
+            f"{'fault' if self.fault else 'near tie'}: {self.reason}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON record; an infinite margin is None."""
+        rounding = self.rounding
+        return {
+            "prompt": self.prompt,
+            "position": self.position,
+            "expected": {"id": self.expected, "text": self.texts[0]},
+            "found": {"id": self.found, "text": self.texts[1]},
+            "best": [{"id": token, "logit": logit} for token, logit in self.best],
+            "margin": self.margin if math.isfinite(self.margin) else None,
+            "rounding": None if rounding is None else rounding.largest_difference,
+            "rounding_plain": None if rounding is None else rounding.plain_difference,
+            "rounding_drafted": None if rounding is None else rounding.drafted_difference,
+            "fault": self.fault,
+            "reason": self.reason,
+        }
+
+
+def divergence_point(expected: Answer, found: Answer, asked: Context, number: int) -> DivergencePoint:
+    """Find and judge the first place where an answer leaves the reference; they differ.
+
+    Arguments as of `Comparison.add`; the target must decode plainly as it did for the reference.
+    """
+    target, params, prompt = asked.stack.target, asked.params, asked.prompts[0]
+    answers = expected, found
+    place = _first_difference(expected.token_ids, found.token_ids)
+    ids = _token_at(expected, place), _token_at(found, place)
+    texts = _shown(target, expected, ids[0]), _shown(target, found, ids[1])
+
+    def fault(why: str) -> DivergencePoint:
+        return DivergencePoint(number, place, *ids, texts, (), math.inf, None, True, why)
+
+    failed = next((answer for answer in answers if answer.error is not None), None)
+    if failed is not None:
+        return fault(f"the request failed ({failed.error})")
+    if any(token is None and answer.finish_reason != "stop" for token, answer in zip(ids, answers, strict=True)):
+        return fault("no token was chosen there, so no logits decided where the answer ends")
+    before = [*prompt, *expected.token_ids[:place]]
+    near = max(len(prompt), len(before) - _NEAR + 1)
+    limits = asked.stack.drafter.limits
+    logits, rounding = compare_shapes(target, [*before, 0], len(prompt), near, asked.batch, params, limits)
+    row = logits[-1]
+    order = row.double().topk(min(2, len(row)))
+    best = tuple(zip(order.indices.tolist(), order.values.tolist(), strict=True))
+    choose = _chooser(params, len(before), row)
+    wanted = [_stops(target, params) if token is None else {token} for token in ids]
+    margin = max(lead_needed(row, choose, tokens) for tokens in wanted)
+    return DivergencePoint(number, place, *ids, texts, best, margin, rounding, *_judged(margin, rounding))
+
+
+def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection[int]) -> float:
+    """The least lead over all others that must be added to the logits of some tokens until one of them is chosen.
+
+    Args:
+        row: logits `[vocab]`.
+        choose: from logits `[vocab]` in float64 to the token that they give.
+        tokens: ids.
+
+    Returns:
+        0 if one of them is chosen as it is; infinite where no lead would do. Found by halving, so that it is right
+        also where top-k, top-p or min-p keep a token out.
+    """
+    logits = row.double()
+    places = torch.tensor(sorted(tokens), dtype=torch.int64, device=row.device)
+    if not len(places) or not logits[places].isfinite().any():
+        return math.inf
+
+    def enough(lead: float) -> bool:
+        raised = logits.clone()
+        raised[places] += lead
+        return choose(raised) in tokens
+
+    finite = logits[logits.isfinite()]
+    low, high = 0.0, 2.0 * float(finite.max() - finite.min()) + 1.0
+    if enough(low):
+        return 0.0
+    while not enough(high):  # Gumbel noise is multiplied by the temperature, which has no bound
+        high *= 4.0
+        if high > 1e9:
+            return math.inf
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Tensor], int]:
+    """What a greedy or coupled request makes of logits at a position."""
+    if params.greedy:
+        return lambda logits: int(most_likely(logits[None]))
+    noise = KeyedNoise(params.seed or 0, position, 0)
+    gumbel = noise.gumbel(0, len(row), row.device)
+    return lambda logits: int(coupled_choice(law_from_logits(logits[None], params), gumbel))
+
+
+def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:
+    """Whether a divergence with this margin is a fault, and why."""
+    if rounding.bitwise or not rounding.is_rounding:
+        return True, f"the margin is {margin:.4g}, and {rounding.describe()}"
+    allowed = rounding.largest_difference
+    if margin > 2.0 * allowed:
+        return True, (
+            f"the margin {margin:.4g} is above {2.0 * allowed:.4g}, twice the largest difference of logits that was "
+            "measured there"
+        )
+    return False, (
+        f"the margin {margin:.4g} is not above {2.0 * allowed:.4g}: rounding moves a logit there by up to "
+        f"{allowed:.4g}, and a margin by twice that"
+    )
+
+
+def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int:
+    shortest = min(len(expected), len(found))
+    return next((i for i in range(shortest) if expected[i] != found[i]), shortest)
+
+
+def _token_at(answer: Answer, place: int) -> int | None:
+    return answer.token_ids[place] if place < len(answer.token_ids) else None
+
+
+def _stops(target: LanguageModel, params: SamplingParams) -> set[int]:
+    """Ids that end an answer."""
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_token_ids))
+
+
+def _shown(target: LanguageModel, answer: Answer, token: int | None) -> str:
+    if token is None:
+        return f"the end ({answer.finish_reason})"
+    return str(token) if target.tokenizer is None else f"{token} {target.tokenizer.decode([token])!r}"

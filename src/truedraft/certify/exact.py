@@ -1,29 +1,47 @@
-"""The exact part of a certificate: the law of what a rule emits, summed on tiny worlds and compared with the target's.
+"""The rule in exact sums: the distribution of what it emits on tiny worlds, compared with the target's.
 
 First the rule's kernels, then the batched code that ships, at a noise value in every decision cell. What users run is
-thereby tied to the kernels, and both to the target's law, to the rounding of float64.
+thereby tied to the kernels, and both to the target's distribution, to the rounding of float64.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from truedraft.certify.coupled_cells import Judge, Walk, answer_laws, disagreements, walks, ways_to_judge, wide_walks
-from truedraft.certify.decision_cells import Ask, KeyReusedError, decision_cells, laws_of, mass_that_moves, run
-from truedraft.certify.decision_cells import run_at_once as at_once_on
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.verdict_laws import VerdictLaw, completed, kernel_law, step_law, verdict_distance
+from truedraft.certify.cells import (
+    Ask,
+    KeyReusedError,
+    VerdictProbs,
+    completed,
+    decision_cells,
+    kernel_probs,
+    mass_that_moves,
+    probs_of,
+    step_probs,
+    verdict_distance,
+    verify,
+    verify_at_once,
+)
+from truedraft.certify.checks import Check, Context, Finding, Part, Status
+from truedraft.certify.coupled_cells import (
+    Judge,
+    JudgedCase,
+    answer_probs,
+    disagreements,
+    judged_cases,
+    ways_to_judge,
+    wide_cases,
+)
 from truedraft.certify.worlds import Case, World, worlds_for
 from truedraft.core.proposals import DrawKind
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.deferred import DeferredRule
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.threshold import ThresholdAcceptance
 
 TOLERANCE = 1e-12
 """Total variation that rounding in float64 may make; measured ones are about a thousandth of it."""
@@ -32,56 +50,58 @@ _TOGETHER = 64
 Tell = Callable[[float], None]
 
 
-def exact_findings(
-    rule: Rule,
-    kinds: Set[DrawKind],
-    *,
-    coupled: bool,
-    device: torch.device,
-    tell: Tell,
-    coupled_rule: Rule | None = None,
-) -> list[Finding]:
-    """Check a rule, for drafters that draw in certain ways, in exact sums over all that chance decides.
+class Exact(Check):
+    """Checks the stack's rules, for the kinds of draws that its drafter makes, in sums over all that chance decides.
 
-    Args:
-        rule: judges sampled requests; a lossy one is measured. At temperature 0 give a lossy rule's `greedy_form`.
-        kinds: of draws that the drafter makes. Coupled ones, if the rule does not judge them, are left to the coupled
-            rule, as engines do.
-        coupled: whether to check coupled and greedy requests as well, which the coupled rule judges.
-        device: that the engine judges on. What ships for devices is asked there, what ships for the CPU on the CPU.
-        tell: is given the fraction that is done.
-        coupled_rule: None is `CoupledSampling()`, as in engines.
-
-    Returns:
-        Findings of `Part.EXACT`.
+    Coupled draws, if the rule does not judge them, are left to the coupled rule, as engines do; it is checked where it
+    judges greedy or coupled requests. A lossy rule is measured, at temperature 0 its greedy form. What ships for
+    devices is asked on the target's, what ships for the CPU on the CPU. It takes its own time.
 
     Raises:
         IncompatibleRuleError: the rule cannot judge such draws.
     """
-    own = kinds if DrawKind.COUPLED in rule.judges else kinds - {DrawKind.COUPLED}
-    rule.check(own, "to be certified")
-    worlds = worlds_for(own)
-    jobs: list[Callable[[Tell], list[Finding]]] = []
-    if isinstance(rule, CoupledSampling):
-        coupled, coupled_rule = True, rule
-    elif rule.lossless:
-        batches = list(_batches(worlds))
-        jobs.append(lambda tell: [_kernel(rule, worlds, tell)])
-        jobs.append(lambda tell: [_shipped(rule, batches, run, "batched code, every decision cell", tell)])
-        if isinstance(rule, DeferredRule) and rule.defers:
-            name = "batched code for devices, every decision cell"
-            jobs.append(lambda tell: [_shipped(rule, batches, at_once_on(device), name, tell)])
-    else:
-        jobs.append(lambda tell: [_lossy(rule, worlds, tell)])
-    if coupled:
-        comparing = coupled_rule if coupled_rule is not None else CoupledSampling()
-        jobs.append(lambda tell: [_kernel(comparing, worlds, tell, "coupled ")])
-        jobs.append(lambda tell: _coupled(comparing, device, tell))
-    findings = []
-    for number, job in enumerate(jobs):
-        findings += job(_share(tell, number, len(jobs)))
-        tell((number + 1) / len(jobs))  # also where a failure ended it early
-    return findings
+
+    part = Part.EXACT
+
+    def run(self, context: Context) -> list[Finding]:
+        stack, params = context.stack, context.params
+        rule = stack.rule.greedy_form if params.greedy else stack.rule
+        kinds = stack.drafter.kinds
+        own = kinds if DrawKind.COUPLED in rule.judges else kinds - {DrawKind.COUPLED}
+        rule.check(own, "to be certified")
+        worlds = worlds_for(own)
+        jobs: list[Callable[[Tell], list[Finding]]] = []
+        if rule.coupled:
+            comparing: Rule | None = rule
+        else:
+            compares = params.coupled or (params.greedy and stack.rule.lossless)
+            comparing = (stack.coupled_rule or CoupledSampling()) if compares else None
+            jobs += _of_uniform_numbers(rule, worlds, stack.target.device)
+        if comparing is not None:
+            jobs.append(lambda tell: [_kernel(comparing, worlds, tell, "coupled ")])
+            jobs.append(lambda tell: _coupled(comparing, stack.target.device, tell))
+        findings = []
+        for number, job in enumerate(jobs):
+            findings += job(_share(context.tell, number, len(jobs)))
+            context.tell((number + 1) / len(jobs))  # also where a failure ended it early
+        return findings
+
+
+def _of_uniform_numbers(
+    rule: Rule, worlds: Sequence[World], device: torch.device
+) -> list[Callable[[Tell], list[Finding]]]:
+    """The checks of a rule that decides by uniform numbers."""
+    if not rule.lossless:
+        return [lambda tell: [_lossy(rule, worlds, tell)]]
+    batches = list(_batches(worlds))
+    jobs: list[Callable[[Tell], list[Finding]]] = [
+        lambda tell: [_kernel(rule, worlds, tell)],
+        lambda tell: [_shipped(rule, batches, verify, "batched code, every decision cell", tell)],
+    ]
+    if isinstance(rule, DeferredRule) and rule.defers:
+        name = "batched code for devices, every decision cell"
+        jobs.append(lambda tell: [_shipped(rule, batches, verify_at_once(device), name, tell)])
+    return jobs
 
 
 def _share(tell: Tell, number: int, of: int) -> Tell:
@@ -138,13 +158,13 @@ class _Listed:
 
     world: World
     cases: list[Case]
-    _laws: list[VerdictLaw | None] | None = None
+    _probs: list[VerdictProbs | None] | None = None
 
-    def kernel_laws(self, rule: Rule) -> list[VerdictLaw | None]:
-        """For each proposal the law of its verdict; None where it is not composed of kernels. Always of one rule."""
-        if self._laws is None:
-            self._laws = [kernel_law(rule, case) if _composes(rule, case) else None for case in self.cases]
-        return self._laws
+    def kernel_probs(self, rule: Rule) -> list[VerdictProbs | None]:
+        """For each proposal the distribution of its verdict; None where kernels do not say it. Always of one rule."""
+        if self._probs is None:
+            self._probs = [kernel_probs(rule, case) if _composes(rule, case) else None for case in self.cases]
+        return self._probs
 
 
 @dataclass(slots=True)
@@ -154,11 +174,11 @@ class _Judged:
     Attributes:
         proposals: how many.
         cells: how many they have.
-        kernel: distance of verdicts from the kernels' law.
-        target: distance of answers from the target's law; the target goes on after the step.
+        kernel: distance of verdicts from what the kernels say.
+        target: distance of answers from the target's distribution; the target goes on after the step.
         moved: share of noise in cells that are none.
         distances: of each world's answers.
-        compared: proposals whose law the kernels say.
+        compared: proposals of which the kernels say all.
         reused: what was said of a number that decides twice.
     """
 
@@ -175,16 +195,16 @@ class _Judged:
         """All proposals of some worlds side by side in one batch."""
         cases = [case for listed in batch for case in listed.cases]
         cells = decision_cells(rule, cases, ask)
-        laws = iter(laws_of(cells, len(cases)))
+        probs = iter(probs_of(cells, len(cases)))
         self.proposals, self.cells = self.proposals + len(cases), self.cells + len(cells)
         self.moved.see(mass_that_moves(rule, cases, cells, ask), batch[0].world)
         for listed in batch:
-            world, own = listed.world, list(itertools.islice(laws, len(listed.cases)))
-            for law, expected in zip(own, listed.kernel_laws(rule), strict=True):
+            world, own = listed.world, list(itertools.islice(probs, len(listed.cases)))
+            for found, expected in zip(own, listed.kernel_probs(rule), strict=True):
                 if expected is not None:
                     self.compared += 1
-                    self.kernel.see(verdict_distance(law, expected), world)
-            answers = completed(step_law(listed.cases, own), world.target.law, world.length)
+                    self.kernel.see(verdict_distance(found, expected), world)
+            answers = completed(step_probs(listed.cases, own), world.target.law, world.length)
             self.distances.append(distance(answers, target_law(world.target.law, world.length)))
             self.target.see(self.distances[-1], world)
 
@@ -205,7 +225,7 @@ class _Judged:
 
 
 def _shipped(rule: Rule, batches: Sequence[list[_Listed]], ask: Ask, name: str, tell: Tell) -> Finding:
-    """The law of shipped verdicts against the kernels', and of answers against the target's; stops at a failure."""
+    """Shipped verdicts against the kernels, and answers against the target's distribution; stops at a failure."""
     judged, done, worlds = _Judged(), 0, sum(map(len, batches))
     parts = (judged.kernel, judged.target, judged.moved)
     for batch in batches:
@@ -247,7 +267,7 @@ def _batches(worlds: Sequence[World]) -> Iterator[list[_Listed]]:
 
 def _composes(rule: Rule, case: Case) -> bool:
     """Whether the kernels say what becomes of a proposal: not where a rule chooses among whole paths."""
-    if not isinstance(rule, ThresholdAcceptance):
+    if rule.by_groups:
         return True
     children = case.proposal.tree.shape.children
     return not any(children[node + 1] for nodes in children if len(nodes) > 1 for node in nodes)
@@ -257,11 +277,11 @@ def _composes(rule: Rule, case: Case) -> bool:
 
 
 def _lossy(rule: Rule, worlds: Sequence[World], tell: Tell) -> Finding:
-    """How far answers are from the target's law, by what ships, which must do what its kernels say."""
+    """How far answers are from the target's distribution, by what ships, which must do what its kernels say."""
     judged, done = _Judged(), 0
     drafted = [world for world in worlds if world.plans] or worlds
     for batch in _batches(drafted):
-        judged.judge(rule, run, batch)
+        judged.judge(rule, verify, batch)
         done += len(batch)
         tell(done / len(drafted))
     name = "distance on tiny worlds"
@@ -282,38 +302,38 @@ def _lossy(rule: Rule, worlds: Sequence[World], tell: Tell) -> Finding:
 
 
 def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
-    """What follows argmax(log p + G), walk for walk and in law, and the argmax where there is no noise."""
-    groups = [walks(), wide_walks()]  # one vocabulary in a batch
+    """What follows argmax(log p + G), case by case and in distribution, and the argmax where there is no noise."""
+    groups = [judged_cases(), wide_cases()]  # one vocabulary in a batch
     ways = ways_to_judge(rule, device)
     sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
     for number, (judge, asked) in enumerate(itertools.product(ways.values(), groups)):
         found = disagreements(asked, judge)
         for followed, is_greedy in ((sampled, False), (greedy, True)):
-            followed.walks += sum(walk.greedy is is_greedy for walk in asked)
+            followed.walks += sum(case.greedy is is_greedy for case in asked)
             followed.otherwise += [each for each in found if each[0].greedy is is_greedy]
         tell((number + 1) / (4 * len(ways)))
-    laws = _answers(list(ways.values()), lambda done: tell(0.5 + done / 2))
-    return [sampled.finding(len(ways)), laws, greedy.finding(len(ways))]
+    answers = _answers(list(ways.values()), lambda done: tell(0.5 + done / 2))
+    return [sampled.finding(len(ways)), answers, greedy.finding(len(ways))]
 
 
 @dataclass(slots=True)
 class _Followed:
-    """Walks that were judged, and those that were judged otherwise than by a slow walk."""
+    """Cases that were judged, and those that were judged otherwise than by plain Python."""
 
     name: str
     walks: int = 0
-    otherwise: list[tuple[Walk, Any]] = field(default_factory=list)
+    otherwise: list[tuple[JudgedCase, Any]] = field(default_factory=list)
 
     def finding(self, ways: int) -> Finding:
         facts: dict[str, Any] = {"walks": self.walks, "ways": ways, "otherwise": len(self.otherwise)}
         if not self.otherwise:
             return Finding(Part.EXACT, self.name, Status.HOLDS, f"{self.walks:,} walks, every one as it must be", facts)
-        walk, verdict = self.otherwise[0]
-        facts |= {"expected": list(walk.expected.tokens), "emitted": list(verdict.tokens)}
+        case, verdict = self.otherwise[0]
+        facts |= {"expected": list(case.expected.tokens), "emitted": list(verdict.tokens)}
         summary = (
             f"{len(self.otherwise):,} of {self.walks:,} walks are judged otherwise; the first emits "
             f"{facts['emitted']} and must emit {facts['expected']}, "
-            f"{len(verdict.path)} and {len(walk.expected.path)} of them accepted"
+            f"{len(verdict.path)} and {len(case.expected.path)} of them accepted"
         )
         return Finding(Part.EXACT, self.name, Status.FAILS, summary, facts)
 
@@ -321,7 +341,7 @@ class _Followed:
 def _answers(ways: Sequence[Judge], tell: Tell) -> Finding:
     found = []
     for number, judge in enumerate(ways):
-        found.append(answer_laws(judge))
+        found.append(answer_probs(judge))
         tell((number + 1) / len(ways))
     largest = max(max(each.distance, each.moved) for each in found)
     proposals, cells = sum(each.proposals for each in found), sum(each.cells for each in found)

@@ -1,220 +1,173 @@
 """Faults planted on purpose: what published samplers did wrong, around the user's own rule, drafter and target.
 
-Each stands before the part that it breaks and changes one thing. What it does to the law of a token at a node with one
+Each changes one thing about the part that it breaks. What it does to the distribution of a token at a node with one
 draft is known in closed form (`emitted_...`), so that one knows how large a fault a test was shown: p is the target's
-law `[tokens, vocab]` at each node, q the law that the draft was drawn from, one-hot for a deterministic candidate.
+distribution `[tokens, vocab]` at each node, q the one that the draft was drawn from, one-hot for a deterministic
+candidate.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.certify.delegating import DelegatingModel
-from truedraft.certify.recording import RecordingDrafter
 from truedraft.core import laws as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TokenTree
+from truedraft.core.proposals import Proposal
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.models.base import LanguageModel
+from truedraft.testing import ScriptedDrafter, altered
+from truedraft.testing.wrappers import deciding
 from truedraft.verification import CoupledSampling, Rule
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import DeviceVerdicts
 
 JUDGED_AT = 2.0
 """The temperature at which q is judged where it should be 1."""
 SHOWN_FROM = 0.3
 """Draft probability below which a drawn token is hidden."""
-
-
-class _Around(Rule):
-    """A rule that does as another one does, but for what a subclass changes."""
-
-    def __init__(self, inner: Rule) -> None:
-        self.inner = inner
-        self.name = inner.name  # type: ignore[misc]
-        self.lossless = inner.lossless  # type: ignore[misc]
-        self.judges = inner.judges  # type: ignore[misc]
-
-    def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
-        """As the inner rule."""
-        self.inner.check(kinds, drafter)
-
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """As the inner rule."""
-        return self.inner.verify(proposals, laws, noise)
-
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        """Those of the inner rule: the faults here are in what is shipped, not in its kernel."""
-        return self.inner.outcomes(p, draws)
-
+_ONE_ACCEPTED = 2
 
 # ------------------------------------------------------------------------------------------------ faults of rules
 
 
-class AcceptsAlways(_Around):
+def accepts_always(rule: Rule) -> Rule:
     """Keeps the first drafted path whole, whatever the target says; then a bonus token."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge nothing."""
-        return [self._verdict(*each) for each in zip(proposals, laws, noise, strict=True)]
+    def last(p: Tensor, noise: Noise, depth: int) -> int:
+        return _drawn(p, noise.uniform(Purpose.BONUS, depth))
 
-    def _verdict(self, proposal: Proposal, laws: Tensor, noise: Noise) -> Verdict:
+    return _accepting(rule, last)
+
+
+def coupled_accepts_always() -> Rule:
+    """The same for greedy and coupled requests."""
+    rule = CoupledSampling()
+
+    def last(p: Tensor, noise: Noise, depth: int) -> int:
+        (verdict,) = rule.verify([Proposal.empty()], [p], [_AtOtherKeys(noise, deeper=depth)])
+        return verdict.tokens[0]
+
+    return _accepting(rule, last)
+
+
+def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
+    """A rule that keeps first paths; `last` gives the token behind one, by p `[1, vocab]` there, noise and depth."""
+
+    def judged(proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
         slot = 0
         while proposal.draws[slot]:
             path.append(proposal.draws[slot][0].child)
             slot = path[-1] + 1
-        last = self._last(laws[slot : slot + 1], noise, len(path))
-        return Verdict(tuple(path), (*(proposal.tree.token_list[node] for node in path), last), Origin.BONUS)
+        kept = (proposal.tree.token_list[node] for node in path)
+        return Verdict(tuple(path), (*kept, last(probs[slot : slot + 1], noise, len(path))), Origin.BONUS)
 
-    def _last(self, law: Tensor, noise: Noise, depth: int) -> int:
-        """The token behind the path, from the law `[1, vocab]` there."""
-        uniform = torch.tensor([noise.uniform(Purpose.BONUS, depth)], dtype=torch.float64, device=law.device)
-        return int(L.draw(law, uniform))
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        return DeviceVerdicts.of([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
 
-
-class CoupledAcceptsAlways(AcceptsAlways):
-    """The same for greedy and coupled requests."""
-
-    def __init__(self) -> None:
-        super().__init__(CoupledSampling())
-
-    def _last(self, law: Tensor, noise: Noise, depth: int) -> int:
-        (verdict,) = self.inner.verify([Proposal.empty()], [law], [_Deeper(noise, depth)])
-        return verdict.tokens[0]
+    return deciding(rule, decide)
 
 
-class ResidualIsTarget(_Around):
-    """After a rejection draws from p, not from norm(max(0, p - q))."""
+def residual_is_target(rule: Rule) -> Rule:
+    """After a rejection draws from p, not from norm(max(0, p - q)): by the same number, so all else is right."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge rightly, and draw the recovered token again, wrongly, by the same number."""
-        verdicts = self.inner.verify(proposals, laws, noise)
-        return [self._redrawn(*each) for each in zip(verdicts, laws, noise, strict=True)]
-
-    def _redrawn(self, verdict: Verdict, laws: Tensor, noise: Noise) -> Verdict:
+    def redrawn(verdict: Verdict, probs: Tensor, noise: Noise) -> Verdict:
         if verdict.final is not Origin.RECOVERED:
             return verdict
         slot = verdict.path[-1] + 1 if verdict.path else 0
-        number = noise.uniform(Purpose.RECOVERED, len(verdict.path))
-        uniform = torch.tensor([number], dtype=torch.float64, device=laws.device)
-        return replace(verdict, tokens=(*verdict.tokens[:-1], int(L.draw(laws[slot : slot + 1], uniform))))
+        token = _drawn(probs[slot : slot + 1], noise.uniform(Purpose.RECOVERED, len(verdict.path)))
+        return replace(verdict, tokens=(*verdict.tokens[:-1], token))
+
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        verdicts = rule.verify(proposals, probs, noise)
+        return DeviceVerdicts.of([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
+
+    return deciding(rule, decide)
 
 
-class JudgesAnotherTemperature(_Around):
+def judges_another_temperature(rule: Rule) -> Rule:
     """Judges q at a temperature at which it was not drawn."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge against flatter laws."""
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         wrong = [own if own.laws is None else replace(own, laws=flattened(own.laws)) for own in proposals]
-        return self.inner.verify(wrong, laws, noise)
+        return rule.decide(wrong, probs, noise)
+
+    return deciding(rule, decide)
 
 
-class OneKeyTwice(_Around):
+def one_key_twice(rule: Rule) -> Rule:
     """The number that rejected a draft also draws the recovered token."""
-
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge with noise in which two decisions read one number."""
-        return self.inner.verify(proposals, laws, [_AcceptIsRecovered(own) for own in noise])
+    return _with_noise(rule, lambda noise: _AtOtherKeys(noise, recovered=Purpose.ACCEPT))
 
 
-class CoupledOneKey(_Around):
+def coupled_one_key() -> Rule:
     """All tokens of a step share the Gumbel noise of its first."""
-
-    def __init__(self) -> None:
-        super().__init__(CoupledSampling())
-
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge with noise that does not depend on the depth."""
-        return self.inner.verify(proposals, laws, [_FirstDepth(own) for own in noise])
+    return _with_noise(CoupledSampling(), lambda noise: _AtOtherKeys(noise, gumbel_depths=0))
 
 
-class _NoiseAround:
-    """Noise that reads another's numbers."""
+def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        return rule.decide(proposals, probs, [wrong(own) for own in noise])
 
-    def __init__(self, inner: Noise) -> None:
-        self.inner = inner
+    return deciding(rule, decide)
+
+
+class _AtOtherKeys:
+    """Noise that reads another's numbers at keys that are not asked for.
+
+    Args:
+        inner: has the numbers.
+        recovered: whose numbers draw recovered tokens.
+        gumbel_depths: times the depth that Gumbel noise is asked for at, the depth where it is read.
+        deeper: is added to it.
+    """
+
+    def __init__(
+        self, inner: Noise, *, recovered: Purpose = Purpose.RECOVERED, gumbel_depths: int = 1, deeper: int = 0
+    ) -> None:
+        self._inner = inner
+        self._recovered = recovered
+        self._depths = gumbel_depths
+        self._deeper = deeper
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        return self.inner.uniform(purpose, depth, index)
+        return self._inner.uniform(self._recovered if purpose is Purpose.RECOVERED else purpose, depth, index)
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
-        return self.inner.gumbel(depth, vocab, device)
+        return self._inner.gumbel(depth * self._depths + self._deeper, vocab, device)
 
 
-class _AcceptIsRecovered(_NoiseAround):
-    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        return self.inner.uniform(Purpose.ACCEPT if purpose is Purpose.RECOVERED else purpose, depth, index)
-
-
-class _FirstDepth(_NoiseAround):
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
-        return self.inner.gumbel(0, vocab, device)
-
-
-class _Deeper(_NoiseAround):
-    def __init__(self, inner: Noise, by: int) -> None:
-        super().__init__(inner)
-        self._by = by
-
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
-        return self.inner.gumbel(depth + self._by, vocab, device)
+def _drawn(p: Tensor, number: float) -> int:
+    """The token that a number in (0, 1) draws from p `[1, vocab]`."""
+    return int(L.draw(p, torch.tensor([number], dtype=torch.float64, device=p.device)))
 
 
 # ---------------------------------------------------------------------------------- faults of drafters and targets
 
 
-class OneToken(RecordingDrafter):
-    """Drafts one token a step: then what a planted fault does to the law is known in closed form. No fault itself."""
-
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        self.limits = Budget(1, 1, 1)
-
-
-class Wrong(Drafter):
+def next_id(vocab: int) -> Drafter:
     """Guesses the id behind the last token's, which is hardly ever right: for targets that their drafts never miss."""
-
-    name: ClassVar[str] = "next id"
-
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
-        self.limits = Budget(1, 1, 1)
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        """Deterministic candidates."""
-        return frozenset({DrawKind.DETERMINISTIC})
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """One candidate for each request."""
-        return [
-            Proposal.deterministic(TokenTree.chain([(request.tokens[-1] + 1) % self._vocab] * min(1, budget.depth)))
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
+    return ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % vocab]], depth=1, nodes=1)
 
 
-class HidesUnlikelyDraws(OneToken):
-    """Looks at what was drawn and shows it only if the draft was sure: a choice made after seeing the draw."""
+def hides_unlikely_draws(drafter: Drafter) -> Drafter:
+    """Looks at the first token drawn and shows the proposal only if the draft was sure: a choice after the draw."""
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """Proposals of one token each, without those that the draft gave less than `SHOWN_FROM`."""
+    def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
         return [
             own if not len(own.tree) or _first_probability(own) >= SHOWN_FROM else Proposal.empty()
-            for own in super().propose(batch, budgets, noise)
+            for own in drafter.propose(batch, budgets, noise)
         ]
+
+    return altered(drafter, propose=propose)
 
 
 def _first_probability(proposal: Proposal) -> float:
@@ -222,19 +175,19 @@ def _first_probability(proposal: Proposal) -> float:
     return 1.0 if proposal.laws is None else float(proposal.laws[draw.law, proposal.tree.token_list[draw.child]])
 
 
-class LosesLastAccepted(DelegatingModel):
+def loses_last_accepted(model: LanguageModel) -> LanguageModel:
     """Off by one in the target's cache: the keys and values of the last accepted token are those of the one before."""
 
-    def new_cache(self) -> RequestCache:
-        """A cache whose commits go wrong after an acceptance."""
-        cache = super().new_cache()
+    def new_cache() -> RequestCache:
+        cache = model.new_cache()
         cache.commit = functools.partial(_commit_wrongly, cache.commit)  # type: ignore[method-assign]
         return cache
 
-    def release_cache(self, cache: RequestCache) -> None:
-        """Give it back as it was."""
-        del cache.commit
-        super().release_cache(cache)
+    def release_cache(cache: RequestCache) -> None:
+        del cache.commit  # given back as it was
+        model.release_cache(cache)
+
+    return altered(model, new_cache=new_cache, release_cache=release_cache)
 
 
 def _commit_wrongly(commit: Callable[[Sequence[int]], None], path: Sequence[int]) -> None:
@@ -242,38 +195,35 @@ def _commit_wrongly(commit: Callable[[Sequence[int]], None], path: Sequence[int]
     commit((path[0], path[0]) if len(path) == _ONE_ACCEPTED else path)
 
 
-_ONE_ACCEPTED = 2
-
-
 # --------------------------------------------------------------------------------------------------- what they emit
 
 
 def flattened(q: Tensor) -> Tensor:
-    """Laws `[..., vocab]` at the temperature `JUDGED_AT`."""
+    """Distributions `[..., vocab]` at the temperature `JUDGED_AT`."""
     flat = q.pow(1.0 / JUDGED_AT)
     return flat / flat.sum(dim=-1, keepdim=True)
 
 
 def emitted_always(p: Tensor, q: Tensor) -> Tensor:
-    """Of `AcceptsAlways`: q itself."""
+    """Of `accepts_always`: q itself."""
     return q
 
 
 def emitted_by_target_residual(p: Tensor, q: Tensor) -> Tensor:
-    """Of `ResidualIsTarget`: min(p, q) + (1 - sum min(p, q)) p."""
+    """Of `residual_is_target`: min(p, q) + (1 - sum min(p, q)) p."""
     kept = torch.minimum(p, q)
     return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * p
 
 
 def emitted_at_another_temperature(p: Tensor, q: Tensor) -> Tensor:
-    """Of `JudgesAnotherTemperature`: x ~ q stays with min(1, p/q'), else norm(max(0, p - q')), q' the flatter law."""
+    """Of `judges_another_temperature`: x ~ q stays with min(1, p/q'), else norm(max(0, p - q')), q' the flatter q."""
     other = flattened(q)
     kept = q * (p / other.clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0)
     return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, other)
 
 
 def emitted_by_one_key(p: Tensor, q: Tensor) -> Tensor:
-    """Of `OneKeyTwice`: given a rejection of x, the number is uniform over [a(x), 1), a = min(1, p/q).
+    """Of `one_key_twice`: given a rejection of x, the number is uniform over [a(x), 1), a = min(1, p/q).
 
     The recovered token y has the cell [C(y-1), C(y)) of the residual's cumulative sum C, of which the part above a(x)
     counts: F(C(y)) - F(C(y-1)) with F(t) = sum over x of q(x) max(0, t - a(x)), found by sorting the a(x).
@@ -294,9 +244,57 @@ def emitted_by_one_key(p: Tensor, q: Tensor) -> Tensor:
 
 
 def emitted_by_hiding(p: Tensor, q: Tensor) -> Tensor:
-    """Of `HidesUnlikelyDraws`: shown drafts are judged rightly; where one was hidden the token is drawn from p."""
+    """Of `hides_unlikely_draws`: shown drafts are judged rightly; where one was hidden the token is drawn from p."""
     shown = q * (q >= SHOWN_FROM)
     kept = torch.minimum(p, q) * (q >= SHOWN_FROM)
     rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
     hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
     return kept + rejected * L.residual(p, q) + hidden * p
+
+
+def probs_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
+    """Of `coupled_one_key`: the distribution of a token chosen under `after` by the noise that chose `token` under `p`.
+
+    Gumbel noise is an exponential race: v arrives at E_v / p(v), E_v standard exponential. If x arrived first, at time
+    T, the others still need a fresh E_v beyond T p(v), and T is standard exponential. In the second race, in units of
+    T, x arrives at a = p(x) / after(x), and v starts at s(v) = p(v) / after(v) with rate after(v). With S(t) the sum
+    over v != x of after(v) max(0, t - s(v)), averaging over T gives x with 1 / (1 + S(a)), and v that starts before a
+    with after(v) times the integral from s(v) to a of dt / (1 + S(t))^2. S is linear between starts, where that
+    integral is (t2 - t1) / ((1 + S(t1)) (1 + S(t2))).
+
+    Worked example: p = (1/2, 1/2), after = (1/4, 3/4), token 0: a = 2, s(1) = 2/3, S(2) = 3/4 * 4/3 = 1: it comes again
+    with 1/2, and 1 with 3/4 * (4/3) / (1 * 2) = 1/2.
+
+    Args:
+        p: `[vocab]`, with mass at `token`.
+        token: that was chosen.
+        after: `[vocab]`.
+
+    Returns:
+        `[vocab]`, float64.
+    """
+    p, after = p.double(), after.double()
+    possible = after > 0.0
+    possible[token] = False
+    starts = (p[possible] / after[possible]).cpu()
+    rates = after[possible].cpu()
+    last = float(p[token] / after[token]) if float(after[token]) > 0.0 else math.inf
+    order = starts.argsort()
+    times = starts[order].clamp_max(last)
+    speed = torch.cat([torch.zeros(1, dtype=torch.float64), rates[order].cumsum(0)])  # of S before each start
+    ends = torch.cat([times, torch.tensor([last], dtype=torch.float64)])
+    lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.float64))
+    reached = (speed * lengths.nan_to_num(posinf=0.0)).cumsum(0)  # S at each of the ends
+    if math.isinf(last):
+        reached[-1] = math.inf
+    above = 1.0 + torch.cat([torch.zeros(1, dtype=torch.float64), reached[:-1]])
+    parts = torch.where(
+        (1.0 + reached).isinf(), 1.0 / (above * speed.clamp_min(1e-300)), lengths / (above * (1.0 + reached))
+    )
+    left = parts.flip(0).cumsum(0).flip(0)[1:]  # of the integral, from each start to the end
+    probs = torch.zeros_like(after)
+    found = torch.empty_like(rates)
+    found[order] = rates[order] * left
+    probs[possible] = found.to(probs.device)
+    probs[token] = 0.0 if math.isinf(last) else 1.0 / (1.0 + float(reached[-1]))
+    return probs

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 
-from truedraft.certify.clock import PATIENCE, Deadline, OutOfTimeError, answer_of, answers_in_time
-from truedraft.certify.equality import enough_prompts
-from truedraft.certify.findings import Finding, Part, Status
-from truedraft.certify.near_ties import Parting, parting_of, same_answer
+from truedraft.certify.checks import (
+    PATIENCE,
+    Check,
+    Context,
+    Deadline,
+    Finding,
+    OutOfTimeError,
+    Part,
+    Status,
+    answer_of,
+    answers_in_time,
+)
+from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
-from truedraft.certify.sampling_runs import recovered
-from truedraft.certify.stack import Stack
 from truedraft.control import Controller, Decision, FixedBudget, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters import DraftModel
 from truedraft.engine import Answer, Engine, Piece, Request
 
-_MOST_FAULTS = 4
 _LEAST_TOGETHER = 3
 """A request and two neighbours, also where the user asks for one request at a time."""
 _BUDGETS = "with other budgets"
@@ -32,6 +35,45 @@ _DECISIONS = 64.0
 
 Way = Callable[[Sequence[int], SamplingParams, int], Answer]
 """From a prompt, its options and its number to the answer."""
+
+
+class Invariance(Check):
+    """Asks seeded requests in many ways, and compares tokens and reasons for the end with those of each asked alone.
+
+    Greedy and coupled answers must also be the same with other budgets. A sampled request's tokens may change with its
+    budgets, for another draw then decides; its distribution may not, which the statistics test. Stop texts are left
+    out. Divergences of greedy and coupled requests are near ties or faults. A sampled one hangs on many draws and has
+    no margin; where rows are not bitwise equal, divergences are counted against a bound on what rounding does.
+
+    The other prompts serve as neighbours; at least three requests stand together. The time may be exceeded several
+    times until one prompt was asked in all ways. It finds one thing for each way; NOT_ENOUGH where no answer could be
+    compared in time.
+    """
+
+    part = Part.INVARIANCE
+    share = 0.08
+
+    def run(self, context: Context) -> list[Finding]:
+        together = max(context.batch, _LEAST_TOGETHER)
+        asking = _Asking(
+            replace(
+                context,
+                prompts=enough_prompts(context.prompts, together),
+                params=replace(context.params, stop=(), seed=context.seed),
+                batch=together,
+            )
+        )
+        deadline, patience = Deadline(context.seconds), Deadline(PATIENCE * context.seconds)
+        for number in range(len(context.prompts)):
+            try:
+                asking.compare(number, deadline if number else patience)
+            except OutOfTimeError:
+                break
+            context.tell(max(deadline.fraction, (number + 1) / len(context.prompts)))
+            if deadline.over:
+                break
+        context.tell(1.0)
+        return asking.findings()
 
 
 class AlternatingBudget(Controller):
@@ -47,86 +89,25 @@ def _alternating(view: RequestView) -> Decision:
     return Decision(drafter, (NO_DRAFT, limits.cut(1), limits)[view.counters.target_calls % 3])
 
 
-def invariance_findings(
-    stack: Stack,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    batch: int,
-    tell: Callable[[float], None],
-    *,
-    seconds: float = math.inf,
-) -> list[Finding]:
-    """Ask seeded requests in many ways, and compare tokens and reasons for the end with those of each asked alone.
-
-    Greedy and coupled answers must also be the same with other budgets. A sampled request's tokens may change with its
-    budgets, for another draw then decides; its law may not, which the statistical part tests. Stop texts are left out.
-    Divergences of greedy and coupled requests are near ties or faults (`near_ties`). A sampled one hangs on many draws
-    and has no margin; where rows are not bitwise equal, divergences are counted against a bound on what rounding does.
-
-    Args:
-        stack: what is certified.
-        prompts: token ids, at least one prompt; the others serve as neighbours too.
-        params: the user's options. Seeds count up from its seed.
-        batch: requests of a step; at least three stand together here.
-        tell: called with the fraction that is done.
-        seconds: how long to go on; several times as long until one prompt was asked in all ways.
-
-    Returns:
-        One finding for each way; NOT_ENOUGH where no answer could be compared in time.
-    """
-    params = dataclasses.replace(params, stop=(), seed=params.seed or 0)
-    together = max(batch, _LEAST_TOGETHER)
-    asking = _Asking(stack, enough_prompts(prompts, together), together, params)
-    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
-    for number in range(len(prompts)):
-        try:
-            asking.compare(number, deadline if number else patience)
-        except OutOfTimeError:
-            break
-        tell(max(deadline.fraction, (number + 1) / len(prompts)))
-        if deadline.over:
-            break
-    tell(1.0)
-    return asking.findings()
-
-
-@dataclass
-class _Outcome:
-    """What came of one way: tokens and answers compared, divergences traced or counted, stats and warnings."""
-
-    compared: int = 0
-    answers: int = 0
-    partings: list[Parting] = field(default_factory=list)
-    untraced: int = 0
-    stats: Counters = field(default_factory=Counters)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def faults(self) -> list[Parting]:
-        return [parting for parting in self.partings if parting.fault]
-
-
 class _Asking:
     """The ways, and what came of each."""
 
-    def __init__(self, stack: Stack, prompts: Sequence[list[int]], batch: int, params: SamplingParams) -> None:
-        self._stack = stack
-        self._prompts = prompts
-        self._batch = batch
-        self._params = params
-        self._alone = stack.engine(1)
-        self._many = stack.engine(batch)
-        self._limits = stack.drafter.limits
-        self._has_margins = params.coupled or (params.greedy and stack.rule.lossless)
+    def __init__(self, context: Context) -> None:
+        self._stack, self._prompts = context.stack, [list(prompt) for prompt in context.prompts]
+        self._batch, self._params = context.batch, context.params
+        self._alone = self._stack.engine(1)
+        self._many = self._stack.engine(self._batch)
+        self._limits = self._stack.drafter.limits
+        self._has_margins = self._params.coupled or (self._params.greedy and self._stack.rule.lossless)
         self._ways: dict[str, Way] = {
             "streamed": self._streamed,
             "cancelled and asked again": self._cancelled,
-            f"in a batch of {batch}": self._beside,
+            f"in a batch of {self._batch}": self._beside,
         }
         if self._has_margins:
             for name, controller in _controllers(self._limits).items():
-                self._ways[name] = partial(self._ask, stack.engine(1, controller))
-        self._outcomes = {name: _Outcome() for name in self._ways}
+                self._ways[name] = partial(self._ask, self._stack.but(controller=controller).engine(1))
+        self._comparisons = {name: Comparison() for name in self._ways}
         self._texts: list[list[int]] = []
         self._deadline = Deadline(math.inf)
 
@@ -138,28 +119,13 @@ class _Asking:
         """
         self._deadline = deadline
         prompt = self._prompts[number]
-        own = self._options(number)
+        own = replace(self._params, seed=(self._params.seed or 0) + number)
         expected = self._ask(self._alone, prompt, own, number)
         self._texts.append([*prompt, *expected.token_ids])
+        asked = Context(self._stack, [prompt], own, self._batch)
         for name, way in self._ways.items():
             found = way(prompt, own, number)
-            outcome = self._outcomes[name]
-            outcome.answers += 1
-            outcome.compared += len(expected.token_ids)
-            outcome.stats += found.stats
-            outcome.warnings += found.warnings
-            if same_answer(expected, found):
-                continue
-            if not self._has_margins or len(outcome.faults) >= _MOST_FAULTS:
-                outcome.untraced += 1
-                continue
-            answers = (expected, found)
-            parting = parting_of(self._stack.target, self._prompts, number, own, answers, self._batch, self._limits)
-            assert parting is not None  # they differ
-            outcome.partings.append(parting)
-
-    def _options(self, number: int) -> SamplingParams:
-        return dataclasses.replace(self._params, seed=(self._params.seed or 0) + number)
+            self._comparisons[name].add(expected, found, asked, number, has_margins=self._has_margins)
 
     def _ask(self, engine: Engine, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The answer, or how it failed; without neighbours the prompt's number does not matter."""
@@ -170,7 +136,7 @@ class _Asking:
         others = _other_options(self._params)
         found = []
         for place in which:
-            options = dataclasses.replace(
+            options = replace(
                 others[(place + number) % len(others)],
                 max_tokens=max(1, self._params.max_tokens * (2 + place % 4) // 3),
             )
@@ -202,8 +168,8 @@ class _Asking:
             raise OutOfTimeError
         tokens = [token for piece in pieces for token in piece.token_ids]
         if answer.text is not None and "".join(piece.text for piece in pieces) != answer.text:
-            return dataclasses.replace(answer, finish_reason="error", error="the pieces' texts are not the answer's")
-        return dataclasses.replace(answer, token_ids=tokens)
+            return replace(answer, finish_reason="error", error="the pieces' texts are not the answer's")
+        return replace(answer, token_ids=tokens)
 
     def _cancelled(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Cancelled half-way, asked again while others run."""
@@ -224,7 +190,7 @@ class _Asking:
 
     def findings(self) -> list[Finding]:
         """One for each way."""
-        found = [self._finding(name, outcome) for name, outcome in self._outcomes.items()]
+        found = [self._finding(name, comparison) for name, comparison in self._comparisons.items()]
         if not self._has_margins:
             sentence = "Different budgets may change the tokens of a sampled request, but not their law."
             if not self._stack.rule.lossless:
@@ -232,27 +198,18 @@ class _Asking:
             found.append(Finding(Part.INVARIANCE, _BUDGETS, Status.DOES_NOT_APPLY, sentence))
         return found
 
-    def _finding(self, name: str, outcome: _Outcome) -> Finding:
-        near = [parting for parting in outcome.partings if not parting.fault]
-        told = f"{outcome.compared} tokens of {outcome.answers} answers compared with those of requests alone"
-        facts = {
-            "tokens_compared": outcome.compared,
-            "answers": outcome.answers,
-            "identical": not outcome.partings and not outcome.untraced,
-            "near_ties": [parting.as_dict() for parting in near],
-            "faults": [parting.as_dict() for parting in outcome.faults],
-            "untraced": outcome.untraced,
-            "recoveries": outcome.stats.recoveries,
-            "warnings": outcome.warnings,
-        }
-        too_few = not outcome.compared
-        status = Status.FAILS if outcome.faults else Status.NOT_ENOUGH if too_few else Status.HOLDS
-        if outcome.faults:
-            summary = f"{told}: {len(outcome.faults) + outcome.untraced} differ, {outcome.faults[0].describe()}"
-        elif outcome.untraced:
-            allowed = self._explained(outcome.compared)
-            status = Status.MEASURED if outcome.untraced <= allowed else Status.FAILS
-            summary = f"{told}: {outcome.untraced} answers differ; rounding explains at most {allowed:.4g} of them"
+    def _finding(self, name: str, comparison: Comparison) -> Finding:
+        faults, near, untraced = comparison.faults, comparison.near_ties, comparison.untraced
+        told = f"{comparison.compared} tokens of {comparison.answers} answers compared with those of requests alone"
+        facts = comparison.as_dict()
+        too_few = not comparison.compared
+        status = Status.FAILS if faults else Status.NOT_ENOUGH if too_few else Status.HOLDS
+        if faults:
+            summary = f"{told}: {len(faults) + untraced} differ, {faults[0].describe()}"
+        elif untraced:
+            allowed = self._explained(comparison.compared)
+            status = Status.MEASURED if untraced <= allowed else Status.FAILS
+            summary = f"{told}: {untraced} answers differ; rounding explains at most {allowed:.4g} of them"
             facts["explained_by_rounding"] = allowed
         elif too_few:
             summary = f"{told}, which says nothing; give more minutes"
@@ -260,7 +217,7 @@ class _Asking:
             summary = f"{told}: no fault, near ties: {len(near)}; the first at {near[0].describe()}"
         else:
             summary = f"{told}: the same"
-        if failures := [*outcome.warnings, *recovered(outcome.stats, self._stack.drafter.name)]:
+        if failures := comparison.failures(self._stack.drafter.name):
             status, summary = Status.FAILS, f"{summary}; warnings: {len(failures)}, the first: {failures[0]}"
         return Finding(Part.INVARIANCE, name, status, f"{summary}.", facts)
 
@@ -271,9 +228,8 @@ class _Asking:
         decisions falls out otherwise with a probability near 2 r / temperature. Above the sum of these, six standard
         deviations and three are allowed: a false alarm below 1e-6, as sums of rare events go.
         """
-        models = [self._stack.target]
-        if isinstance(self._stack.drafter, DraftModel):
-            models.append(self._stack.drafter.model)
+        draft = self._stack.draft
+        models = [self._stack.target, *([] if draft is None else [draft.model])]
         texts = sorted(self._texts, key=len)[-2:]
         measured = [measure_rounding(each, texts, self._batch, self._params, self._limits) for each in models]
         largest = max(rounding.largest_difference for rounding in measured)

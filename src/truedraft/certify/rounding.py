@@ -9,6 +9,7 @@ in none of which there is a drafted token; drafted shapes must stay near it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.certify.clock import Deadline
-from truedraft.certify.feeding import ALONE, Feeding, drafted_feedings, fed_logits, plain_feedings
+from truedraft.cache import RequestCache
+from truedraft.certify.checks import Deadline
 from truedraft.core.budget import Budget
 from truedraft.core.laws import law_from_logits, total_variation
 from truedraft.core.sampling import SamplingParams
-from truedraft.models.base import LanguageModel
+from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.engine.scheduler import Scheduler
+from truedraft.models.base import LanguageModel, Segment
 
 _LEEWAY = 4.0
 """Drafted shapes may differ this many times as far as plain ones: both are maxima over many roundings."""
+_MOST_NODES = 32
+"""More nodes of a tree than this change nothing about what its rows see, and cost memory."""
 _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
 
 
@@ -45,7 +50,7 @@ class Spread:
         positions: compared places; each has a row of logits.
         different: rows with any bit that differs.
         logits: largest absolute difference of two logits.
-        mean_tv: mean total variation of the laws that sampling options make of the two rows.
+        mean_tv: mean total variation of the distributions that sampling options make of them.
         largest_tv: the largest of them.
     """
 
@@ -145,12 +150,12 @@ class Rounding:
 
     @property
     def mean_total_variation(self) -> float:
-        """Mean total variation of a place's laws, in the shape where it is largest; blamed as `largest_difference`."""
+        """Mean total variation of a place's distributions in the shape where it is largest; blamed as logits are."""
         return max((spread.mean_tv for spread in self._blamed), default=0.0)
 
     @property
     def largest_total_variation(self) -> float:
-        """Largest total variation of a place's laws, blamed as `largest_difference`."""
+        """Largest total variation of a place's distributions; blamed as `largest_difference`."""
         return max((spread.largest_tv for spread in self._blamed), default=0.0)
 
     @property
@@ -216,7 +221,7 @@ def measure_rounding(
         target: the model.
         texts: prompts with answers, token ids, of at least 2 tokens each; shorter ones are passed over.
         batch: requests of a step.
-        params: make laws of logits.
+        params: make distributions of logits.
         limits: of the drafter: how long drafted chains and how wide drafted trees are.
         positions: at most how many places at the end of each text are compared.
         seconds: after which no further text is begun; the first always is.
@@ -256,7 +261,7 @@ def compare_shapes(
         start: tokens of the prompt, at least 1; plain decoding starts behind it.
         near: other shapes start behind this place, from `start` to the last token.
         batch: requests of a step.
-        params: make laws of logits.
+        params: make distributions of logits.
         limits: of the drafter.
 
     Returns:
@@ -264,11 +269,11 @@ def compare_shapes(
     """
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
-    law = law_from_logits(rows, params)
+    probs = law_from_logits(rows, params)
 
     def spread(feeding: Feeding) -> Spread:
         other = fed_logits(target, text, near, feeding)
-        distance = total_variation(law, law_from_logits(other, params))
+        distance = total_variation(probs, law_from_logits(other, params))
         return Spread(
             feeding.name,
             len(rows),
@@ -290,3 +295,154 @@ def _differences(a: Tensor, b: Tensor) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------------------------- texts in several shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """What one forward holds of a text and of its neighbours.
+
+    Attributes:
+        name: for reports.
+        depth: tokens of the text below the last known one in a forward, as if all had been drafted and accepted; 0 is
+            plain decoding.
+        siblings: wrong guesses beside each of them, which make the chain a tree.
+        beside: new tokens of each neighbour in the same forward, all of them with logits.
+        at_once: the whole text is one prompt; nothing is decoded.
+    """
+
+    name: str
+    depth: int = 0
+    siblings: int = 0
+    beside: tuple[int, ...] = ()
+    at_once: bool = False
+
+
+ALONE = Feeding("one token at a time, alone")
+"""Plain decoding of one request: what all others are compared with."""
+
+
+def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
+    """Shapes of plain decoding under continuous batching, beside `ALONE`: none holds a drafted token.
+
+    Args:
+        limits: of the drafter; forwards are made as long as speculation's.
+        batch: requests of a step.
+    """
+    rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, Scheduler().chunk)
+    found = [
+        Feeding("as one prompt", at_once=True),
+        Feeding("one token at a time beside another", beside=(1,)),
+        Feeding(f"one token at a time beside a prompt of {rows}", beside=(rows,)),
+    ]
+    if batch > 2:
+        found.append(Feeding(f"one token at a time, {batch} requests", beside=(1,) * (batch - 1)))
+    return found
+
+
+def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
+    """Shapes of speculation: a chain, and a tree where the drafter makes trees, alone and in a batch.
+
+    Args:
+        limits: of the drafter; nothing may be drafted within a zero budget.
+        batch: requests of a step.
+    """
+    depth, nodes = min(limits.depth, limits.nodes), min(limits.nodes, _MOST_NODES)
+    if limits.is_zero:
+        return []
+    found = [Feeding(f"chains of {depth}", depth), Feeding("chains of 1", 1)]
+    width = min(limits.width, math.ceil(nodes / depth))
+    if width > 1:
+        found.append(Feeding(f"trees of {depth} x {width}", depth, width - 1))
+    if batch > 1:
+        found += [
+            Feeding(f"{own.name}, {batch} requests", own.depth, own.siblings, (1 + nodes,) * (batch - 1))
+            for own in list(found)
+        ]
+    return found
+
+
+@torch.inference_mode()
+def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: Feeding) -> Tensor:
+    """Logits of one text, fed in a given shape from `start` on; what comes before is a prompt, in the engine's chunks.
+
+    Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is;
+    behind it hangs one wrong guess that is dropped.
+
+    Args:
+        target: the model.
+        text: token ids, more than `start`.
+        start: tokens of the prompt, at least 1.
+        feeding: the shape.
+
+    Returns:
+        `[len(text) - start, vocab]` in the model's dtype: row i is what `text[start + i]` is chosen by.
+    """
+    caches = [target.new_cache() for _ in range(1 + len(feeding.beside))]
+    try:
+        return torch.cat(_Fed(target, text, caches, feeding).rows(start))
+    finally:
+        for cache in caches:
+            target.release_cache(cache)
+
+
+class _Fed:
+    """One text on its way through a model; its neighbours start anew at each forward."""
+
+    def __init__(
+        self, target: LanguageModel, text: Sequence[int], caches: Sequence[RequestCache], feeding: Feeding
+    ) -> None:
+        self._target = target
+        self._text = list(text)
+        self._cache, *self._others = caches
+        self._feeding = feeding
+
+    def rows(self, start: int) -> list[Tensor]:
+        """Rows of logits; see `fed_logits`."""
+        wanted = len(self._text) - 1 if self._feeding.at_once else start
+        chunk = Scheduler().chunk
+        found: list[Tensor] = []
+        for first in range(0, wanted, chunk):
+            ids = self._text[first : min(first + chunk, wanted)]
+            rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
+            logits = self._forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
+            found += [logits] if rows else []
+        while self._cache.length < len(self._text) - 1:
+            ids, shape, path = self._drafted(self._cache.length)
+            found.append(self._forward(ids, shape, range(len(ids)), path)[path])
+        return found
+
+    def _drafted(self, place: int) -> tuple[list[int], TreeShape, list[int]]:
+        """The token at a place and the tree below it: ids, shape, and which nodes carry the text."""
+        path = self._text[place : min(place + 1 + self._feeding.depth, len(self._text) - 1)]
+        ids, parents, nodes = [path[0]], [-1], [0]
+        for token in path[1:]:
+            # Wrong guesses come first, so that keeping the path moves entries of the cache.
+            ids += [self._other(token, number) for number in range(self._feeding.siblings)] + [token]
+            parents += [nodes[-1]] * (self._feeding.siblings + 1)
+            nodes.append(len(ids) - 1)
+        if self._feeding.depth:
+            ids.append(self._other(ids[-1], 0))
+            parents.append(nodes[-1])
+        return ids, TreeShape(tuple(parents)), nodes
+
+    def _other(self, token: int, number: int) -> int:
+        return (token + 1 + number) % self._target.vocab_size
+
+    def _forward(self, ids: Sequence[int], shape: TreeShape, rows: Sequence[int], path: Sequence[int]) -> Tensor:
+        """One forward beside the neighbours; keeps the path, and gives the logits of some rows."""
+        segments = []
+        for number, (cache, count) in enumerate(zip(self._others, self._feeding.beside, strict=True), 1):
+            cache.rollback(0)
+            tokens = [self._text[(7 * number + i) % len(self._text)] for i in range(count)]
+            segments.append(_chain(cache, tokens[: self._target.context_length]))
+        segments.append(Segment(self._cache, torch.tensor(list(ids)), shape, rows))
+        logits = self._target.forward(segments).logits
+        self._cache.commit(path)
+        return logits[len(logits) - len(rows) :].clone()
+
+
+def _chain(cache: RequestCache, tokens: Sequence[int]) -> Segment:
+    return Segment(cache, torch.tensor(list(tokens)), chain_shape(len(tokens)), range(len(tokens)))

@@ -17,8 +17,7 @@ from truedraft.errors import DataError, OptionError
 from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.certify.certificate import Certificate
-    from truedraft.certify.stack import Stack
+    from truedraft.certify import Certificate, Stack
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
 
@@ -89,9 +88,8 @@ def _folder(out: Path) -> Path:
 
 
 def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, folder: Path | None) -> int:
-    from truedraft.certify.certificate import certify as certify_stack
-    from truedraft.certify.findings import Part
-    from truedraft.certify.stack import Stack
+    from truedraft.certify import Part, Stack
+    from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
     from truedraft.cli.terminal import Terminal
 
@@ -137,7 +135,7 @@ def _in_float32(options: CertifyOptions, params: SamplingParams, terminal: Termi
     """The same stack in float32, loaded when it is asked for."""
 
     def load() -> Stack:
-        from truedraft.certify.stack import Stack
+        from truedraft.certify import Stack
         from truedraft.cli.session import load_engine
 
         machine = dataclasses.replace(options.machine, dtype="float32")
@@ -157,8 +155,7 @@ def _record(certificate: Certificate, engine: Engine, stack: StackOptions, param
 def _show(certificate: Certificate, terminal: Terminal) -> None:
     from rich.table import Table
 
-    from truedraft.certify.findings import Status
-    from truedraft.certify.report import MARKS, by_part, meaning, verdict
+    from truedraft.certify import MARKS, Status, by_part, meaning, verdict
 
     styles = {Status.HOLDS: "green", Status.FAILS: "bold red", Status.MEASURED: "cyan", Status.DOES_NOT_APPLY: "dim"}
     styles[Status.NOT_ENOUGH] = "bold yellow"
@@ -178,7 +175,7 @@ def _show(certificate: Certificate, terminal: Terminal) -> None:
 
 
 def _write(folder: Path, certificate: Certificate, record: dict[str, Any]) -> None:
-    from truedraft.certify.report import markdown
+    from truedraft.certify import markdown
 
     left_out = {"command", "findings", "failures", "undecided", "certified"}
     circumstances = {name: value for name, value in record.items() if name not in left_out}

@@ -29,7 +29,7 @@ def export(options: ExportOptions) -> int:
     from truedraft.cli.machine import machine_facts
     from truedraft.cli.session import quiet_hub, set_threads, waiting
     from truedraft.cli.terminal import Terminal
-    from truedraft.models.padding_export import export_model
+    from truedraft.models.export import export_model
 
     terminal, model = Terminal(), options.model
     set_threads(options.machine.threads)

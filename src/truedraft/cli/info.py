@@ -29,6 +29,7 @@ def info(options: InfoOptions) -> int:
     """Show versions, devices, fast paths and the embedded models."""
     from truedraft.cli.machine import machine_facts
     from truedraft.cli.terminal import Terminal
+    from truedraft.costs import CostStore
 
     terminal = Terminal()
     facts = machine_facts()
@@ -36,10 +37,11 @@ def info(options: InfoOptions) -> int:
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
     paths, equality = _fast_paths() if models[0]["installed"] else (None, None)
     native = _native_forward(facts["dtype_auto"])
-    _print(terminal, facts, models, paths, equality, native)
+    costs = CostStore().describe()
+    _print(terminal, facts, models, paths, equality, native, costs)
     if options.report.json:
-        found = {"fast_paths": paths, "equality": equality, "native_forward": native, "embedded_models": models}
-        terminal.json({"command": "info"} | facts | found)
+        found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": costs}
+        terminal.json({"command": "info"} | facts | found | {"embedded_models": models})
     return DONE
 
 
@@ -53,8 +55,8 @@ def _fast_paths() -> tuple[list[str], str]:
 
 def _native_forward(dtype: str) -> str:
     """Whether Llama-like models run by the native forward on this machine's CPU, and if not, why."""
+    from truedraft.models.backends.native.build import built
     from truedraft.models.dtypes import pick_device, pick_dtype
-    from truedraft.models.native.build import built
 
     return built(pick_dtype(dtype, pick_device("cpu"))).reason or "compiled for this machine"
 
@@ -105,6 +107,7 @@ def _print(
     paths: list[str] | None,
     equality: str | None,
     native: str,
+    costs: str,
 ) -> None:
     from rich.table import Table
 
@@ -125,6 +128,7 @@ def _print(
     if equality is not None:
         rows["greedy answers"] = f"{equality} the same with a drafter, by the embedded target in this dtype"
     rows["native forward"] = native
+    rows["cost curves"] = costs
     for model in models:
         rows[model["name"]] = _describe(model)
     for name, value in rows.items():

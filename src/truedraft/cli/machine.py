@@ -14,8 +14,7 @@ def machine_facts() -> dict[str, Any]:
     """Machine, versions and threads, for reports."""
     import torch
 
-    from truedraft.models.dtypes import has_bfloat16, pick_device, pick_dtype
-    from truedraft.models.processor import cpu_name
+    from truedraft.models.dtypes import cpu_name, has_bfloat16, pick_device, pick_dtype
 
     device = pick_device("auto")
     return {

@@ -129,9 +129,9 @@ def load_engine(
         drafter, budget = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
     if budget is not None:
-        if (check := budget.check(target)) is not None:
+        if (check := budget.costs.check()) is not None:
             engine.listeners.append(check)
-        for warning in budget.warnings:
+        for warning in budget.costs.warnings:
             warn(warning)
         console.print(f"{drafter.name}: {budget.describe()}", style="dim", soft_wrap=True)
     return engine

@@ -1,9 +1,9 @@
 """How likely a drafted token is to be accepted where its parent was: a head's probability, calibrated.
 
-A head's own probability is no such thing: at temperature 0 the target takes its likeliest token, so where laws are flat
-the head's first guess is accepted far more often than the head gives it, and others far less. Trees that are chosen by
-raw probabilities are then too wide and too shallow. So the log odds of acceptance are fitted to text of the target,
-for each depth, as a linear function of the head's own log odds, x = log q / (1 - q):
+A head's own probability is no such thing: at temperature 0 the target takes its likeliest token, so where its
+distributions are flat the head's first guess is accepted far more often than the head gives it, and others far less.
+Trees that are chosen by raw probabilities are then too wide and too shallow. So the log odds of acceptance are fitted
+to text of the target, for each depth, as a linear function of the head's own log odds, x = log q / (1 - q):
 
     of the head's first guess              best + own x(first)
     of its guess of rank r = 1, 2, ...     other + rank log r + own x(guess) + top x(first)

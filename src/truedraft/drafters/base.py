@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn, overload
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.size_plans import SizePlan
 from truedraft.models.base import LanguageModel
+from truedraft.theory import AcceptanceCurve
 
 
 class TokenView(Sequence[int]):
@@ -117,6 +118,42 @@ class StepOutcome:
     partial: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SizePlan:
+    """One way to size a drafter, its number of nodes still open: what planning chooses from.
+
+    Attributes:
+        name: what is chosen beside the nodes, for reports: "8 beams of 4"; empty where nothing is.
+        curve: what nodes bring.
+        timed: a drafter whose proposals cost what this plan's cost, by their depth.
+        with_nodes: makes the drafter with a number of nodes; 0 drafts nothing.
+    """
+
+    name: str
+    curve: AcceptanceCurve
+    timed: Drafter
+    with_nodes: Callable[[int], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFacts:
+    """What is known of the token trees of a drafter whose candidates have ranks, for reports.
+
+    Attributes:
+        tree: as many of the counted tree's nodes as are drafted.
+        fixed: whether that tree is what is drafted; otherwise each step chooses one.
+        nodes: most that are drafted.
+        curve: what nodes bring; None where nobody measured it.
+        accuracy: `[heads][ranks]`: how often the true token had which rank for each head; None where nobody counted.
+    """
+
+    tree: RankTree
+    fixed: bool
+    nodes: int
+    curve: AcceptanceCurve | None = None
+    accuracy: Sequence[Sequence[float]] | None = None
+
+
 class Drafter(ABC):
     """Proposes token trees and observes what became of them.
 
@@ -164,6 +201,10 @@ class Drafter(ABC):
     def holding(self) -> Collection[int]:
         """Ids of requests that it keeps something for: none of them may be over."""
         return ()
+
+    def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
+        """What is known of the trees for requests with such options; None where it makes none of ranks."""
+        return None
 
     @abstractmethod
     def propose(

@@ -1,25 +1,31 @@
-"""What was found out about heads on held-out text: how guesses survive, and which trees are better."""
+"""What was found out about heads on held-out text, as kept with them: how guesses survive, and what nodes bring."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import RAW, Survival
 from truedraft.errors import ModelError, OptionError
-from truedraft.theory.node_curve import NodeCurve
+from truedraft.theory import AcceptanceCurve
 
 GREEDY, SAMPLED, COUPLED = "greedy", "sampled", "coupled"
 LIKELIEST, COUNTED = "likeliest", "counted"
 """Trees that are chosen at each step, and the one that was counted for all."""
 FACT = "survival"
-"""Among what was found out about heads: for each depth the five numbers of `core.survival.Odds`."""
+"""Among the facts: for each depth the five numbers of `core.survival.Odds`."""
+BEAMS_FACT = "beams"
+"""Among a recurrent head's facts: for "greedy" and "sampled" requests a list of objects with `beams`, `length`, `nodes`
+and `tokens`, the last two lists of equal length."""
+PROMISED_ON = "promised_on"
+"""Among the facts: the text on which acceptance curves were measured, in words."""
 
 
 def kind_of(params: SamplingParams) -> str:
-    """Which trees and promises are for requests with such options."""
+    """Which trees and acceptance curves are for requests with such options."""
     return GREEDY if params.greedy else SAMPLED
 
 
@@ -44,7 +50,7 @@ class Calibration:
         Raises:
             ModelError: they are something else.
         """
-        with _reading():
+        with _reading("trees of these heads", "them"):
             return cls({kind: Survival.of(depths) for kind, depths in kept.items()})
 
     def __call__(self, params: SamplingParams) -> Survival | None:
@@ -67,33 +73,73 @@ def _raw_like(other: Survival | None) -> Survival:
     return Survival((RAW,) * len(other.depths))
 
 
-def curves_of(facts: Mapping[str, Any]) -> dict[str, NodeCurve]:
-    """The curves in what was found out about heads when they were trained; none where nobody measured them.
+def tree_curves(facts: Mapping[str, Any], heads: int) -> dict[str, AcceptanceCurve]:
+    """The acceptance curves of trees chosen at each step, by the kind of requests; none where nobody measured them.
+
+    Args:
+        facts: what was found out about Medusa heads when they were trained.
+        heads: that guess.
 
     Raises:
         ModelError: there is something else in their place.
     """
-    with _reading():
-        trees = facts.get("trees", {}).items()
-        kept = {kind: tree[LIKELIEST] for kind, tree in trees if LIKELIEST in tree}
-        return {kind: NodeCurve.fit(zip(each["nodes"], each["tokens"], strict=True)) for kind, each in kept.items()}
+    with _reading("trees of these heads", "them"):
+        kept = {kind: tree[LIKELIEST] for kind, tree in facts.get("trees", {}).items() if LIKELIEST in tree}
+        return {kind: _curve_of(facts, each, lambda nodes: min(nodes, heads)) for kind, each in kept.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCurve:
+    """The acceptance curve of trees of so many beams of one length."""
+
+    beams: int
+    length: int
+    curve: AcceptanceCurve
+
+
+def beam_curves(facts: Mapping[str, Any], params: SamplingParams) -> list[BeamCurve]:
+    """The acceptance curves of beams for requests with such options; none where nobody measured them.
+
+    Args:
+        facts: what was found out about a recurrent head when it was trained.
+        params: of the requests.
+
+    Raises:
+        ModelError: there is something else in their place.
+    """
+    found = []
+    with _reading("beams of this head", "it"):
+        for each in facts.get(BEAMS_FACT, {}).get(kind_of(params), []):
+            length = each["length"]  # the search takes that many steps, however few nodes are kept of it
+            found.append(BeamCurve(each["beams"], length, _curve_of(facts, each, _always(length))))
+    return found
+
+
+def _always(depth: int) -> Callable[[int], int]:
+    return lambda nodes: depth
+
+
+def _curve_of(facts: Mapping[str, Any], kept: Mapping[str, Any], depth_of: Callable[[int], int]) -> AcceptanceCurve:
+    """From `nodes` and `tokens`, lists of equal length."""
+    points = zip(kept["nodes"], kept["tokens"], strict=True)
+    return AcceptanceCurve.fit(points, depth_of, str(facts.get(PROMISED_ON, "")))
 
 
 def fixed_for(facts: Mapping[str, Any]) -> frozenset[str]:
     """Kinds of requests for which the counted tree brought more on held-out text than trees chosen at each step.
 
-    With heads whose training did not compare them, the promises of both are compared here.
+    With heads whose training did not compare them, what both were expected to bring is compared here.
 
     Raises:
         ModelError: there is something else in the place of what was measured.
     """
-    with _reading():
+    with _reading("trees of these heads", "them"):
         trees = facts.get("trees", {}).items()
-        return frozenset(kind for kind, tree in trees if tree.get("chosen", _promised_better(tree)) == COUNTED)
+        return frozenset(kind for kind, tree in trees if tree.get("chosen", _expected_better(tree)) == COUNTED)
 
 
-def _promised_better(tree: Mapping[str, Any]) -> str:
-    """Which trees promise more, over the numbers of nodes at which both were replayed."""
+def _expected_better(tree: Mapping[str, Any]) -> str:
+    """Which trees bring more, over the numbers of nodes at which both were replayed."""
     chosen = tree.get(LIKELIEST, {"nodes": (), "tokens": ()})
     tokens = dict(zip(chosen["nodes"], chosen["tokens"], strict=True))
     gains = [each["replayed"] - tokens[each["nodes"]] for each in tree.get("promises", ()) if each["nodes"] in tokens]
@@ -101,11 +147,11 @@ def _promised_better(tree: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Say what is damaged."""
+def _reading(what: str, whom: str) -> Iterator[None]:
+    """Say what is damaged, and whom to fetch again."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OptionError) as error:
         raise ModelError(
-            f"what was measured of the trees of these heads is damaged ({error}); fetch or train them again"
+            f"what was measured of the {what} is damaged ({error}); fetch or train {whom} again"
         ) from error

@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.likeliest_paths import likeliest_paths
-from truedraft.core.rank_tree import RankTree
+from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import Survival
 from truedraft.core.trees import TokenTree
-from truedraft.drafters.calibration import FACT, GREEDY, SAMPLED, Calibration, curves_of, fixed_for, kind_of
-from truedraft.drafters.size_plans import Promise
+from truedraft.drafters.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
 from truedraft.errors import CompositionError, OptionError
 from truedraft.models.ranking import Likeliest
-from truedraft.theory.node_curve import NodeCurve
+from truedraft.theory import AcceptanceCurve
 
 MOST_RANKS = 64
 """Guesses of a head that a tree chosen at each step may take up."""
@@ -85,7 +83,7 @@ class GuessTrees(ABC):
         """Whether requests with such options are drafted by the tree that `counted` gives."""
 
     @abstractmethod
-    def promise(self, params: SamplingParams) -> Promise | None:
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """What nodes are expected to bring to requests with such options; None where nobody measured that."""
 
 
@@ -154,13 +152,13 @@ class FixedTrees(GuessTrees):
         """See `GuessTrees.is_fixed`."""
         return True
 
-    def promise(self, params: SamplingParams) -> Promise | None:
-        """See `GuessTrees.promise`: how often each node was accepted."""
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
+        """By how often each node was accepted."""
         tree = self.counted(params)
         if not tree.reach:
             return None
         depths = itertools.accumulate(map(len, tree.paths), max, initial=0)
-        return Promise(tree.reach, tuple(depths))
+        return AcceptanceCurve(tree.reach, tuple(depths))
 
     def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
         """The part of a request's tree that fits a budget: the first of the nodes that are not too deep or wide."""
@@ -181,7 +179,7 @@ class LikeliestTrees(GuessTrees):
 
     Args:
         heads: that guess.
-        curves: by the kind of requests, "greedy" and "sampled", the tokens that so many nodes bring; where one is
+        curves: by the kind of requests, "greedy" and "sampled", what nodes of such trees bring; where one is
             missing, the fixed tree's counts stand in for it.
         fixed: the heads' counted trees, if there are any.
         calibration: survival of guesses; None takes the heads' probabilities.
@@ -196,7 +194,7 @@ class LikeliestTrees(GuessTrees):
     def __init__(
         self,
         heads: int,
-        curves: Mapping[str, NodeCurve] | None = None,
+        curves: Mapping[str, AcceptanceCurve] | None = None,
         fixed: FixedTrees | None = None,
         calibration: Calibration | None = None,
         fixed_for: Collection[str] = (),
@@ -263,13 +261,11 @@ class LikeliestTrees(GuessTrees):
         """See `GuessTrees.counted`."""
         return None if self._fixed is None else self._fixed.counted(params)
 
-    def promise(self, params: SamplingParams) -> Promise | None:
-        """See `GuessTrees.promise`."""
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         curve = self._curves.get(kind_of(params))
         if curve is None or self.is_fixed(params):
-            return None if self._fixed is None else self._fixed.promise(params)
-        gains = curve.gains
-        return Promise(gains, tuple(min(nodes, self._heads) for nodes in range(len(gains) + 1)))
+            return None if self._fixed is None else self._fixed.acceptance_curve(params)
+        return curve
 
 
 def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, Any]) -> LikeliestTrees:
@@ -285,8 +281,8 @@ def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, A
     """
     calibration = Calibration.of(facts.get(FACT, {}))
     if not counted:
-        return LikeliestTrees(heads, curves_of(facts), None, calibration)
-    return LikeliestTrees(heads, curves_of(facts), FixedTrees(counted), calibration, fixed_for(facts))
+        return LikeliestTrees(heads, tree_curves(facts, heads), None, calibration)
+    return LikeliestTrees(heads, tree_curves(facts, heads), FixedTrees(counted), calibration, fixed_for(facts))
 
 
 def _likeliest(ids: NDArray[Any], log_probs: NDArray[Any], nodes: int, survival: Survival | None) -> list[TokenTree]:

@@ -16,11 +16,11 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, Features, SizePlan, StepOutcome, TreeFacts
+from truedraft.drafters.calibration import PROMISED_ON, kind_of
 from truedraft.drafters.coupled_guesses import coupled_guesses
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, trees_for
 from truedraft.drafters.last_vectors import LastVectors
-from truedraft.drafters.size_plans import PROMISED_ON, Promise, SizePlan
 from truedraft.drafters.trained_for import TrainedFor
 from truedraft.errors import DrafterError, OptionError
 from truedraft.heads.checkpoint import MedusaCheckpoint, load_medusa
@@ -28,6 +28,7 @@ from truedraft.heads.medusa import MedusaHeads
 from truedraft.heads.medusa_runner import MedusaRunner
 from truedraft.models.base import LanguageModel
 from truedraft.models.ranking import Likeliest
+from truedraft.theory import AcceptanceCurve
 
 DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
@@ -205,17 +206,26 @@ class Medusa(Drafter):
         """Whether that tree is what requests with these options are drafted by; otherwise each step chooses one."""
         return self._trees.is_fixed(params)
 
-    def promise(self, params: SamplingParams) -> Promise | None:
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """What nodes are expected to bring to requests with these options; None where nobody measured it."""
-        promise = self._trees.promise(params)
-        return None if promise is None else replace(promise, text=str(self.facts.get(PROMISED_ON, "")))
+        curve = self._trees.acceptance_curve(params)
+        return None if curve is None else replace(curve, text=str(self.facts.get(PROMISED_ON, "")))
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """One, unless the number of nodes was chosen; see `Drafter.size_plans`."""
-        promise = None if self.nodes_chosen else self.promise(params)
-        if promise is None:
+        """One, unless the number of nodes was chosen."""
+        curve = None if self.nodes_chosen else self.acceptance_curve(params)
+        if curve is None:
             return ()
-        return (SizePlan("", promise, self.with_nodes(len(promise.gains)), self.with_nodes),)
+        return (SizePlan("", curve, self.with_nodes(len(curve.marginal_gains)), self.with_nodes),)
+
+    def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
+        """The counted tree, with the accuracies that were kept with the heads; None without such a tree or nodes."""
+        whole = self.tree_for(params)
+        if whole is None or not self.nodes:
+            return None
+        accuracy = self.facts.get("trees", {}).get(kind_of(params), {}).get("rank_accuracy")
+        tree, fixed = whole.first(self.nodes), self.is_fixed(params)
+        return TreeFacts(tree, fixed, self.nodes, self.acceptance_curve(params), accuracy)
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another target than that of the heads; from now on drafts with this one.

@@ -19,13 +19,11 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import scores_for
 from truedraft.core.trees import TokenTree, narrowed
-from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
-from truedraft.drafters.beam_curves import beam_curves
+from truedraft.drafters.base import Drafter, DraftRequest, Features, SizePlan, StepOutcome
 from truedraft.drafters.beam_search import beam_search, with_dropped
-from truedraft.drafters.calibration import FACT, Calibration
+from truedraft.drafters.calibration import FACT, Calibration, beam_curves
 from truedraft.drafters.last_vectors import LastVectors
 from truedraft.drafters.sampled_beams import SampledBeams
-from truedraft.drafters.size_plans import PROMISED_ON, Promise, SizePlan
 from truedraft.drafters.trained_for import TrainedFor
 from truedraft.errors import DrafterError, OptionError
 from truedraft.heads.redrafter import RedrafterHead
@@ -187,20 +185,17 @@ class Redrafter(Drafter):
         return frozenset({DrawKind.WITHOUT_REPLACEMENT if self.sampled else DrawKind.DETERMINISTIC})
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Every width and length of beams that were replayed, drawn paths were not; see `Drafter.size_plans`."""
+        """Every width and length of beams that were replayed; drawn paths were not."""
         if self.sizes_chosen or self._draws(params):
             return ()
         plans = []
         timed: dict[int, Redrafter] = {}
-        curves = beam_curves(self.facts, params.greedy)
+        curves = beam_curves(self.facts, params)
         for each in curves:
             longest = max(other.length for other in curves if other.beams == each.beams)
             timed.setdefault(each.beams, self.with_sizes(each.beams, longest, each.beams * longest))
-            gains = each.curve.gains
-            text = str(self.facts.get(PROMISED_ON, ""))
-            promise = Promise(gains, (0, *[each.length] * len(gains)), text)
             sized = functools.partial(self.with_sizes, each.beams, each.length)
-            plans.append(SizePlan(f"{each.beams} beams of {each.length}", promise, timed[each.beams], sized))
+            plans.append(SizePlan(f"{each.beams} beams of {each.length}", each.curve, timed[each.beams], sized))
         return plans
 
     def check(self, target: LanguageModel) -> None:

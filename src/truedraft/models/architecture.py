@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from truedraft.models.loading import load_config, load_weights, refuse_other_kinds, resolve_source
-from truedraft.models.quiet import quiet_transformers
+from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,10 +80,7 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32, de
         ModelError: its files cannot be read.
     """
     name = str(folder)
-    source = resolve_source(name)
-    config = load_config(source, name, None)
-    refuse_other_kinds(config, name)
-    model = load_weights(source, config, name, dtype, None).to(torch.device(device))
+    model = read_model(resolve_source(name), name, dtype).to(torch.device(device))
     use_training_attention(model)
     return model
 

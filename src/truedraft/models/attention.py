@@ -1,44 +1,295 @@
-"""Attention of a packed forward: each segment sees its own cache and its own tree."""
+"""Attention of one segment against its own cache, so that a row's result never depends on the other rows.
+
+Plain matrix products with a softmax in float32 or better give each query the same bits however many queries share the
+product, which fused kernels do not promise. Sums over keys are another matter: their result depends on the order of
+the terms, down to the last bits. In a chain a row's keys always come in the order of their positions, with nothing
+between them. In a tree siblings stand between, so each row's keys and values are first brought into the order of its
+own path: a node then gets the very bits that it would get in a chain (DESIGN section 2, row invariance).
+
+Products run over spans of slots (`cache.key_span`), which are longer than what is filled; the rest is masked.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from truedraft.models.layouts import Attending
-from truedraft.models.patterns import AttentionPattern
-from truedraft.models.plan import ForwardPlan
+from truedraft.cache import WIDEST_GAP, key_span
+from truedraft.core.trees import TreeShape
+
+Position = TypeVar("Position", int, Tensor)
 
 
-def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: ForwardPlan,
-    call: int,
-    pattern: AttentionPattern,
-    how: Attending,
-) -> Tensor:
-    """Attention over all segments of a pack, each against its own cache.
+class AttentionPattern(ABC):
+    """Which earlier positions a layer may look at: one run of them, which ends with the query's own."""
 
-    Args:
-        query: `[heads, total, key width]`.
-        key: `[kv_heads, total, key width]`.
-        value: `[kv_heads, total, value width]`.
-        plan: the forward's plan.
-        call: which attention call of the forward this is, from 0.
-        pattern: which positions this layer may see.
-        how: how the layer makes weights of products.
+    @abstractmethod
+    def first(self, position: Position) -> Position:
+        """The first position that a query at `position` may see; 0 or below where it sees all."""
 
-    Returns:
-        `[total, heads, value width]`; rows of padding hold numbers without meaning.
+    def reaches(self, positions: int) -> bool:
+        """Whether a query at the last of `positions` positions sees all of them."""
+        return self.first(positions - 1) <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Full(AttentionPattern):
+    """Every position."""
+
+    def first(self, position: Position) -> Position:
+        return position * 0
+
+
+@dataclass(frozen=True, slots=True)
+class Window(AttentionPattern):
+    """The last `size` positions, the query's own included."""
+
+    size: int
+
+    def first(self, position: Position) -> Position:
+        return position - self.size + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(AttentionPattern):
+    """Positions in the same block of `size` positions."""
+
+    size: int
+
+    def first(self, position: Position) -> Position:
+        return position - position % self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer makes attention weights of products.
+
+    Attributes:
+        scaling: factor on the products.
+        softcap: bounds scores to softcap * tanh(score / softcap), before the mask.
+        sinks: `[heads]`: a logit for each head that takes part in the softmax and adds nothing.
     """
-    outputs: list[Tensor] = []
-    for part in plan.segments:
-        rows = slice(part.start, part.start + part.count)
-        keys, values = part.segment.cache.write(call, key[:, rows], value[:, rows])
-        outputs.append(part.layout(pattern).attend(query[:, rows], keys, values, how))
-    padding = query.shape[1] - sum(part.count for part in plan.segments)
-    if padding:
-        outputs.append(outputs[0][:1].expand(padding, -1, -1))
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Keys that queries may not see.
+
+    Attributes:
+        first: the first key that any query may not see; all before it are seen by all.
+        mask: bool `[new, keys from first on]`, True where the key is hidden; it ends where the keys end.
+    """
+
+    first: int
+    mask: Tensor
+
+
+class SegmentLayout(ABC):
+    """How the new tokens of a segment lie below its cached ones."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of the new tokens.
+
+        Args:
+            query: `[heads, new, key width]`.
+            keys: `[kv_heads, key width, span]`: cached, then uncommitted ones, then slots without meaning.
+            values: `[kv_heads, span, value width]`.
+            scoring: how the layer makes weights of products.
+
+        Returns:
+            `[new, heads, value width]`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLayout(SegmentLayout):
+    """New tokens one behind another."""
+
+    blocked: Blocked
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+        heads, new, _ = query.shape
+        weights = _weights(_scores(query, keys), self.blocked, scoring, values.dtype)
+        mixed = _product(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
+        return mixed.reshape(heads, new, -1).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout(SegmentLayout):
+    """New tokens of a tree; each root-to-leaf path is computed like a chain of its own.
+
+    Attributes:
+        length: cached tokens.
+        paths: how rows and paths hang together.
+        blocked: keys behind a row's own end of its path, or out of its layer's reach.
+    """
+
+    length: int
+    paths: Paths
+    blocked: Blocked
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+        heads, new, _ = query.shape
+        kv_heads, paths = keys.shape[0], self.paths
+        scores = _scores(query, keys)  # [kv_heads, group, new, span of the nodes]
+        depth = paths.own.shape[1]
+        below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
+        behind = scores.new_zeros(1).expand(*scores.shape[:3], self._padding)  # masked
+        scores = torch.cat([scores[..., : self.length], below, behind], dim=-1)
+        weights = _weights(scores, self.blocked, scoring, values.dtype)
+        group, span = weights.shape[1], weights.shape[3]
+        # Rows are dealt out to the paths on which they lie, and each path brings its own values.
+        dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
+        dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
+        mixed = _product(dealt, self._values_of_paths(values))
+        mixed = mixed.reshape(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
+        return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
+
+    @property
+    def _padding(self) -> int:
+        """Slots behind the end of the longest path, up to its span."""
+        slots = self.length + self.paths.own.shape[1]
+        return key_span(slots) - slots
+
+    def _values_of_paths(self, values: Tensor) -> Tensor:
+        """`[kv_heads * paths, span, value width]`: the context, then each path's own, then zeros."""
+        kv_heads, count, width = values.shape[0], self.paths.count, values.shape[2]
+        context = values[:, None, : self.length].expand(-1, count, -1, -1)
+        below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
+        behind = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
+        return torch.cat([context, below, behind], dim=2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The root-to-leaf paths of a tree whose last nodes are new.
+
+    Worked example: parents (-1, 0, 0, 2), all new. The leaves are 1 and 3, with paths (0, 1) and (0, 2, 3); padded to
+    the depth 3 by their own ends. Rows 0 and 1 are dealt to the first path, rows 2 and 3 to the second.
+
+    Attributes:
+        own: `[new, depth]`: for each new node the nodes of its path, padded with itself (and masked).
+        tails: `[paths, depth]`: nodes of each path.
+        dealt: `[paths * longest]`: for each path the rows that it computes, padded.
+        back: `[new]`: where in `dealt` each row is.
+    """
+
+    own: Tensor
+    tails: Tensor
+    dealt: Tensor
+    back: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of paths."""
+        return self.tails.shape[0]
+
+
+@lru_cache(maxsize=4096)
+def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
+    """The paths of a tree of which nodes from `written` on are new."""
+    new = range(written, len(shape))
+    dealt: list[list[int]] = []
+    tails: list[list[int]] = []
+    done: set[int] = set()
+    for leaf in shape.leaves:
+        path = shape.path(leaf)
+        mine = [node for node in path if node >= written and node not in done]
+        if mine:
+            done.update(mine)
+            tails.append(_padded(path, shape.depth))
+            dealt.append([node - written for node in mine])
+    longest = max(map(len, dealt))
+    back = [0] * len(new)
+    for number, rows in enumerate(dealt):
+        for place, row in enumerate(rows):
+            back[row] = number * longest + place
+    return Paths(
+        torch.tensor([_padded(shape.path(node), shape.depth) for node in new], device=device),
+        torch.tensor(tails, device=device),
+        torch.tensor([row for rows in dealt for row in _padded(rows, longest)], device=device),
+        torch.tensor(back, device=device),
+    )
+
+
+def layout_of(
+    shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
+) -> SegmentLayout:
+    """The layout of a segment: `length` cached tokens, then the tree `shape`, whose nodes from `written` on are new."""
+    slots = length + (len(shape) if shape.is_chain else shape.depth)
+    span = key_span(slots)
+    reaches = pattern.reaches(length + shape.depth)
+    if shape.is_chain and reaches:
+        return ChainLayout(Blocked(length, _later_nodes(shape, written, device)[:, : span - length]))
+    # Slots are not positions in a tree, so everything goes by position; along a path both are the same again.
+    query = length - 1 + torch.tensor(shape.depths[written:], device=device)
+    first = length if reaches else 0
+    key = torch.arange(first, span, device=device)
+    hidden = key[None, :] > query[:, None]
+    if not reaches:
+        hidden |= key[None, :] < pattern.first(query)[:, None]
+    if shape.is_chain:
+        return ChainLayout(Blocked(first, hidden))
+    return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))
+
+
+@lru_cache(maxsize=4096)
+def _later_nodes(chain: TreeShape, written: int, device: torch.device) -> Tensor:
+    """Which slots from its first node on each new node of a chain may not see: bool `[new, slots of any span]`."""
+    row = torch.arange(written, len(chain), device=device)
+    return torch.arange(len(chain) + WIDEST_GAP, device=device)[None, :] > row[:, None]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched product `[batch, rows, .]`, padded where a few rows would go through kernels of their own.
+
+    A single row does, so it is doubled; in float32 so do two or three, and what is left over from fours.
+    """
+    rows = left.shape[1]
+    if left.dtype == torch.float32 and rows % 4:
+        return torch.bmm(pad(left, (0, 0, 0, -rows % 4)), right)[:, :rows]
+    if rows == 1:
+        return torch.bmm(left.expand(-1, 2, -1), right)[:, :1]
+    return torch.bmm(left, right)
+
+
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
+    """Scores `[kv_heads, group, new, keys]`, rounded as products are; heads that share keys are rows of one product."""
+    heads, new, width = query.shape
+    kv_heads = keys.shape[0]
+    scores = _product(query.reshape(kv_heads, -1, width), keys)
+    return scores.reshape(kv_heads, heads // kv_heads, new, -1)
+
+
+def _weights(scores: Tensor, blocked: Blocked, scoring: Scoring, dtype: torch.dtype) -> Tensor:
+    """Attention weights of the shape of `scores`, which are overwritten; computed in float32 or better."""
+    plain = scoring.softcap is None and scoring.sinks is None
+    if plain and math.frexp(scoring.scaling)[0] == 0.5:
+        # A power of two scales without rounding, and softmax computes in float32 whatever it is given.
+        scores.mul_(scoring.scaling)
+    else:
+        scores = (scores if scores.dtype == torch.float64 else scores.float()).mul_(scoring.scaling)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores[..., blocked.first :].masked_fill_(blocked.mask, -torch.inf)
+    if scoring.sinks is None:
+        return torch.softmax(scores, dim=-1).to(dtype)
+    kv_heads, group, new, _ = scores.shape
+    sink = scoring.sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, new, -1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1].to(dtype)
+
+
+def _padded(items: list[int] | tuple[int, ...], length: int) -> list[int]:
+    return [*items, *([items[-1]] * (length - len(items)))]

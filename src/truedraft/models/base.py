@@ -18,7 +18,7 @@ from truedraft.models.ranking import Likeliest
 from truedraft.text.tokenizer import Tokenizer
 
 HeadRun: TypeAlias = Callable[[Tensor, int, int], Likeliest]
-"""See `LanguageModel.shared_heads`."""
+"""For vectors `[rows, head_width]`, so many heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,7 @@ class LanguageModel(ABC):
             blocks: the linear layers of each head, as many of each, `head_width` wide; their weights are copied.
 
         Returns:
-            A function of vectors `[rows, head_width]`, a number of heads and a number of ranks, that gives the
-            likeliest ids `[heads, rows, ranks]` by the first heads; None where there is none.
+            What gives the likeliest ids by the first heads; None where there is no faster way.
         """
         return None
 

@@ -1,6 +1,9 @@
-"""Which device and which number format to use here."""
+"""Which device and which number format to use here, and what processor this is."""
 
 from __future__ import annotations
+
+import platform
+from pathlib import Path
 
 import torch
 
@@ -58,3 +61,13 @@ def has_avx512_bfloat16() -> bool:
 def _cpu_has(probe: str) -> bool:
     """torch offers these probes under private names only; where one is gone, no is the safe answer."""
     return bool(getattr(torch.cpu, probe, lambda: False)())
+
+
+def cpu_name() -> str:
+    """The processor's name; Linux alone tells it in full."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

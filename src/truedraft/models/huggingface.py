@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,20 +17,20 @@ from transformers import PreTrainedModel
 from truedraft.cache import RequestCache
 from truedraft.core.trees import chain_shape
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
-from truedraft.models.bodies import BodyMaker
-from truedraft.models.fingerprint import can_be_read_from, fingerprint_of
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
-from truedraft.models.padding import is_padded, padding_note_of, unpadded_width
-from truedraft.models.probe import probe_patterns
+from truedraft.models.packed_linear import PackedLinear
+from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
+from truedraft.models.probe import probe_patterns, rows_depend_on_their_number
 from truedraft.models.ranking import Likeliest
-from truedraft.models.selftest import rows_depend_on_their_number
-from truedraft.models.stock import StockBody
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
 
 _ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
 _CHECKED_TOKENS = 4
+_CANONICAL = (torch.float32, torch.bfloat16)
 UP_TO_NEAR_TIES = "up to near ties"
 
 
@@ -42,7 +43,7 @@ class HuggingFaceModel(LanguageModel):
         model: in evaluation mode.
         tokenizer: of the model, or None.
         name: what the user called it.
-        body: makes what runs the forwards; `fastest_body` takes the fastest that fits.
+        backend: makes what runs the forwards; `loading.fastest_backend` takes the fastest that fits.
         reread: loads the weights again as they were before padding and packing, for the fingerprint. Without it, a
             model that may be packed has its fingerprint taken at once, for it may have lost its weights later.
 
@@ -59,7 +60,7 @@ class HuggingFaceModel(LanguageModel):
         model: PreTrainedModel,
         tokenizer: Tokenizer | None,
         name: str,
-        body: BodyMaker = StockBody,
+        backend: BackendMaker = StockBackend,
         reread: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
         self._model = model.eval().requires_grad_(False)
@@ -85,13 +86,13 @@ class HuggingFaceModel(LanguageModel):
         self._finish_is_checked = False
         self._reread = reread
         self._fingerprint: str | None = None
-        if reread is None and body is not StockBody and can_be_read_from(model):
+        if reread is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
-        self._body = body(model, probe_patterns(model))
-        self.pool = self._body.new_pool(self.context_length)
-        self.fast_paths = self._body.fast_paths
+        self._backend = backend(model, probe_patterns(model))
+        self.pool = self._backend.new_pool(self.context_length)
+        self.fast_paths = self._backend.fast_paths
         self._lock = threading.Lock()
-        self._threads = ThreadChoice() if self._body.any_threads else None
+        self._threads = ThreadChoice() if self._backend.any_threads else None
 
     @property
     def module(self) -> PreTrainedModel:
@@ -105,7 +106,6 @@ class HuggingFaceModel(LanguageModel):
 
     @property
     def note(self) -> str | None:  # type: ignore[override]
-        """See `LanguageModel.note`."""
         weaker = (
             f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
             "equal those of plain decoding but where two tokens nearly tie)"
@@ -116,7 +116,6 @@ class HuggingFaceModel(LanguageModel):
 
     @property
     def fingerprint(self) -> str:
-        """See `LanguageModel.fingerprint`."""
         if self._fingerprint is None:
             model = self._model
             if not can_be_read_from(model) and self._reread is not None:
@@ -130,19 +129,16 @@ class HuggingFaceModel(LanguageModel):
         return self._fingerprint
 
     def new_cache(self) -> RequestCache:
-        """An empty cache for one request."""
         return self.pool.acquire()
 
     def release_cache(self, cache: RequestCache) -> None:
-        """Take back a cache that is no longer used."""
         self.pool.release(cache)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """One packed forward; see `LanguageModel.forward`."""
         with self._lock:
-            if self._body.own_threads:
-                logits, hidden = self._body.forward(segments, self.device)
+            if self._backend.own_threads:
+                logits, hidden = self._backend.forward(segments, self.device)
             else:
                 logits, hidden = self._on_torch_threads(segments)
         return ForwardOutput(logits[:, : self.vocab_size], hidden)
@@ -150,45 +146,42 @@ class HuggingFaceModel(LanguageModel):
     def _on_torch_threads(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         with torch_on_all_threads():
             if self._threads is None:
-                return self._body.forward(segments, self.device)
+                return self._backend.forward(segments, self.device)
             rows = sum(len(segment.tokens) for segment in segments)
-            return self._threads.run(rows, lambda: self._body.forward(segments, self.device))
+            return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def stepping(self) -> AbstractContextManager[None]:
-        """See `LanguageModel.stepping`."""
-        return torch_on_one_thread() if self._body.own_threads else nullcontext()
+        return torch_on_one_thread() if self._backend.own_threads else nullcontext()
 
     @torch.inference_mode()
     def unembed(self, vectors: Tensor) -> Tensor:
-        """See `LanguageModel.unembed`; the first call checks it on vectors of a small forward."""
         self._check_finish()
         return self._unembed(vectors)
 
     @torch.inference_mode()
     def likeliest(self, vectors: Tensor, count: int) -> Likeliest:
-        """See `LanguageModel.likeliest`."""
-        if self._finish.cap is not None:  # bodies know a factor alone
+        if self._finish.cap is not None:  # backends know a factor alone
             return Likeliest.of(self.unembed(vectors), count)
         self._check_finish()
         with self._lock:
-            return self._body.likeliest(vectors, count, self.vocab_size, self._finish.factor)
+            return self._backend.likeliest(vectors, count, self.vocab_size, self._finish.factor)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
-        """See `LanguageModel.shared_heads`."""
         self._check_finish()
-        heads = self._body.shared_heads(blocks) if self._finish.cap is None else None
+        if self._finish.cap is not None:
+            return None
+        heads = self._backend.shared_heads(blocks, self.vocab_size, self._finish.factor)
         if heads is None:
             return None
 
         def run(hidden: Tensor, depth: int, ranks: int) -> Likeliest:
             with self._lock:
-                return heads.likeliest(hidden, depth, ranks, self.vocab_size, self._finish.factor)
+                return heads(hidden, depth, ranks)
 
         return run
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `LanguageModel.embed`."""
         table = self._model.get_input_embeddings().weight
         if table.shape[1] < self.head_width:
             raise UnsupportedModelError(
@@ -198,12 +191,11 @@ class HuggingFaceModel(LanguageModel):
         return embedding(tokens, table)[:, : self.head_width]
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """See `LanguageModel.finish_logits`."""
         return self._finish(logits)
 
     def _unembed(self, vectors: Tensor) -> Tensor:
         with self._lock:
-            logits = self._body.unembed(vectors)
+            logits = self._backend.unembed(vectors)
         return self._finish(logits[:, : self.vocab_size])
 
     def _check_finish(self) -> None:
@@ -216,6 +208,50 @@ class HuggingFaceModel(LanguageModel):
         self.release_cache(cache)
         refuse_other_logits(self._unembed(output.hidden[:, : self.head_width]), output.logits, self.name)
         self._finish_is_checked = True
+
+
+def fingerprint_of(model: PreTrainedModel) -> str:
+    """A hash of a model's weights: of their names, shapes and bfloat16 values, tied ones once.
+
+    It is the same for loads of one checkpoint in float32 and bfloat16, on any device, and for a padded model that
+    was written by `truedraft export` it is that of the model it was made from. Reads all weights: about a second for
+    each gigabyte.
+
+    Returns:
+        32 hexadecimal digits of a SHA-256.
+
+    Raises:
+        ModelError: the model was padded and does not say from what, or its weights were packed for inference.
+    """
+    recorded = recorded_fingerprint(model)
+    if recorded is not None:
+        return recorded
+    name = type(model).__name__
+    if is_padded(model):
+        raise ModelError(
+            f"this {name} was padded and does not record what it was padded from; load the model that it was made from"
+        )
+    if not is_whole(model):
+        raise ModelError(f"the weights of this {name} were packed for inference; take its fingerprint before that")
+    digest = hashlib.sha256()
+    for part, weight in sorted(model.named_parameters()):
+        canonical = weight.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(f"{part} {tuple(canonical.shape)}\n".encode())
+        digest.update(canonical.reshape(-1).view(torch.int16).numpy())
+    return digest.hexdigest()[:32]
+
+
+def is_whole(model: PreTrainedModel) -> bool:
+    """Whether a model still has all of its weights: fast paths take some over and free them."""
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    return not packed and all(weight.numel() for weight in model.parameters())
+
+
+def can_be_read_from(model: PreTrainedModel) -> bool:
+    """Whether `fingerprint_of` this very model is that of its checkpoint; in float16 values were rounded further."""
+    if recorded_fingerprint(model) is not None:
+        return True
+    return model.dtype in _CANONICAL and is_whole(model) and not is_padded(model)
 
 
 def _bytes_read(model: PreTrainedModel) -> int:

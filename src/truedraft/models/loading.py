@@ -1,8 +1,10 @@
-"""From a name to a model."""
+"""From a name to a model, with the fastest backend that fits it and this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,22 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.backends.base import Backend
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.backends.graphs import GraphBackend
+from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.dtypes import pick_device, pick_dtype
-from truedraft.models.fastest import fastest_body
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.llama import Llama
+from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_linears
 from truedraft.models.padding import pad_model, padded_name, padded_size
-from truedraft.models.quiet import quiet_transformers
-from truedraft.models.selftest import check_against_stock
-from truedraft.models.stock import StockBody
+from truedraft.models.probe import check_against_stock
 from truedraft.text.tokenizer import Tokenizer
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -61,9 +68,7 @@ def load_model(
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    config = load_config(source, str(name), revision)
-    refuse_other_kinds(config, str(name))
-    model = load_weights(source, config, str(name), kind, revision).to(place)
+    model = read_model(source, str(name), kind, revision).to(place)
     tokenizer = Tokenizer.load(source, revision=revision)
     shown = str(name) if pad_to is None else padded_name(str(name), pad_to)
     with quiet_transformers():
@@ -74,11 +79,35 @@ def load_model(
             model,
             tokenizer,
             shown,
-            body=fastest_body if fast_paths else StockBody,
-            reread=partial(_read_again, source, str(name), revision),
+            backend=fastest_backend if fast_paths else StockBackend,
+            reread=partial(read_model, source, str(name), torch.bfloat16, revision),
         )
         check(loaded)
     return loaded
+
+
+def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Backend:
+    """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
+
+    On a CUDA device recorded forwards where they fit, else the model's own modules, as in dtypes that cannot be
+    packed. What was measured: docs/performance.md.
+    """
+    llama = Llama.of(model, patterns)
+    if llama is not None:
+        if llama.device.type == "cuda" and GraphBackend.fits(llama):
+            return GraphBackend(llama)
+        if NativeBackend.fits(llama):
+            return NativeBackend(llama)
+        if FusedBackend.fits(llama):
+            return FusedBackend(llama)
+    packed = pack_linears(model) if can_pack(model.device, model.dtype) else 0
+    backend = StockBackend(model, patterns)  # after packing: it watches the LM head
+    if packed:
+        backend.fast_paths = ("packed weights",)
+    if packed and multiplies_packed_alone(model):
+        backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits, in float32 too
+        backend.any_threads = True
+    return backend
 
 
 def resolve_source(name: str) -> str:
@@ -103,6 +132,25 @@ def resolve_source(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
     return name
+
+
+def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None = None) -> PreTrainedModel:
+    """A model as transformers loads it, on the CPU, with all of its weights.
+
+    Args:
+        source: as `resolve_source` gives it.
+        name: what the user called it.
+        dtype: of its weights.
+        revision: of a hub name.
+
+    Raises:
+        ModelNotFoundError: there is no such name.
+        UnsupportedModelError: it is no causal language model, or quantised.
+        ModelError: its files cannot be read.
+    """
+    config = load_config(source, name, revision)
+    refuse_other_kinds(config, name)
+    return load_weights(source, config, name, dtype, revision)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -157,11 +205,6 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
             f"{missing[0]!r}; fetch the files again, or mend config.json"
         )
     return model
-
-
-def _read_again(source: str, name: str, revision: str | None) -> PreTrainedModel:
-    """The weights as they are in the checkpoint, in bfloat16 on the CPU."""
-    return load_weights(source, load_config(source, name, revision), name, torch.bfloat16, revision)
 
 
 def refuse_broken_generation_config(source: str, name: str, revision: str | None) -> None:
@@ -225,3 +268,17 @@ def refuse_other_kinds(config: Any, name: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' own bars and warnings off the user's screen while it loads or saves."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -20,8 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
-from truedraft.models.loading import load_config, load_weights, resolve_source
-from truedraft.models.quiet import quiet_transformers
+from truedraft.models.loading import load_config, load_weights, quiet_transformers, resolve_source
 from truedraft.peers.base import Outcome, PeerSetup, PeerSystems, System
 
 _LOOKUP_TOKENS = 10  # what transformers' documentation uses

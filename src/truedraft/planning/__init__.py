@@ -1,35 +1,31 @@
-"""What speculation costs on this machine: read bandwidth, forwards of a target, proposals of a drafter."""
+"""What drafting brings: traces and their replay, the trees that are kept with heads, and how many nodes pay."""
 
-from truedraft.planning.bandwidth import ReadBandwidth, read_bandwidth
-from truedraft.planning.costs import Measured, drafter_cost, judge_target_cost, kept_target_cost, target_cost
-from truedraft.planning.curve_check import CurveCheck, parts, ratio_of_steps
-from truedraft.planning.machine import Machine, this_machine
-from truedraft.planning.measure_drafter import measure_drafter
-from truedraft.planning.measure_target import measure_target
-from truedraft.planning.rounds import Effort, Progress
-from truedraft.planning.store import CostStore
-from truedraft.planning.tree_budget import NodeBudget, choose_nodes, nodes_for, sized
+from truedraft.planning.beam_trees import BeamTokens, ReplayedBeams, facts_of, replay_beams
+from truedraft.planning.guesses import HeadGuesses
+from truedraft.planning.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
+from truedraft.planning.rank_paths import RankTable, choose_tree
+from truedraft.planning.replay import CURVE_NODES, Trace, TraceReplay
+from truedraft.planning.sizes import NodeBudget, choose_nodes, nodes_for, ratio_of_steps, sized
 
 __all__ = [
-    "CostStore",
-    "CurveCheck",
-    "Effort",
-    "Machine",
-    "Measured",
+    "BUDGETS",
+    "CURVE_NODES",
+    "TREE_TEMPERATURES",
+    "BeamTokens",
+    "CountedTree",
+    "HeadGuesses",
     "NodeBudget",
-    "Progress",
-    "ReadBandwidth",
+    "RankTable",
+    "ReplayedBeams",
+    "Trace",
+    "TraceReplay",
     "choose_nodes",
-    "drafter_cost",
-    "judge_target_cost",
-    "kept_target_cost",
-    "measure_drafter",
-    "measure_target",
+    "choose_tree",
+    "count_trees",
+    "facts_of",
     "nodes_for",
-    "parts",
     "ratio_of_steps",
-    "read_bandwidth",
+    "replay_beams",
     "sized",
-    "target_cost",
-    "this_machine",
+    "survival_of",
 ]

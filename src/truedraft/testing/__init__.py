@@ -1,6 +1,7 @@
-"""Public doubles for tests: a Markov table as a language model, a scripted drafter, a scripted controller."""
+"""Public doubles for tests: a Markov table as a language model, scripted parts, and parts with one thing changed."""
 
 from truedraft.testing.markov import MarkovModel
 from truedraft.testing.scripted import ScriptedController, ScriptedDrafter
+from truedraft.testing.wrappers import altered, reduced, scaled
 
-__all__ = ["MarkovModel", "ScriptedController", "ScriptedDrafter"]
+__all__ = ["MarkovModel", "ScriptedController", "ScriptedDrafter", "altered", "reduced", "scaled"]

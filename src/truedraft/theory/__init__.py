@@ -1,25 +1,40 @@
 """Closed forms of speculative decoding, and cost curves to put into them. Plain numbers: needs no torch, no numpy."""
 
-from truedraft.theory.acceptance import acceptance_rate, least_coupled_acceptance, total_variation
+from truedraft.theory.acceptance_curve import AcceptanceCurve, NodeChoice, NodeOption, best_node_budget
 from truedraft.theory.chains import (
+    acceptance_rate,
     best_gamma,
     expected_tokens,
     expected_tokens_by_position,
+    least_coupled_acceptance,
     least_speedup,
     operations_factor,
     pays,
+    replay_factor,
+    replayed_tokens,
     speedup,
+    total_variation,
 )
-from truedraft.theory.costs import BatchPoint, DraftCost, DraftPoint, TargetCost
-from truedraft.theory.curves import CostCurve, CostSurface
-from truedraft.theory.goodput import GoodputChoice, best_length_under_load, goodput
-from truedraft.theory.node_budget import NodeChoice, NodeOption, best_node_budget
-from truedraft.theory.paths import expected_tokens_if_independent, expected_tokens_of_paths
-from truedraft.theory.prediction import LengthChoice, best_length, predicted_speedup
-from truedraft.theory.replay import replay_factor, replayed_tokens
-from truedraft.theory.trees import BestTree, TreeChoice, best_tree, best_tree_for_cost, greedy_tree
+from truedraft.theory.cost_curves import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
+from truedraft.theory.speedup import (
+    GoodputChoice,
+    LengthChoice,
+    best_length,
+    best_length_under_load,
+    goodput,
+    predicted_speedup,
+)
+from truedraft.theory.trees import (
+    BestTree,
+    TreeChoice,
+    best_tree,
+    best_tree_for_cost,
+    expected_tokens_if_independent,
+    expected_tokens_of_paths,
+)
 
 __all__ = [
+    "AcceptanceCurve",
     "BatchPoint",
     "BestTree",
     "CostCurve",
@@ -44,7 +59,6 @@ __all__ = [
     "expected_tokens_if_independent",
     "expected_tokens_of_paths",
     "goodput",
-    "greedy_tree",
     "least_coupled_acceptance",
     "least_speedup",
     "operations_factor",

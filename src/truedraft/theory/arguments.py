@@ -1,8 +1,10 @@
-"""Refuse arguments that no formula can use."""
+"""Refuse arguments that no formula can use, and kept records that hold something else."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from truedraft.errors import OptionError
 
@@ -49,3 +51,26 @@ def check_whole(name: str, value: int, lowest: int) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def record(data: object, what: str, names: Sequence[str]) -> dict[str, Any]:
+    """A JSON object with exactly these names.
+
+    Raises:
+        OptionError: it is no object, or has other names.
+    """
+    if not isinstance(data, dict) or set(data) != set(names):
+        found = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise OptionError(f"{what} must be an object with {', '.join(names)}, got {found}")
+    return data
+
+
+def numbers(data: object) -> tuple[float, ...]:
+    """A JSON list of numbers.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(data, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in data):
+        raise OptionError(f"a list of numbers is needed, got {data!r}")
+    return tuple(map(float, data))

@@ -1,14 +1,103 @@
-"""Drafting one chain of gamma tokens, each accepted with probability alpha, independently.
+"""How likely a drafted token is accepted, and what chains of drafted tokens bring: closed forms.
 
-Leviathan et al. 2211.17192, section 3. Here a forward over gamma + 1 tokens costs as much as one over a single token;
-`theory.prediction` drops that assumption and takes measured costs.
+Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
+a forward over gamma + 1 tokens costs as much as one over a single token; `theory.speedup` drops that assumption and
+takes measured costs. Probabilities are sequences of plain numbers over one vocabulary: this package needs no torch.
+
+Trace replay (DESIGN section 4): the first k drafted tokens are accepted with probability sum over x_1..x_k of
+prod min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor
+of a token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average for one token, but its product is
+not for several. At temperature 0 the factor is 1 or 0 and replay is exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from truedraft.theory.arguments import check_not_negative, check_share, check_whole
+from truedraft.errors import OptionError
+from truedraft.theory.arguments import check_not_negative, check_positive, check_share, check_whole
+
+
+def acceptance_rate(p: Sequence[float], q: Sequence[float], lenience: float = 1.0) -> float:
+    """sum_x min(p(x) / l, q(x)): the probability that a token drawn from q is accepted.
+
+    At l = 1 this is alpha = 1 - TV(p, q) (Leviathan et al. 2211.17192, definition 3.1 to theorem 3.5); below it,
+    lenient and lossy (same paper, appendix on lenience). Alpha of a pair of models is its mean over positions.
+
+    Args:
+        p: target probabilities `[vocab]`, a fraction each.
+        q: draft probabilities `[vocab]`, a fraction each.
+        lenience: l in (0, 1]; 1 is lossless.
+
+    Returns:
+        A fraction.
+
+    Raises:
+        OptionError: distributions of different lengths, a probability outside [0, 1], or a lenience outside (0, 1].
+    """
+    _check_probs(p, q)
+    check_share("lenience", lenience)
+    if lenience == 0.0:
+        raise OptionError("lenience must lie in (0, 1], got 0; at 0 every guess would be accepted")
+    return math.fsum(min(target / lenience, draft) for target, draft in zip(p, q, strict=True))
+
+
+def total_variation(p: Sequence[float], q: Sequence[float]) -> float:
+    """Half the L1 distance of two distributions `[vocab]`, a fraction; 1 - alpha.
+
+    Raises:
+        OptionError: distributions of different lengths, or a probability outside [0, 1].
+    """
+    _check_probs(p, q)
+    return 0.5 * math.fsum(abs(target - draft) for target, draft in zip(p, q, strict=True))
+
+
+def least_coupled_acceptance(tv: float) -> float:
+    """(1 - TV) / (1 + TV): coupled sampling accepts at least this often (arXiv 2408.07978).
+
+    Target and draft take the argmax of log-probability plus the same Gumbel noise; this is the least probability
+    that both name one token. Speculative sampling accepts 1 - TV, so coupling costs at most the factor 1 / (1 + TV).
+
+    Args:
+        tv: total variation of the two distributions, a fraction.
+
+    Raises:
+        OptionError: tv lies outside [0, 1].
+    """
+    check_share("tv", tv)
+    return (1.0 - tv) / (1.0 + tv)
+
+
+def replay_factor(p: float, q: float) -> float:
+    """min(1, q / p) for one token of the trace.
+
+    Args:
+        p: its probability under the target, above 0, for the target drew it.
+        q: its probability under the draft.
+
+    Raises:
+        OptionError: a probability is out of range.
+    """
+    check_positive("p", p)
+    check_share("p", p)
+    check_share("q", q)
+    return min(1.0, q / p)
+
+
+def replayed_tokens(factors: Sequence[float]) -> float:
+    """1 + f_1 + f_1 f_2 + ...: expected tokens of one target call that starts at a place of the trace.
+
+    An unbiased estimate of the tokens per target call of a chain of len(factors) drafted tokens; average it over
+    the places of the trace.
+
+    Args:
+        factors: `replay_factor` of the tokens that follow, in order.
+
+    Raises:
+        OptionError: a factor lies outside [0, 1].
+    """
+    return expected_tokens_by_position(factors)
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -118,3 +207,11 @@ def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
     """
     check_whole("limit", limit, lowest=0)
     return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))
+
+
+def _check_probs(p: Sequence[float], q: Sequence[float]) -> None:
+    if len(p) != len(q):
+        raise OptionError(f"both distributions must be over one vocabulary, got {len(p)} and {len(q)} probabilities")
+    for name, probs in (("p", p), ("q", q)):
+        for probability in probs:
+            check_share(f"each probability of {name}", probability)

@@ -1,6 +1,8 @@
-"""The tree of at most n nodes with the most expected tokens, for measured acceptance by depth and rank.
+"""What token trees bring: by counts of rank paths, and the best tree for measured acceptance by depth and rank.
 
-Sequoia (arXiv 2402.12374), section on tree construction, with acceptance that may change with depth.
+Paths: Medusa (arXiv 2401.10774). A node of a tree of candidates is a path of ranks from the root.
+
+Best tree: Sequoia (arXiv 2402.12374), section on tree construction, with acceptance that may change with depth.
 `acceptance[depth][rank]` is the probability that the child of that rank (from 0, in the order in which the drafter
 draws or lists children) of an accepted node at that depth (0 is the root) is the accepted one. Ranks exclude each
 other, so a row sums to 1 at most. One row alone means the same at every depth; below the last of several rows nothing
@@ -9,16 +11,14 @@ is accepted. A child of rank r exists only beside those of lower rank.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from truedraft.errors import OptionError
 from truedraft.theory.arguments import check_share, check_whole
-from truedraft.theory.prediction import predicted_speedup
+from truedraft.theory.speedup import predicted_speedup
 
 Acceptance = Sequence[Sequence[float]]
 
@@ -29,11 +29,11 @@ class BestTree:
 
     Attributes:
         parents: for each node an earlier node, or -1 for the root.
-        reach: for each node the probability that it is accepted.
+        survival: for each node the probability that it is accepted.
     """
 
     parents: tuple[int, ...]
-    reach: tuple[float, ...]
+    survival: tuple[float, ...]
 
     @property
     def nodes(self) -> int:
@@ -50,8 +50,8 @@ class BestTree:
 
     @property
     def expected_tokens(self) -> float:
-        """1 + the sum of the nodes' reach: tokens per target call, the recovered or bonus token included."""
-        return 1.0 + math.fsum(self.reach)
+        """1 + the sum of the nodes' survival: tokens per target call, the recovered or bonus token included."""
+        return 1.0 + math.fsum(self.survival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,39 +83,6 @@ def best_tree(acceptance: Acceptance, nodes: int, max_depth: int | None = None) 
     """
     depth = _depth_limit(acceptance, nodes, max_depth)
     return _grow(acceptance, _solve(acceptance, nodes, depth), nodes, depth)
-
-
-def greedy_tree(acceptance: Acceptance, nodes: int, max_depth: int | None = None) -> BestTree:
-    """The same by taking the node of largest reach again and again, in about nodes * log(nodes) steps.
-
-    Exact where no rank is likelier than the one before it: then a node's parent and its elder sibling reach at least
-    as far, so the likeliest nodes always form a tree.
-
-    Args:
-        acceptance: see the module; rows must not rise.
-        nodes: most nodes, 0 or more.
-        max_depth: longest path; None leaves it to the rows and the nodes.
-
-    Raises:
-        OptionError: as `best_tree`, or a row that rises.
-    """
-    limit = _depth_limit(acceptance, nodes, max_depth)
-    for row in acceptance:
-        if any(later > earlier for earlier, later in itertools.pairwise(row)):
-            raise OptionError(f"greedy_tree needs acceptance that falls with rank, got {list(row)}; use best_tree")
-    # A candidate: reach (negative, for the heap takes the smallest), depth, path of ranks.
-    heap: list[tuple[float, int, tuple[int, ...]]] = []
-    _push(heap, acceptance, 1.0, (0,), limit)
-    chosen: dict[tuple[int, ...], float] = {}
-    while heap and len(chosen) < nodes:
-        negative, _, path = heapq.heappop(heap)
-        chosen[path] = -negative
-        parent = chosen[path[:-1]] if len(path) > 1 else 1.0
-        _push(heap, acceptance, parent, (*path[:-1], path[-1] + 1), limit)
-        _push(heap, acceptance, -negative, (*path, 0), limit)
-    order = sorted(chosen, key=lambda path: (len(path), path))
-    number = {path: node for node, path in enumerate(order)}
-    return BestTree(tuple(number.get(path[:-1], -1) for path in order), tuple(chosen[path] for path in order))
 
 
 def best_tree_for_cost(
@@ -204,7 +171,7 @@ def _solve_level(row: Sequence[float], below: list[float]) -> _Level:
 def _grow(acceptance: Acceptance, levels: Sequence[_Level], nodes: int, depth: int) -> BestTree:
     """Read the tree back from the solved levels, breadth first."""
     parents: list[int] = []
-    reach: list[float] = []
+    survival: list[float] = []
     waiting = deque([(-1, 0, nodes, 1.0)])
     while waiting:
         node, at, left, reached = waiting.popleft()
@@ -217,24 +184,9 @@ def _grow(acceptance: Acceptance, levels: Sequence[_Level], nodes: int, depth: i
                 break
             waiting.append((len(parents), at + 1, mine - 1, reached * rate))
             parents.append(node)
-            reach.append(reached * rate)
+            survival.append(reached * rate)
             left -= mine
-    return BestTree(tuple(parents), tuple(reach))
-
-
-def _push(
-    heap: list[tuple[float, int, tuple[int, ...]]],
-    acceptance: Acceptance,
-    parent: float,
-    path: tuple[int, ...],
-    limit: int,
-) -> None:
-    """Offer the node of a path of ranks, if it may exist and can be reached; `parent` is its parent's reach."""
-    if len(path) > limit:
-        return
-    row = _row(acceptance, len(path) - 1)
-    if path[-1] < len(row) and row[path[-1]] * parent > 0.0:
-        heapq.heappush(heap, (-parent * row[path[-1]], len(path), path))
+    return BestTree(tuple(parents), tuple(survival))
 
 
 def _row(acceptance: Acceptance, depth: int) -> Sequence[float]:
@@ -258,3 +210,49 @@ def _depth_limit(acceptance: Acceptance, nodes: int, max_depth: int | None) -> i
         check_whole("max_depth", max_depth, lowest=0)
         limit = min(limit, max_depth)
     return limit
+
+
+def expected_tokens_of_paths(frequencies: Iterable[float]) -> float:
+    """1 + the sum of path frequencies: tokens per target call of a tree of candidates.
+
+    A node of the tree is a path of ranks from the root; its frequency is the share of places, on held-out text, where
+    the true continuation follows that very path. Such counts see that heads err together; the product of per-head
+    accuracies does not.
+
+    Args:
+        frequencies: one for each node, a fraction.
+
+    Raises:
+        OptionError: a frequency lies outside [0, 1].
+    """
+    total = 1.0
+    for frequency in frequencies:
+        check_share("each path frequency", frequency)
+        total += frequency
+    return total
+
+
+def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
+    """1 + the sum over paths of the product of accuracies: the same if heads erred independently of each other.
+
+    They err together, so this is off; it stands beside the counted length to show by how much.
+
+    Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
+    one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.
+
+    Args:
+        paths: of ranks from 0, one for each node.
+        accuracy: `[heads][ranks]`: how often the true token had which rank among each head's guesses, a fraction.
+
+    Raises:
+        OptionError: an accuracy lies outside [0, 1], or a path needs one that is not there.
+    """
+    for row in accuracy:
+        for share in row:
+            check_share("each accuracy", share)
+    products = []
+    for path in paths:
+        if len(path) > len(accuracy) or any(not 0 <= rank < len(accuracy[head]) for head, rank in enumerate(path)):
+            raise OptionError(f"the path {list(path)} needs accuracies of heads and ranks that were not counted")
+        products.append(math.prod(accuracy[head][rank] for head, rank in enumerate(path)))
+    return 1.0 + math.fsum(products)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from truedraft.errors import DataError
-from truedraft.models.quiet import quiet_transformers
+from truedraft.models.loading import quiet_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.models.loading import load_model
+from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.acceptance import count_answers
-from truedraft.training.head_trees import TREE_TEMPERATURES
 
 if TYPE_CHECKING:
     import numpy as np

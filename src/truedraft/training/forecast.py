@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.budget import duration
 from truedraft.training.disk import free_bytes, in_bytes
 from truedraft.training.head_job import Told
 from truedraft.training.head_loop import head_loop
 from truedraft.training.head_training import lm_head_of
-from truedraft.training.head_trees import TREE_TEMPERATURES
 from truedraft.training.self_text import SelfText, Written
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from truedraft.errors import DataError
+from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.budget import WRITTEN, TimeBudget, duration
 from truedraft.training.checkpoints import CHECKPOINT, Saved
 from truedraft.training.disk import writing
 from truedraft.training.head_config import HeadTrainingConfig
-from truedraft.training.head_trees import TREE_TEMPERATURES
 from truedraft.training.prompts import PromptSets, shuffled, split_prompts
 from truedraft.training.self_writing import write_self_text
 from truedraft.training.standard_library import standard_library_prompts

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from truedraft.heads.checkpoint import load_medusa, save_medusa
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
+from truedraft.planning import count_trees
 from truedraft.training.feeding import TextFeed
 from truedraft.training.head_kind import LoadedHeads, Trained
 from truedraft.training.head_loop import Course
-from truedraft.training.head_trees import count_trees
 from truedraft.training.lessons import ComputedLaws
 from truedraft.training.medusa_config import MedusaTrainingConfig
 from truedraft.training.medusa_results import TrainedHeads

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.drafters.calibration import FACT
-from truedraft.drafters.size_plans import PROMISED_ON
-from truedraft.training.head_trees import survival_of
+from truedraft.drafters.calibration import FACT, PROMISED_ON
+from truedraft.planning import survival_of
 
 if TYPE_CHECKING:
-    from truedraft.training.head_trees import CountedTree
+    from truedraft.planning import CountedTree
     from truedraft.training.served import Served
 
 

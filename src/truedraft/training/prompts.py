@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truedraft.errors import DataError
-from truedraft.models.quiet import quiet_transformers
+from truedraft.models.loading import quiet_transformers
 
 if TYPE_CHECKING:
     from truedraft.training.blocks import Encoder

@@ -11,6 +11,7 @@ import torch
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.heads.redrafter_checkpoint import load_redrafter, save_redrafter
 from truedraft.models.loading import load_model
+from truedraft.planning import replay_beams
 from truedraft.training.feeding import SelfFeed, TextFeed
 from truedraft.training.head_job import TRAIN_TEXT
 from truedraft.training.head_kind import LoadedHeads, Trained
@@ -20,7 +21,7 @@ from truedraft.training.kept_laws import keep_laws
 from truedraft.training.lessons import ComputedLaws, StoredLaws, Teacher, goal_of
 from truedraft.training.redrafter_config import RedrafterTrainingConfig
 from truedraft.training.redrafter_results import TrainedRedrafter
-from truedraft.training.redrafter_served import measure_redrafter, replay_beams
+from truedraft.training.redrafter_served import measure_redrafter
 from truedraft.training.redrafter_trainee import RedrafterTrainee
 
 if TYPE_CHECKING:

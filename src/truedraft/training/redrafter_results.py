@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.drafters.size_plans import PROMISED_ON
-from truedraft.training.redrafter_served import facts_of
+from truedraft.drafters.calibration import PROMISED_ON
+from truedraft.planning import facts_of
 
 if TYPE_CHECKING:
+    from truedraft.planning import ReplayedBeams
     from truedraft.training.medusa_results import Effort
-    from truedraft.training.redrafter_served import ReplayedBeams, ServedBeams
+    from truedraft.training.redrafter_served import ServedBeams
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.errors import DataError
+from truedraft.planning import Trace
 from truedraft.training.disk import write_whole, writing
 from truedraft.training.identity import refuse_another_run
-from truedraft.training.traces import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from truedraft.drafters.calibration import COUNTED, LIKELIEST, Calibration
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
+from truedraft.planning import BUDGETS, TREE_TEMPERATURES, CountedTree, survival_of
 from truedraft.training.acceptance import count_answers
-from truedraft.training.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree, survival_of
 
 if TYPE_CHECKING:
     from truedraft.heads.medusa import MedusaHeads

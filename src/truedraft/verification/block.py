@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,26 +14,11 @@ from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification.block_batch import BlockBatch
-from truedraft.verification.block_looks import BlockLooks, HostBlockLooks, block_at
+from truedraft.verification.block_looks import BlockLooks, HostBlockLooks, block_at, is_joint
 from truedraft.verification.deferred import Numbers, Prepared
 from truedraft.verification.looks import host_looks
-from truedraft.verification.rule import DrawnToken
+from truedraft.verification.rule import HasKind, JudgedSlot, Outcome
 from truedraft.verification.speculative import SpeculativeSampling, Walk, _draw_finals
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOutcome:
-    """One way in which a block can end.
-
-    Attributes:
-        probability: over the rule's own noise.
-        accepted: how many of the block's tokens stay.
-        token: the recovered token behind them; None if all stay, for then the node below the block says what follows.
-    """
-
-    probability: float
-    accepted: int
-    token: int | None
 
 
 class BlockVerification(SpeculativeSampling):
@@ -167,30 +151,28 @@ class BlockVerification(SpeculativeSampling):
                 return length
         return 0
 
-    def block_outcomes(self, laws: Sequence[Tensor], draws: Sequence[DrawnToken]) -> list[BlockOutcome]:
-        """The kernel of a block: how it ends, given its tokens.
+    def joins(self, draws: Sequence[HasKind]) -> bool:
+        return is_joint(draws)
 
-        The law of an answer follows from this, and from `outcomes` at all other nodes (`truedraft.verification.exact`).
-
-        Args:
-            laws: the target's law `[vocab]` at each node of the block.
-            draws: the one that was made there.
-
-        Returns:
-            The outcomes with their probabilities, which sum to 1.
-        """
-        looks = ((float(p[draw.token]), float(draw.q[draw.token])) for p, draw in zip(laws, draws, strict=True))
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        if not self.joins(group[0].draws):
+            return super().outcomes(group)
+        drawn = [slot.draws[0] for slot in group]
+        tokens = tuple(draw.token for draw in drawn)
+        looks = (
+            (float(slot.p[draw.token]), float(draw.q[draw.token])) for slot, draw in zip(group, drawn, strict=True)
+        )
         weights = list(itertools.accumulate(looks, lambda above, look: self.weight(above, *look), initial=1.0))
         passes = min(1.0, weights[-1])
-        outcomes = [BlockOutcome(passes, len(draws), None)]
+        outcomes = [Outcome(passes, tokens, len(tokens))]
         reach = 1.0 - passes
-        for length in range(len(draws) - 1, -1, -1):
-            q = draws[length].q
-            p = self.scaled(laws[length], torch.tensor(weights[length], dtype=torch.float64))
+        for length in range(len(tokens) - 1, -1, -1):
+            q = drawn[length].q
+            p = self.scaled(group[length].p, torch.tensor(weights[length], dtype=torch.float64))
             mass = float(self.beyond(p, q))
             passes = 1.0 if length == 0 else min(1.0, weights[length], self.pass_probability(weights[length], mass))
             outcomes.extend(
-                BlockOutcome(reach * passes * float(each), length, token)
+                Outcome(reach * passes * float(each), (*tokens[:length], token), length)
                 for token, each in enumerate(self.rejected(p, q))
             )
             reach *= 1.0 - passes

@@ -16,7 +16,7 @@ from truedraft.core.noise import Noise, is_greedy
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 
 def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -47,6 +47,7 @@ class CoupledSampling(DeferredRule):
 
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True
+    coupled: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     def verify_here(
@@ -70,14 +71,15 @@ class CoupledSampling(DeferredRule):
 
         return Prepared(rows, conclude)
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        """How a node ends: with a token of law `p`, accepted where a child carries it; see `Rule.outcomes`.
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        """A slot ends with a token of p, accepted where a child carries it; see `Rule.outcomes`.
 
         The noise is integrated over, so this is exact for draws that do not share it; for coupled draws it is the
         marginal, which is all that the law of the answer depends on: later positions have noise of their own.
         """
-        drawn = {draw.token for draw in draws}
-        return [NodeOutcome(float(mass), token, token in drawn) for token, mass in enumerate(p)]
+        (slot,) = group
+        drawn = {draw.token for draw in slot.draws}
+        return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(slot.p)]
 
 
 def _choices(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Tensor]:

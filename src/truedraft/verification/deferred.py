@@ -12,7 +12,7 @@ from truedraft.core import transfers
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import Proposal
 from truedraft.core.verdicts import Verdict
-from truedraft.verification.rule import Rule
+from truedraft.verification.rule import DeviceVerdicts, Rule
 
 Numbers = Sequence[Sequence[float]]
 """What was read, for each wanted tensor the numbers in it."""
@@ -54,6 +54,9 @@ class DeferredRule(Rule):
         for tree, ids in zip(unknown, numbers[len(prepared.wanted) :], strict=True):
             tree.learn([int(token) for token in ids])
         return prepared.conclude(numbers[: len(prepared.wanted)])
+
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        return DeviceVerdicts.of(self.verify(proposals, laws, noise))
 
     @abstractmethod
     def verify_here(

@@ -1,7 +1,4 @@
-"""The exact law of what a rule emits, by recursion over its kernel, on tiny vocabularies.
-
-The kernel is that of one node, and beside it, for a rule that judges blocks, that of a block.
-"""
+"""The exact distribution of what a rule emits, by recursion over the kernels of its groups, on tiny vocabularies."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ from torch import Tensor
 
 from truedraft.core import laws as L
 from truedraft.core.proposals import DrawKind
-from truedraft.verification.block import BlockVerification
-from truedraft.verification.block_looks import is_joint
-from truedraft.verification.rule import DrawnToken, Rule
+from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome, Rule
 
 Prefix = tuple[int, ...]
 Target = Callable[[Prefix], Tensor]
@@ -45,7 +40,7 @@ def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict
     Siblings' subtrees are independent, so only the subtree below the accepted child matters.
 
     Args:
-        rule: its `outcomes` are summed over, and its `block_outcomes` where it judges blocks.
+        rule: its `outcomes` are summed over.
         target: the target's law `[vocab]` after a prefix, float64.
         scheme: what is drafted at a node; called with the answer so far and its part that this step drafted.
         length: tokens to look at.
@@ -59,8 +54,9 @@ def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict
     for beginnings in reached[:-1]:
         for prefix, masses in beginnings.items():
             for drafted, mass in masses.items():
-                for probability, tokens, goes_on in _outcomes(rule, target, scheme, prefix, drafted):
-                    answer, below = (*prefix, *tokens)[:length], (*drafted, *tokens) if goes_on else ()
+                for probability, outcome in _outcomes(rule, target, scheme, prefix, drafted):
+                    answer = (*prefix, *outcome.tokens)[:length]
+                    below = (*drafted, *outcome.tokens) if outcome.goes_on else ()
                     weight = mass * probability
                     if weight > 0.0:
                         of_answer = reached[len(answer)].setdefault(answer, {})
@@ -70,32 +66,28 @@ def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict
 
 def _outcomes(
     rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
-) -> Iterator[tuple[float, Prefix, bool]]:
-    """How a node, or the block that begins there, ends: probability, tokens, and whether the step goes on behind."""
-    planned = scheme(prefix, drafted)
-    if isinstance(rule, BlockVerification) and is_joint(planned):
-        for probability, draws in _drawn_blocks(scheme, prefix, drafted):
-            tokens = tuple(draw.token for draw in draws)
-            laws = [target((*prefix, *tokens[:place])) for place in range(len(draws))]
-            for end in rule.block_outcomes(laws, draws):
-                final = () if end.token is None else (end.token,)
-                yield probability * end.probability, (*tokens[: end.accepted], *final), end.token is None
-        return
-    for probability, draws in _drawn(planned):
-        for outcome in rule.outcomes(target(prefix), draws):
-            yield probability * outcome.probability, (outcome.token,), outcome.accepted
+) -> Iterator[tuple[float, Outcome]]:
+    """How the group that begins at a node ends, over all that may be drawn there: probability and outcome."""
+    for probability, group in _drawn_groups(rule, target, scheme, prefix, drafted):
+        for outcome in rule.outcomes(group):
+            yield probability * outcome.probability, outcome
 
 
-def _drawn_blocks(scheme: Scheme, prefix: Prefix, drafted: Prefix) -> Iterator[tuple[float, list[DrawnToken]]]:
-    """Every block that may be drafted from a node on, with its probability."""
+def _drawn_groups(
+    rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
+) -> Iterator[tuple[float, list[JudgedSlot]]]:
+    """Every group that may be drafted from a node on, with its probability."""
     planned = scheme(prefix, drafted)
-    if not is_joint(planned):
-        yield 1.0, []
-        return
+    p = target(prefix)
     for probability, draws in _drawn(planned):
-        token = draws[0].token
-        for mass, below in _drawn_blocks(scheme, (*prefix, token), (*drafted, token)):
-            yield probability * mass, [*draws, *below]
+        slot = JudgedSlot(p, tuple(draws))
+        if rule.joins(planned):
+            token = draws[0].token
+            if rule.joins(scheme((*prefix, token), (*drafted, token))):
+                for mass, below in _drawn_groups(rule, target, scheme, (*prefix, token), (*drafted, token)):
+                    yield probability * mass, [slot, *below]
+                continue
+        yield probability, [slot]
 
 
 def target_law(target: Target, length: int) -> dict[Prefix, float]:

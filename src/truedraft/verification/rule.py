@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
+from truedraft.core import transfers
+from truedraft.core.divergence import TokenDivergence
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Verdict
+from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 
 
@@ -33,12 +36,93 @@ class DrawnToken:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeOutcome:
-    """One way in which a node can end: with this probability this token is emitted, accepted or not."""
+class JudgedSlot:
+    """A slot of a group, as the kernel of the group sees it.
+
+    Attributes:
+        p: `[vocab]`: the target's distribution there.
+        draws: the tokens drawn there, in order.
+    """
+
+    p: Tensor
+    draws: tuple[DrawnToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way in which a group of slots can end.
+
+    Attributes:
+        probability: over the rule's own noise.
+        tokens: what the group emits.
+        accepted: how many of `tokens`, the first ones, were drafted; the other one, if there is one, is not.
+    """
 
     probability: float
-    token: int
-    accepted: bool
+    tokens: tuple[int, ...]
+    accepted: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the walk goes on below the group: all its tokens were drafted."""
+        return self.accepted == len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceVerdicts:
+    """What a rule decided about a batch, where its distributions lie: the host need not have seen any of it.
+
+    Attributes:
+        ends: `[requests]`, int64: the slot where the walk ends; its node and those above it are accepted.
+        finals: `[requests]`, int64: the token that ends the walk.
+        divergence: `[requests, tokens, 3]`, float64, of a lossy rule: total variation, KL (nats) and max p of each
+            emitted token; what stands behind the last one is not looked at.
+    """
+
+    ends: Tensor
+    finals: Tensor
+    divergence: Tensor | None = None
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> DeviceVerdicts:
+        """What verdicts say that were made on the host."""
+        ends = [verdict.path[-1] + 1 if verdict.path else 0 for verdict in verdicts]
+        return cls(torch.tensor(ends), torch.tensor([verdict.tokens[-1] for verdict in verdicts]))
+
+    @property
+    def wanted(self) -> tuple[Tensor, ...]:
+        """The tensors that the host must read to say the verdicts."""
+        return (self.ends, self.finals) if self.divergence is None else (self.ends, self.finals, self.divergence)
+
+    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        """The verdicts, once `wanted` was read.
+
+        Args:
+            proposals: those decided about; the host knows their tokens.
+            numbers: in each tensor of `wanted`, flat.
+        """
+        measured: list[float] = list(numbers[2]) if self.divergence is not None else []
+        width = len(measured) // max(1, len(proposals))
+        verdicts = []
+        for request, (proposal, end, final) in enumerate(zip(proposals, numbers[0], numbers[1], strict=True)):
+            slot, ids = int(end), proposal.tree.token_list
+            path = proposal.tree.shape.path(slot - 1)
+            tokens = (*(ids[node] for node in path), int(final))
+            divergence = None
+            if self.divergence is not None:
+                first = request * width
+                own = [measured[i : i + 3] for i in range(first, first + 3 * len(tokens), 3)]
+                divergence = tuple(TokenDivergence.of(*each) for each in own)
+            origin = Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS
+            verdicts.append(Verdict(path, tokens, origin, divergence))
+        return verdicts
+
+
+class HasKind(Protocol):
+    """A draw, made or planned."""
+
+    @property
+    def kind(self) -> DrawKind: ...
 
 
 class Rule(ABC):
@@ -47,11 +131,16 @@ class Rule(ABC):
     Attributes:
         lossless: whether the emitted tokens follow the target's law exactly. A rule for which they do not measures in
             its verdicts how far they are from it.
+        coupled: whether Gumbel noise decides, which a drafter may share, and not uniform numbers.
+        by_groups: whether a walk is settled group by group, so that the kernels of groups say all about it. Not where
+            a rule chooses among whole paths.
         judges: the kinds of draws that the rule can judge.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
+    coupled: ClassVar[bool] = False
+    by_groups: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]]
 
     @property
@@ -82,23 +171,52 @@ class Rule(ABC):
                 f"it judges {known} draws; choose another rule or draw differently"
             )
 
-    @abstractmethod
     def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge a batch of proposals.
+        """Judge a batch of proposals: `decide`, and read the verdicts; on a device the host waits once.
 
         Args:
             proposals: one for each request.
-            laws: for each request the target's laws `[slots, vocab]`: row 0 after the context, row i + 1 after node i.
+            laws: for each request the target's distributions `[slots, vocab]`: row 0 after the context, row i + 1
+                after node i.
             noise: for each request the noise of this step.
 
         Returns:
             For each request the accepted path and one more token; from a lossy rule also each token's divergence.
         """
+        decision = self.decide(proposals, laws, noise)
+        unknown = [proposal.tree for proposal in proposals if not proposal.tree.is_known]
+        numbers = transfers.fetch([*decision.wanted, *(tree.tokens for tree in unknown)])
+        for tree, ids in zip(unknown, numbers[len(decision.wanted) :], strict=True):
+            tree.learn([int(token) for token in ids])
+        return decision.verdicts(proposals, numbers[: len(decision.wanted)])
 
     @abstractmethod
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        """The one-node kernel: how a node with law `p` `[vocab]` ends, given the tokens drawn there, in order.
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
 
-        The probabilities are over the rule's own noise and sum to 1. The exact law of an answer follows from
-        this by recursion (`truedraft.verification.exact`).
+        The host need not know the proposals' tokens yet. An id outside the vocabulary gives some decision: the caller
+        discards it.
+        """
+
+    # The kernel: slots that are judged together are a group, and the distribution of an answer follows from the
+    # outcomes of groups by recursion (`truedraft.verification.exact`).
+
+    def joins(self, draws: Sequence[HasKind]) -> bool:
+        """Whether a slot with these draws is judged together with the slot below its only child, if that joins, too."""
+        return False
+
+    def group(self, proposal: Proposal, slot: int) -> tuple[int, ...]:
+        """The slots that are judged together where a walk comes to `slot`, from the top down; `slot` is the first."""
+        slots = [slot]
+        if self.joins(proposal.draws[slot]):
+            while self.joins(proposal.draws[below := proposal.draws[slots[-1]][0].child + 1]):
+                slots.append(below)
+        return tuple(slots)
+
+    @abstractmethod
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        """The kernel of a group: how it ends, given the tokens drawn at its slots, from the top down.
+
+        The probabilities are over the rule's own noise and sum to 1. Of a single slot, acceptances come in the order
+        of the draws; those of draws that are never reached may be missing.
         """

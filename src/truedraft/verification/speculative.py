@@ -17,7 +17,7 @@ from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
 from truedraft.verification.eager import EagerBatch
 from truedraft.verification.looks import Looks, host_looks, is_reduced
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 _ENTRIES_TOGETHER = 1 << 16
 """Sums over so many entries stay in the processor's cache; memory for larger ones is asked of the system each time."""
@@ -125,22 +125,23 @@ class SpeculativeSampling(DeferredRule):
                 return draw.child
         return None
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        """How a node ends, given the tokens drawn there; see `Rule.outcomes`."""
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        (slot,) = group
+        p = slot.p
         outcomes = []
         reach = 1.0
         reduced: dict[int, Tensor] = {}
-        for draw in draws:
+        for draw in slot.draws:
             q = reduced[draw.law] if is_reduced(draw, reduced) else draw.q
             accept = self.accept_probability(float(p[draw.token]), float(q[draw.token]))
-            outcomes.append(NodeOutcome(reach * accept, draw.token, accepted=True))
+            outcomes.append(Outcome(reach * accept, (draw.token,), accepted=1))
             reach *= 1.0 - accept
             if reach == 0.0:
                 return outcomes
             p = self.rejected(p, q)
             if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
                 reduced[draw.law] = self.removed(q, torch.tensor([draw.token]))
-        outcomes.extend(NodeOutcome(reach * float(mass), token, accepted=False) for token, mass in enumerate(p))
+        outcomes.extend(Outcome(reach * float(mass), (token,), accepted=0) for token, mass in enumerate(p))
         return outcomes
 
 

@@ -17,7 +17,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
-from truedraft.verification.rule import DrawnToken, NodeOutcome
+from truedraft.verification.rule import JudgedSlot, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class ThresholdAcceptance(DeferredRule):
     """
 
     lossless: ClassVar[bool] = False
+    by_groups: ClassVar[bool] = False
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     @abstractmethod
@@ -132,19 +133,18 @@ class ThresholdAcceptance(DeferredRule):
             best = shape.parents[best]
         return tuple(reversed(path))
 
-    def outcomes(self, p: Tensor, draws: Sequence[DrawnToken]) -> list[NodeOutcome]:
-        """How a node ends, given the tokens drawn there; see `Rule.outcomes`.
+    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        """It is certain how a slot ends; see `Rule.outcomes`.
 
-        It is certain. Of several that stay, this is the likeliest: right where nothing is drafted below them, or where
-        at most one stays. In deeper trees the choice is by whole paths, which no kernel of one node can know; there
-        `verify` itself, which uses no noise, gives the law.
+        Of several that stay, this is the likeliest: right where nothing is drafted below them, or where at most one
+        stays. In deeper trees the choice is by whole paths, which no kernel of one slot can know; there `verify`
+        itself, which uses no noise, gives the law.
         """
-        least = float(self.thresholds(p[None]))
-        p_x = [float(p[draw.token]) for draw in draws]
+        (slot,) = group
+        least = float(self.thresholds(slot.p[None]))
+        p_x = [float(slot.p[draw.token]) for draw in slot.draws]
         staying = [i for i, mass in enumerate(p_x) if self.stays(mass, least)]
         if not staying:
-            return [NodeOutcome(1.0, int(most_likely(p)), accepted=False)]
+            return [Outcome(1.0, (int(most_likely(slot.p)),), accepted=0)]
         chosen = max(staying, key=lambda i: p_x[i])
-        return [
-            NodeOutcome(float(i == chosen), draw.token, accepted=True) for i, draw in enumerate(draws[: chosen + 1])
-        ]
+        return [Outcome(float(i == chosen), (draw.token,), 1) for i, draw in enumerate(slot.draws[: chosen + 1])]

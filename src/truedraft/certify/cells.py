@@ -1,0 +1,439 @@
+"""The distribution of what a shipped rule decides, measured at one noise value in each of its decision cells.
+
+A verdict is a piecewise constant function of the step's uniform numbers. `decision_cells` judges batches with scripted
+noise, finds where each decision flips, and multiplies the widths of the cells. Where the rule's kernels say that a
+decision flips, it probes just below and just above; only if the flip is not there does it bisect. So the answer is what
+the rule does, whatever its kernels say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.worlds import Case, Prefix
+from truedraft.core import transfers
+from truedraft.core.noise import Purpose
+from truedraft.core.verdicts import Origin, Verdict
+from truedraft.errors import TruedraftError
+from truedraft.verification import Rule
+from truedraft.verification.deferred import DeferredRule
+from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
+
+Key = tuple[Purpose, int, int]
+"""Purpose, depth and index of a decision."""
+Script = dict[Key, float]
+Answer = tuple[Verdict, list[Key]]
+"""A verdict, and the keys that the rule asked for, in order."""
+VerdictProbs = dict[Verdict, float]
+BELOW_ONE = 1.0 - 2.0**-53
+NEAR = 2e-15
+"""How near to the predicted place a decision must flip: a few roundings of float64."""
+
+# ---------------------------------------------------------------------------------------- what ships, under a script
+
+
+class KeyReusedError(TruedraftError):
+    """A rule let one number decide twice, which biases the distribution of the answer."""
+
+
+class ScriptedNoise:
+    """Answers from a script, and writes down what was asked.
+
+    Args:
+        script: numbers by key.
+        elsewhere: gives the number for any other key.
+        once: whether no key may be asked twice.
+
+    Raises:
+        KeyReusedError: when one is.
+    """
+
+    def __init__(self, script: Script, elsewhere: Callable[[], float] = lambda: 0.5, *, once: bool = True) -> None:
+        self.script = dict(script)
+        self.asked: list[Key] = []
+        self._elsewhere = elsewhere
+        self._once = once
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        """The number for a key."""
+        key = (purpose, depth, index)
+        if self._once and key in self.asked:
+            raise KeyReusedError(f"the number for {purpose.name.lower()} {index} at depth {depth} decides twice")
+        self.asked.append(key)
+        if key not in self.script:
+            self.script[key] = self._elsewhere()
+        return self.script[key]
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
+        """Not to be asked for: rules that are judged by cells draw by uniform numbers."""
+        raise AssertionError("this rule needs no Gumbel noise")
+
+
+Ask = Callable[[Rule, Sequence[Case], Sequence[ScriptedNoise]], list[Verdict]]
+"""One batched call of what ships."""
+
+
+def verify(rule: Rule, cases: Sequence[Case], noise: Sequence[ScriptedNoise]) -> list[Verdict]:
+    """As everybody asks a rule."""
+    return rule.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
+
+
+def verify_at_once(device: torch.device) -> Ask:
+    """By `prepare` and `conclude`, as steps on a device ask: all is worked out there, then read in one transfer."""
+    moved: dict[int, tuple[Case, Case]] = {}  # by identity; the first of a pair keeps it from being given to another
+
+    def ask(rule: Rule, cases: Sequence[Case], noise: Sequence[ScriptedNoise]) -> list[Verdict]:
+        assert isinstance(rule, DeferredRule)
+        for case in cases:
+            if id(case) not in moved:
+                moved[id(case)] = case, case.to(device)
+        there = [moved[id(case)][1] for case in cases]
+        anew = [ScriptedNoise(own.script, once=False) for own in noise]  # a final token is drawn at every slot
+        prepared = rule.prepare([case.proposal for case in there], [case.laws for case in there], anew)
+        return prepared.conclude(transfers.fetch(prepared.wanted))
+
+    return ask
+
+
+def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[Answer]:
+    """One batched call of the shipped `verify`: verdicts, and the keys that each request asked for, in order."""
+    noise = [ScriptedNoise(script) for script in scripts]
+    return [(verdict, own.asked) for verdict, own in zip(verify(rule, cases, noise), noise, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------- what the kernels say
+
+
+def outcomes_of(rule: Rule, case: Case, group: Sequence[int]) -> list[Outcome]:
+    """What the rule's kernel says of slots that are judged together."""
+    return rule.outcomes([_judged(case, slot) for slot in group])
+
+
+def _judged(case: Case, slot: int) -> JudgedSlot:
+    proposal, p = case.proposal, case.laws[slot]
+    drawn = []
+    for draw in proposal.draws[slot]:
+        token = proposal.tree.token_list[draw.child]
+        if draw.law < 0:
+            q = torch.zeros_like(p)
+            q[token] = 1.0
+        else:
+            assert proposal.laws is not None
+            q = proposal.laws[draw.law]
+        drawn.append(DrawnToken(token, draw.law, q, draw.kind))
+    return JudgedSlot(p, tuple(drawn))
+
+
+def kernel_probs(rule: Rule, case: Case) -> VerdictProbs:
+    """The distribution of the verdict on one proposal, composed from the rule's kernels by a walk of our own."""
+    probs: VerdictProbs = {}
+    ids, draws = case.proposal.tree.token_list, case.proposal.draws
+
+    def visit(slot: int, path: Prefix, mass: float) -> None:
+        group = rule.group(case.proposal, slot)
+        for outcome in outcomes_of(rule, case, group):
+            share = mass * outcome.probability
+            if share <= 0.0:
+                continue
+            below = path
+            for judged, token in zip(group, outcome.tokens[: outcome.accepted], strict=False):
+                below = (*below, next(draw.child for draw in draws[judged] if ids[draw.child] == token))
+            if outcome.goes_on:
+                visit(below[-1] + 1, below, share)
+                continue
+            end = below[-1] + 1 if below else 0
+            final = Origin.RECOVERED if draws[end] else Origin.BONUS
+            verdict = Verdict(below, (*(ids[node] for node in below), outcome.tokens[-1]), final)
+            probs[verdict] = probs.get(verdict, 0.0) + share
+
+    visit(0, (), 1.0)
+    return probs
+
+
+def step_probs(cases: Sequence[Case], probs: Sequence[VerdictProbs]) -> dict[tuple[Prefix, int], float]:
+    """Over all proposals of a world: the distribution of (emitted tokens, accepted count) of one step."""
+    found: dict[tuple[Prefix, int], float] = {}
+    for case, verdicts in zip(cases, probs, strict=True):
+        for verdict, mass in verdicts.items():
+            key = verdict.tokens, len(verdict.path)
+            found[key] = found.get(key, 0.0) + case.probability * mass
+    return found
+
+
+def completed(
+    step: dict[tuple[Prefix, int], float], target: Callable[[Prefix], Tensor], length: int
+) -> dict[Prefix, float]:
+    """The distribution of `length` tokens when the target goes on after the step: its own, if the step is exact."""
+    found: dict[Prefix, float] = {}
+
+    def go_on(answer: Prefix, mass: float) -> None:
+        if len(answer) >= length:
+            found[answer[:length]] = found.get(answer[:length], 0.0) + mass
+            return
+        for token, p in enumerate(target(answer).tolist()):
+            if p > 0.0:
+                go_on((*answer, token), mass * p)
+
+    for (answer, _), mass in step.items():
+        go_on(answer, mass)
+    return found
+
+
+def verdict_distance(left: VerdictProbs, right: VerdictProbs) -> float:
+    """Total variation between two distributions of verdicts."""
+    return 0.5 * sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in left.keys() | right.keys())
+
+
+# ---------------------------------------------------------------------------------------- cells
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A box of uniform numbers in which a verdict stays the same.
+
+    Attributes:
+        case: number of the proposal.
+        sides: for each decision the numbers between which the box lies.
+        mass: its volume.
+        verdict: at its middle.
+    """
+
+    case: int
+    sides: dict[Key, tuple[float, float]]
+    mass: float
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class _Edge:
+    """One place where a decision flips: False below, True from there on."""
+
+    case: int
+    script: Script
+    key: Key
+    flipped: Callable[[Verdict], bool]
+    guess: float
+    place: float = 0.0
+
+
+def decision_cells(rule: Rule, cases: Sequence[Case], ask: Ask = verify) -> list[Cell]:
+    """All cells of some proposals, judged together in batched calls.
+
+    Args:
+        rule: its decisions are made by uniform numbers, each of which flips a verdict alone.
+        cases: proposals over one vocabulary.
+        ask: `verify`, or what `verify_at_once` gives.
+
+    Raises:
+        KeyReusedError: a number decides twice.
+    """
+    found: list[Cell] = []
+    front = [Cell(i, {}, 1.0, Verdict((), (), Origin.BONUS)) for i in range(len(cases))]
+    predicted = _Predicted(rule, cases)
+    while front:
+        scripts = [_middle(cell) for cell in front]
+        verdicts = ask(rule, [cases[cell.case] for cell in front], list(map(ScriptedNoise, scripts)))
+        still: list[tuple[Cell, Key, list[_Edge]]] = []
+        for cell, script, verdict in zip(front, scripts, verdicts, strict=True):
+            decided = decisions(rule, cases[cell.case], verdict)
+            key = next((key for key in decided if key not in cell.sides), None)
+            if key is None:
+                found.append(Cell(cell.case, cell.sides, cell.mass, verdict))
+            else:
+                still.append((cell, key, predicted.edges(cell.case, script, key, verdict)))
+        _find(rule, cases, ask, [edge for _, _, edges in still for edge in edges])
+        front = [
+            Cell(cell.case, {**cell.sides, key: (low, high)}, cell.mass * (high - low), cell.verdict)
+            for cell, key, edges in still
+            for low, high in itertools.pairwise([0.0, *(edge.place for edge in edges), 1.0])
+            if high - low > 4 * NEAR
+        ]
+    return found
+
+
+def cell_probs(rule: Rule, cases: Sequence[Case], ask: Ask = verify) -> list[VerdictProbs]:
+    """For each case the distribution of the shipped verdict, all judged together; arguments as of `decision_cells`."""
+    return probs_of(decision_cells(rule, cases, ask), len(cases))
+
+
+def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
+    """For each of so many cases the distribution that its cells make."""
+    probs: list[VerdictProbs] = [{} for _ in range(cases)]
+    for cell in cells:
+        probs[cell.case][cell.verdict] = probs[cell.case].get(cell.verdict, 0.0) + cell.mass
+    return probs
+
+
+def mass_that_moves(rule: Rule, cases: Sequence[Case], cells: Sequence[Cell], ask: Ask = verify) -> float:
+    """Largest share of a case's noise in cells where the verdict at a random place is not that of the middle.
+
+    The place is random in all numbers, also those that should not matter. The share is 0 where cells are cells.
+    Otherwise decisions hang together in a way that boxes do not describe, or by numbers that are not theirs.
+    """
+    chance = random.Random(len(cells))
+    noise = []
+    for cell in cells:
+        script = {key: chance.uniform(low + 2 * NEAR, high - 2 * NEAR) for key, (low, high) in cell.sides.items()}
+        noise.append(ScriptedNoise(script, chance.random))
+    moved = [0.0] * len(cases)
+    for cell, verdict in zip(cells, ask(rule, [cases[cell.case] for cell in cells], noise), strict=True):
+        moved[cell.case] += cell.mass * (verdict != cell.verdict)
+    return max(moved, default=0.0)
+
+
+def _middle(cell: Cell) -> Script:
+    return {key: (low + high) / 2 for key, (low, high) in cell.sides.items()}
+
+
+def _find(rule: Rule, cases: Sequence[Case], ask: Ask, edges: Sequence[_Edge]) -> None:
+    """Set the place of every edge, all of them in the same batched calls."""
+
+    def probe(of: Sequence[_Edge], places: Sequence[float]) -> list[bool]:
+        if not of:
+            return []
+        noise = [ScriptedNoise({**edge.script, edge.key: place}) for edge, place in zip(of, places, strict=True)]
+        verdicts = ask(rule, [cases[edge.case] for edge in of], noise)
+        return [edge.flipped(verdict) for edge, verdict in zip(of, verdicts, strict=True)]
+
+    below = probe(edges, [max(edge.guess - NEAR, 0.0) for edge in edges])
+    above = probe(edges, [min(edge.guess + NEAR, BELOW_ONE) for edge in edges])
+    lost = []
+    for edge, low, high in zip(edges, below, above, strict=True):
+        edge.place = edge.guess
+        if low and edge.guess <= NEAR:
+            edge.place = 0.0
+        elif not high and edge.guess >= 1.0 - NEAR:
+            edge.place = 1.0
+        elif low or not high:
+            lost.append(edge)
+    first, last = probe(lost, [0.0] * len(lost)), probe(lost, [BELOW_ONE] * len(lost))
+    between = []
+    for edge, low, high in zip(lost, first, last, strict=True):
+        edge.place = 0.0 if low else 1.0
+        if high and not low:
+            between.append(edge)
+    lows, highs = [0.0] * len(between), [1.0] * len(between)
+    for _ in range(54 if between else 0):
+        middles = [(low + high) / 2 for low, high in zip(lows, highs, strict=True)]
+        for i, beyond in enumerate(probe(between, middles)):
+            (highs if beyond else lows)[i] = middles[i]
+    for edge, place in zip(between, highs, strict=True):
+        edge.place = place
+
+
+# ---------------------------------------------------------------------------------------- which decisions, and where
+
+
+def decisions(rule: Rule, case: Case, verdict: Verdict) -> list[Key]:
+    """The keys of the numbers that led to a verdict, in the order in which they decide."""
+    draws, kept = case.proposal.draws, len(verdict.path)
+    keys: list[Key] = []
+    for depth, group in _walked(rule, case, verdict):
+        if rule.joins(draws[group[0]]):  # the longest prefix first
+            shortest = min(max(kept - depth, 1), len(group))
+            keys += [(Purpose.ACCEPT, depth + length - 1, 0) for length in range(len(group), shortest - 1, -1)]
+            continue
+        for index, draw in enumerate(draws[group[0]]):
+            keys.append((Purpose.ACCEPT, depth, index))
+            if kept > depth and draw.child == verdict.path[depth]:
+                break
+    return [*keys, (Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS, kept, 0)]
+
+
+def _walked(rule: Rule, case: Case, verdict: Verdict) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The groups that a walk came by, each with the depth of its first slot."""
+    depth = slot = 0
+    while True:
+        group = rule.group(case.proposal, slot)
+        yield depth, group
+        depth += len(group)
+        if depth > len(verdict.path):
+            return
+        slot = verdict.path[depth - 1] + 1
+
+
+class _Predicted:
+    """Where a rule's kernels say that decisions flip."""
+
+    def __init__(self, rule: Rule, cases: Sequence[Case]) -> None:
+        self._rule = rule
+        self._cases = cases
+        self._probs: dict[int, VerdictProbs] = {}
+        self._finals: dict[tuple[int, Prefix], list[float]] = {}
+        self._accepts: dict[tuple[int, int], list[float]] = {}
+
+    def edges(self, index: int, script: Script, key: Key, verdict: Verdict) -> list[_Edge]:
+        """Where the decision `key` may flip: accepting flips once, a final draw between any two tokens."""
+        purpose, depth, number = key
+        if purpose is not Purpose.ACCEPT:
+            places = itertools.accumulate(self._final(index, verdict.path)[:-1])
+            return [_Edge(index, script, key, _Beyond(token), min(each, 1.0)) for token, each in enumerate(places)]
+        case = self._cases[index]
+        start, group = next(
+            each for each in _walked(self._rule, case, verdict) if each[0] <= depth < each[0] + len(each[1])
+        )
+        child = case.proposal.draws[group[depth - start]][number].child
+        accepts = self._accepting(index, group)
+        # In a group of several slots the longest prefix decides first.
+        place = len(group) - 1 - (depth - start) if self._rule.joins(case.proposal.draws[group[0]]) else number
+        guess = accepts[place] if place < len(accepts) else 0.5
+        return [_Edge(index, script, key, _Rejected(depth, child), guess)]
+
+    def _final(self, index: int, path: Prefix) -> list[float]:
+        """The probabilities of the token that ends a walk with this path."""
+        if (index, path) not in self._finals:
+            if index not in self._probs:
+                self._probs[index] = kernel_probs(self._rule, self._cases[index])
+            final = [0.0] * self._cases[index].laws.shape[-1]
+            for verdict, mass in self._probs[index].items():
+                if verdict.path == path:
+                    final[verdict.tokens[-1]] += mass
+            left = sum(final)
+            self._finals[index, path] = [mass / left for mass in final] if left else final
+        return self._finals[index, path]
+
+    def _accepting(self, index: int, group: tuple[int, ...]) -> list[float]:
+        """The number below which each decision of a group accepts, all earlier ones having rejected, in their order.
+
+        Decisions about draws that are never reached may be missing.
+        """
+        if (index, group[0]) not in self._accepts:
+            outcomes = outcomes_of(self._rule, self._cases[index], group)
+            accepted = [outcome for outcome in outcomes if outcome.accepted]
+            left = sum(outcome.probability for outcome in outcomes if not outcome.accepted)
+            # One decision accepts one draw of a slot, or a prefix of a longer group with any token behind it.
+            alone = not self._rule.joins(self._cases[index].proposal.draws[group[0]])
+            found: list[float] = []
+            for _, same in itertools.groupby(reversed(accepted), key=id if alone else lambda each: each.accepted):
+                mass = sum(outcome.probability for outcome in same)
+                left += mass
+                found.insert(0, mass / left if left > 0.0 else 0.0)
+            self._accepts[index, group[0]] = found
+        return self._accepts[index, group[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beyond:
+    """The final token is a later one."""
+
+    token: int
+
+    def __call__(self, verdict: Verdict) -> bool:
+        return verdict.tokens[-1] > self.token
+
+
+@dataclass(frozen=True, slots=True)
+class _Rejected:
+    """A drafted node did not stay."""
+
+    depth: int
+    child: int
+
+    def __call__(self, verdict: Verdict) -> bool:
+        return verdict.path[self.depth : self.depth + 1] != (self.child,)

@@ -1,0 +1,264 @@
+"""What a certificate is made of: a stack, checks of it, what each of them found, and the time they may take."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar
+
+from truedraft.control import Controller
+from truedraft.core.counters import Counters
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters import Drafter, DraftModel
+from truedraft.engine import Answer, Engine, Request
+from truedraft.errors import DrafterError, ModelError
+from truedraft.models.base import LanguageModel
+from truedraft.verification import Rule, SpeculativeSampling
+
+PATIENCE = 4.0
+"""So many times its time a check may take to come to the least evidence that says anything; then it says so."""
+
+# ---------------------------------------------------------------------------------------- checks and their findings
+
+
+class Part(Enum):
+    """The parts of a certificate, in the order in which they are shown."""
+
+    EXACT = "exact"
+    EQUALITY = "greedy and coupled"
+    STATISTICAL = "statistical"
+    CONTROLS = "negative controls"
+    INVARIANCE = "invariance"
+    DRAFT_STATE = "draft state"
+    DIVERGENCE = "divergence"
+
+
+class Status(Enum):
+    """What came of a check."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    MEASURED = "measured"
+    NOT_ENOUGH = "not enough evidence"
+    DOES_NOT_APPLY = "does not apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of one check, or of a part of it.
+
+    Attributes:
+        part: the heading that it stands under.
+        name: what was checked, in a few words.
+        status: what came of it; FAILS and NOT_ENOUGH keep a certificate from being issued.
+        summary: one sentence, with the numbers that matter.
+        facts: all numbers, for programs; plain values, lists and dictionaries.
+    """
+
+    part: Part
+    name: str
+    status: Status
+    summary: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Parts that answer together: what is certified.
+
+    Attributes:
+        target: the model that decides.
+        drafter: guesses; engines made here share it, one after the other.
+        rule: judges requests at a temperature.
+        coupled_rule: judges greedy and coupled requests; None compares, as engines do.
+        controller: says how much is drafted; None is all that the drafter may.
+    """
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: Rule
+    coupled_rule: Rule | None = None
+    controller: Controller | None = None
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """The drafter, where it is a model with distributions and caches of its own."""
+        return self.drafter if isinstance(self.drafter, DraftModel) else None
+
+    def engine(self, batch: int) -> Engine:
+        """An engine with speculation, of at most `batch` requests in a step."""
+        return Engine(
+            self.target,
+            self.drafter,
+            self.rule,
+            self.controller,
+            max_batch=batch,
+            coupled_rule=self.coupled_rule,
+        )
+
+    def plain(self, batch: int) -> Engine:
+        """An engine without a drafter: the answers that speculation must not change."""
+        return Engine(self.target, rule=SpeculativeSampling(), max_batch=batch)
+
+    def but(self, **parts: LanguageModel | Drafter | Rule | Controller | None) -> Stack:
+        """The same with other parts."""
+        return replace(self, **parts)  # type: ignore[arg-type]
+
+
+def _tell_nobody(done: float) -> None:
+    """Progress that nobody wants to hear of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a check works with.
+
+    Attributes:
+        stack: what is certified.
+        prompts: token ids, at least one prompt.
+        params: the user's options. Seeds of requests count up from its seed; None counts from 0.
+        batch: requests of a step.
+        seconds: how long the check may take; several times as long where little could be seen by then.
+        tell: is told the fraction of the check that is done.
+        earlier: what the checks before this one found.
+    """
+
+    stack: Stack
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    batch: int = 1
+    seconds: float = math.inf
+    tell: Callable[[float], None] = _tell_nobody
+    earlier: Sequence[Finding] = ()
+
+    @property
+    def seed(self) -> int:
+        """Of the first request."""
+        return self.params.seed or 0
+
+
+class Check(ABC):
+    """One check of a stack.
+
+    Attributes:
+        part: the heading of its findings.
+        share: of the time for a certificate, what it may take.
+    """
+
+    part: ClassVar[Part]
+    share: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def run(self, context: Context) -> list[Finding]:
+        """Check the context's stack.
+
+        Raises:
+            DrafterError: the drafter gave up, which leaves plain decoding and says nothing of the stack.
+            TruedraftError: the target failed.
+        """
+
+
+# ---------------------------------------------------------------------------------------- time, and answers within it
+
+
+def now() -> float:
+    """Seconds of a clock that only goes forward; tests put another in its place."""
+    return time.perf_counter()
+
+
+class OutOfTimeError(Exception):
+    """The time was over before an answer was; never leaves this package."""
+
+
+class Deadline:
+    """A time from now.
+
+    Args:
+        seconds: until it is over.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._started = now()
+        self._seconds = max(seconds, 1e-9)
+
+    @property
+    def fraction(self) -> float:
+        """How much of the time is gone, at most 1."""
+        return min(1.0, (now() - self._started) / self._seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether it is over."""
+        return self.fraction >= 1.0
+
+    def step(self, engine: Engine) -> None:
+        """One step of an engine, if there is time for it.
+
+        Raises:
+            OutOfTimeError: there is none.
+        """
+        if self.over:
+            raise OutOfTimeError
+        engine.step()
+
+
+def answers_in_time(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
+) -> list[Answer]:
+    """Answers to prompts that are asked together; a failed one has the finish reason "error".
+
+    Raises:
+        OutOfTimeError: the time was over before they were; nothing is left of them.
+    """
+    requests = [engine.submit(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
+    try:
+        while any(request.finish_reason is None for request in requests):
+            deadline.step(engine)
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    return [answer_of(request) for request in requests]
+
+
+def answer_of(request: Request) -> Answer:
+    """What a request that is over was answered."""
+    answer = request.pieces[-1].answer
+    assert answer is not None  # it is over
+    return answer
+
+
+def open_ended(params: SamplingParams, seed: int, length: int) -> SamplingParams:
+    """The user's options for an answer that ends by its length alone."""
+    return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
+
+
+def check_sound(answer: Answer, drafter: str) -> None:
+    """Raise where an answer, or its drafter, failed: what is left says nothing of the stack.
+
+    Args:
+        answer: with speculation.
+        drafter: its name.
+
+    Raises:
+        DrafterError: the drafter gave up, and the answer went on without it, or batches failed.
+        ModelError: the answer ended with an error.
+    """
+    if answer.finish_reason == "error":
+        raise ModelError(f"nothing can be certified while answers fail: {answer.error}")
+    told = [*answer.warnings, *recovered(answer.stats, drafter)]
+    if told:
+        raise DrafterError(f"nothing can be certified while parts fail: {told[0]}")
+
+
+def recovered(stats: Counters, drafter: str) -> list[str]:
+    """A sentence if something failed for a batch: answers are right then, and a fault is out of sight."""
+    if not stats.recoveries:
+        return []
+    return [
+        f"with drafter {drafter!r} a step or a proposal failed for several requests together and was asked for again "
+        f"for each of them alone, {stats.recoveries} times"
+    ]

@@ -1,0 +1,285 @@
+"""Tests of a stream of tokens that may be looked at at any time: e-processes over events that are fixed beforehand.
+
+For sets S_1, S_2, ... of tokens, each fixed before its token is seen, let X_i = 1 if token i lies in S_i, and p_i what
+the target's distribution gives to S_i after the text before it. If the tokens follow that, then for every l
+
+    product over i of exp(l X_i) / (1 + p_i (exp(l) - 1))
+
+is a martingale that starts at 1: the likelihood ratio of an excess (l > 0) or a lack (l < 0) of the event. So is the
+mean over several l, the e-process. By Ville's inequality it ever reaches 1/a with probability a at most, whatever the
+distributions, the number of tokens and the moment at which one stops: 1 over it is a p-value, without any
+approximation. Where token i may be off by rounding, |true p_i - p_i| <= e, ratios for p_i + e (or p_i - e) keep that
+true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.sampling import Scored
+
+_TILTS = tuple(sign * 2.0**power for sign in (1, -1) for power in range(3, -8, -1))
+"""The values of l."""
+_SUMMING = 2e-5
+"""How far a sum of float32 probabilities may be off."""
+POWER = 0.99
+"""A smallest detectable deviation is found with this probability."""
+POWER_SIGMAS = 2.3263478740408408  # of the normal distribution, for POWER
+_ROUNDS = 8
+_RANDOM_SETS = 32
+_RECENT = 16
+_UNLIKELY = 0.02
+_MOST_PLACES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """What came of one test.
+
+    Attributes:
+        name: of the event.
+        tokens: how many were tested.
+        expected: sum of the event's probabilities.
+        observed: tokens for which it came about.
+        variance: sum of p_i (1 - p_i).
+        p_value: of "all tokens follow the target's distribution", for this test alone.
+        allowance: how far the distribution of a token may be off by rounding.
+    """
+
+    name: str
+    tokens: int
+    expected: float
+    observed: int
+    variance: float
+    p_value: float
+    allowance: float = 0.0
+
+    @property
+    def excess(self) -> float:
+        """How much more of a token's distribution the event has than it should, a fraction; negative if less."""
+        return (self.observed - self.expected) / self.tokens if self.tokens else 0.0
+
+    def smallest_detectable(self, false_alarm: float) -> float:
+        """The excess that this test, done at this level, finds with probability `POWER`, by the normal approximation.
+
+        Args:
+            false_alarm: level of this test, for instance the whole probability over the number of tests.
+        """
+        if not self.tokens:
+            return 1.0
+        target = math.log(len(_TILTS) / false_alarm)
+        needed = min(target / tilt + tilt * self.variance / 2 for tilt in _TILTS if tilt > 0)
+        excess, variance = 0.0, self.variance
+        for _ in range(_ROUNDS):
+            excess = (needed + POWER_SIGMAS * math.sqrt(variance)) / self.tokens
+            # Moved probabilities vary otherwise: p (1 - p) grows by the excess at most, and never beyond 1/4.
+            variance = max(self.variance, min(self.tokens / 4, self.variance + excess * self.tokens))
+        return min(1.0, excess + self.allowance)
+
+    def least_excess(self, sigmas: float) -> float:
+        """How far the distribution is off at the least: the excess, so many standard deviations nearer to 0."""
+        if not self.tokens:
+            return 0.0
+        # Of tokens that hardly ever come, those that came vary more than those that should have.
+        spread = math.sqrt(max(self.variance, self.observed))
+        return max(0.0, abs(self.excess) - sigmas * spread / self.tokens)
+
+
+class EProcesses:
+    """Several tests over one stream of tokens.
+
+    Args:
+        names: of the tests.
+        allowance: e, how far the distribution of a token may be off by rounding (total variation). Where it is a mean
+            over tokens and no bound for each, the p-values hold to first order in l.
+    """
+
+    def __init__(self, names: Sequence[str], allowance: float = 0.0) -> None:
+        self._names = list(names)
+        self._allowance = allowance + _SUMMING
+        self._logs = torch.zeros(len(_TILTS), len(self._names), dtype=torch.float64)  # of the martingales
+        self._sums = torch.zeros(4, len(self._names), dtype=torch.float64)  # tokens, expected, observed, variance
+
+    def add(self, probs: Tensor, hits: Tensor) -> None:
+        """Go on with more tokens.
+
+        Args:
+            probs: `[tokens, tests]`, float64: what the target gives to each token's event; negative where a test is not
+                about this token.
+            hits: `[tokens, tests]`, bool: whether the event came about.
+        """
+        about = probs >= 0.0
+        p, x = probs.clamp(0.0, 1.0), (hits & about).double()
+        for row, tilt in enumerate(_TILTS):
+            allowed = (p + math.copysign(self._allowance, tilt)).clamp_(0.0, 1.0)
+            ratio = tilt * x - torch.log1p(allowed * math.expm1(tilt))
+            self._logs[row] += (ratio * about).sum(dim=0)
+        p = p * about
+        self._sums += torch.stack([about.double().sum(0), p.sum(0), x.sum(0), (p * (1.0 - p)).sum(0)])
+
+    def results(self) -> list[TestResult]:
+        """What came of each test so far."""
+        logs = torch.logsumexp(self._logs, dim=0) - math.log(len(_TILTS))
+        found = []
+        for name, log, (tokens, expected, observed, variance) in zip(
+            self._names, logs.tolist(), self._sums.T.tolist(), strict=True
+        ):
+            p_value = math.exp(-max(log, 0.0))
+            found.append(TestResult(name, int(tokens), expected, int(observed), variance, p_value, self._allowance))
+        return found
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values (Holm 1979): rejecting those below a keeps the probability of any false alarm below a.
+
+    Worked example: of 0.01, 0.04 and 0.02 the smallest is tripled, the next doubled: 0.03, 0.04 and 0.04.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted = [1.0] * len(p_values)
+    reached = 0.0
+    for rank, i in enumerate(order):
+        reached = max(reached, min(1.0, p_values[i] * (len(order) - rank)))
+        adjusted[i] = reached
+    return adjusted
+
+
+# ---------------------------------------------------------------------------------------- the events
+
+
+class Events:
+    """Sets of tokens for tests of a stream of emitted tokens.
+
+    A set may depend on everything before its token (text, distributions, what the drafter knew), never on the token.
+    What a drafter *drew* is no such thing, its distributions are, and deterministic candidates are. Under coupled noise
+    a tree is cut by the very noise that decides its tokens, and with it how deep an accepted path may go: then neither
+    is.
+
+    Args:
+        vocab: size of the vocabulary.
+        batch: requests in a batch; each of the first 8 places is also tested by itself.
+        seed: of the random sets.
+    """
+
+    def __init__(self, vocab: int, batch: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        members = torch.rand(_RANDOM_SETS, vocab, generator=generator).argsort(dim=-1) < vocab // 2
+        self._members = members.T.float().contiguous()  # [vocab, sets]
+        self._places = min(batch, _MOST_PLACES)
+        self._general = [
+            *(f"random half {number}" for number in range(_RANDOM_SETS)),
+            "the likeliest token",
+            "unlikely tokens",
+            "later ids",
+            "recent tokens",
+            "the last token",
+            "what the draft overrates",
+            "the draft's first guess",
+            "later ids of what the draft underrates",
+        ]
+        self._by_depth = ["the likeliest token", "unlikely tokens", "later ids", "the last token", "random half 0"]
+        self._by_place = ["random half 0", "the likeliest token", "unlikely tokens"]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tests."""
+        deep = [
+            f"{name}, {where}" for where in ("first of a step", "behind accepted tokens") for name in self._by_depth
+        ]
+        places = [f"{name}, place {place}" for place in range(self._places) for name in self._by_place]
+        return [*self._general, *deep, *(places if self._places > 1 else [])]
+
+    def measure(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """What the target gives to the sets, and whether each token lies in them.
+
+        Returns:
+            Probabilities `[tokens, tests]`, float64, -1 where a test is not about a token, and hits `[tokens, tests]`,
+            bool.
+        """
+        probs = scored.probs
+        tokens = torch.as_tensor(list(scored.tokens), device=probs.device)
+        sets = [*self._fixed(probs, tokens), *self._of_probs(probs, tokens), *self._of_text(scored)]
+        sets += self._of_draft(scored)
+        chances = torch.stack([chance.double().cpu() for chance, _ in sets], dim=1)
+        hits = torch.stack([hit.cpu() for _, hit in sets], dim=1)
+        return self._with_strata(chances, hits, scored)
+
+    def _fixed(self, probs: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        members = self._members.to(probs.device)
+        chances, hits = probs.float() @ members, members[tokens] > 0.5
+        return list(zip(chances.unbind(1), hits.unbind(1), strict=True))
+
+    def _of_probs(self, probs: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        best, which = probs.max(dim=-1)
+        own = probs.gather(-1, tokens[:, None])[:, 0]
+        unlikely = (probs * (probs < _UNLIKELY)).sum(dim=-1)
+        below = probs.double().cumsum(dim=-1)
+        half = (below < 0.5).sum(dim=-1, keepdim=True).clamp_max(probs.shape[-1] - 1)  # id at which half is reached
+        later = 1.0 - below.gather(-1, half)[:, 0]
+        return [(best, tokens == which), (unlikely, own < _UNLIKELY), (later, tokens > half[:, 0])]
+
+    def _of_text(self, scored: Scored) -> list[tuple[Tensor, Tensor]]:
+        text = [*scored.before, *scored.tokens]
+        first = len(scored.before)
+        recent, last, hits = [], [], []
+        for i, token in enumerate(scored.tokens):
+            known = sorted(set(text[max(0, first + i - _RECENT) : first + i]))
+            recent.append(scored.probs[i, known].sum())
+            last.append(scored.probs[i, text[first + i - 1]])
+            hits.append((token in known, token == text[first + i - 1]))
+        seen = torch.tensor(hits).view(-1, 2)
+        return [(torch.stack(recent), seen[:, 0]), (torch.stack(last), seen[:, 1])]
+
+    def _of_draft(self, scored: Scored) -> list[tuple[Tensor, Tensor]]:
+        """What the draft gives more than the target, the likeliest of it, and a half of what it gives less."""
+        chances = torch.full((3, len(scored.tokens)), -1.0, dtype=torch.float64)
+        hits = torch.zeros(3, len(scored.tokens), dtype=torch.bool)
+        for i, decision in enumerate(scored.decisions):
+            q = self._draft_probs(scored, i)
+            if q is not None:
+                p, token = scored.probs[i], int(scored.tokens[i])
+                over = q > p
+                first = decision.candidates[0] if decision.candidates else int(q.argmax())
+                # A recovered token comes from what is left of p, by a number that must not have judged before.
+                left = (p - q).clamp_min_(0.0)
+                before = left.cumsum(dim=-1) - left
+                later = (2.0 * before >= left.sum()) & (p > q)
+                for row, members in enumerate((over, later)):
+                    chances[2 * row, i], hits[2 * row, i] = float((p * members).sum()), bool(members[token])
+                chances[1, i], hits[1, i] = float(p[first]), token == first
+        return list(zip(chances, hits, strict=True))
+
+    def _draft_probs(self, scored: Scored, place: int) -> Tensor | None:
+        """The distribution of the draft at a token's node; of candidates, all of it on them."""
+        decision, p = scored.decisions[place], scored.probs[place]
+        if scored.coupled:
+            return None
+        if decision.q is not None:
+            return decision.q.to(p)
+        if not decision.candidates:
+            return None
+        chosen = torch.zeros_like(p)
+        chosen[list(decision.candidates)] = 1.0
+        return chosen
+
+    def _with_strata(self, chances: Tensor, hits: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
+        """The general tests, and some of them on a part of the tokens alone."""
+        deep = torch.tensor([decision.depth > 0 for decision in scored.decisions])
+        columns = {name: number for number, name in enumerate(self._general)}
+        by_depth = [columns[name] for name in self._by_depth]
+        by_place = [columns[name] for name in self._by_place]
+        all_chances, all_hits = [chances], [hits]
+        for part in (~deep, deep):
+            here = part & (not scored.coupled)
+            all_chances.append(chances[:, by_depth].masked_fill(~here[:, None], -1.0))
+            all_hits.append(hits[:, by_depth])
+        if self._places > 1:
+            for place in range(self._places):
+                stands = scored.place % self._places == place
+                all_chances.append(chances[:, by_place] if stands else torch.full_like(chances[:, by_place], -1.0))
+                all_hits.append(hits[:, by_place])
+        return torch.cat(all_chances, dim=1), torch.cat(all_hits, dim=1)

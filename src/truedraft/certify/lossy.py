@@ -1,0 +1,118 @@
+"""How far a lossy rule's answers are from the target's distribution: what its verdicts say, and seen from outside."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Status, check_sound, open_ended
+from truedraft.certify.sampling import TOKENS, Decision, Scored, plain_probs
+from truedraft.certify.statistics import TokenTests
+from truedraft.core.divergence import Divergence
+
+_SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
+_UNKNOWN = Decision(0, None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over tokens, and its 95 % confidence interval over answers."""
+
+    mean: float
+    half_width: float
+
+    @classmethod
+    def of(cls, sums: Sequence[float], tokens: Sequence[int]) -> Interval:
+        """The ratio of two totals, answers being what varies independently.
+
+        Worked example: sums 1 and 3 over 10 tokens each give 0.2; the answers are 0.1 off it each way.
+
+        Args:
+            sums: of each answer.
+            tokens: of each answer, at least one in all.
+        """
+        mean = math.fsum(sums) / sum(tokens)
+        count = len(sums)
+        if count < 2:
+            return cls(mean, math.inf)
+        squares = math.fsum((own - mean * many) ** 2 for own, many in zip(sums, tokens, strict=True))
+        error = math.sqrt(squares * count / (count - 1)) / sum(tokens)
+        return cls(mean, (1.96 + 2.4 / (count - 1)) * error)  # near Student's quantile
+
+    def describe(self) -> str:
+        """As mean and half width."""
+        return f"{self.mean:.4f} ± {self.half_width:.4f}"
+
+
+class LossyDivergence(Check):
+    """Measures a lossy rule: by what its verdicts say, and by the tests of sampled answers; at least two batches."""
+
+    part = Part.DIVERGENCE
+    share = 0.7
+
+    def run(self, context: Context) -> list[Finding]:
+        stack, params, batch = context.stack, context.params, context.batch
+        engine = stack.engine(batch)
+        turn = itertools.cycle(context.prompts)
+        found: list[Divergence] = []
+        tests = TokenTests(stack.target.vocab_size, 1, 0.0)
+        deadline = Deadline(context.seconds)
+        for first in itertools.count(context.seed, batch):
+            asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
+            room = stack.target.context_length
+            options = [open_ended(params, first + i, min(TOKENS, room - len(p))) for i, p in enumerate(asked)]
+            answers = engine.generate(asked, options)
+            for answer in answers:
+                check_sound(answer, stack.drafter.name)
+            found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
+            if not params.greedy:
+                texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
+                for probs, (prompt, tokens) in zip(plain_probs(stack.target, texts, params), texts, strict=True):
+                    tests.add(Scored(probs, tokens, prompt, [_UNKNOWN] * len(tokens), 0, params.coupled))
+            context.tell(deadline.fraction)
+            if deadline.over and (len(found) > batch or not found):
+                break
+        if not found:
+            return [_unmeasured()]
+        return [_measured(found), *([] if params.greedy else [_outside(tests)])]
+
+
+def _measured(found: Sequence[Divergence]) -> Finding:
+    tokens = [each.tokens for each in found]
+    distance = Interval.of([each.total_variation for each in found], tokens)
+    kl = Interval.of([each.kl for each in found], tokens)
+    greedy = Interval.of([each.total_variation_greedy for each in found], tokens)
+    summary = (
+        f"lossy: a token's law is off by a total variation of {distance.describe()} (95 %), KL {kl.describe()} nats, "
+        f"over {sum(tokens):,} tokens of {len(found)} answers; greedy decoding there would be off by {greedy.mean:.4f}"
+    )
+    facts = {
+        "tokens": sum(tokens),
+        "answers": len(found),
+        "total_variation": distance.mean,
+        "total_variation_ci95": [max(0.0, distance.mean - distance.half_width), distance.mean + distance.half_width],
+        "kl_nats": kl.mean,
+        "kl_nats_ci95": [max(0.0, kl.mean - kl.half_width), kl.mean + kl.half_width],
+        "total_variation_greedy": greedy.mean,
+    }
+    return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.MEASURED, summary, facts)
+
+
+def _unmeasured() -> Finding:
+    summary = "the rule is lossy and says nothing of its divergence"
+    return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.FAILS, summary)
+
+
+def _outside(tests: TokenTests) -> Finding:
+    """What the tests of sampled answers see, without a look at what the rule says of itself."""
+    results = tests.sample().tests
+    widest = max(results, key=lambda test: test.least_excess(_SIGMAS))
+    least = widest.least_excess(_SIGMAS)
+    summary = (
+        f"seen from outside: on average a token's law is off by at least {least:.4f} ({widest.name}: "
+        f"{widest.excess:+.4f} over {widest.tokens:,} tokens)"
+    )
+    facts = {"least_total_variation": least, "test": widest.name, "excess": widest.excess, "tokens": widest.tokens}
+    return Finding(Part.DIVERGENCE, "divergence seen from outside", Status.MEASURED, summary, facts)

@@ -1,0 +1,262 @@
+"""Sampled answers of the whole pipeline, with the target's own distribution, and what the drafter knew, at each token.
+
+The target's distributions come from plain forwards over the finished text, in which no token is a drafted one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.checks import Stack, answer_of, check_sound, open_ended
+from truedraft.core.laws import law_from_logits
+from truedraft.core.noise import Noise
+from truedraft.core.proposals import Proposal
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import chain_shape
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.testing import altered
+from truedraft.testing.wrappers import deciding
+from truedraft.verification import Rule
+from truedraft.verification.rule import DeviceVerdicts
+
+TOKENS = 64
+"""Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
+_BEGINNING = 16
+_WHOLE = 8
+"""Of so many prompts one is taken whole, the others cut to their beginning: a prefill tests nothing."""
+_SEEDS = 1 << 63
+_CHUNK = 256
+"""Tokens of a text in one forward, as in the engine's prefill."""
+_ENTRIES = 1 << 25
+"""Logits that one forward may give."""
+
+# ---------------------------------------------------------------------------------------- what the drafter knew
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One emitted token's place in its step.
+
+    Attributes:
+        depth: tokens that the step emitted before it.
+        q: `[vocab]`: the distribution that the first draw there was made from; None where nothing was drawn from one.
+        candidates: deterministic candidates there, in order; empty where there were none.
+        used: `[vocab]`: the target's distribution there as the rule was given it, where that is recorded.
+    """
+
+    depth: int
+    q: Tensor | None
+    candidates: tuple[int, ...]
+    used: Tensor | None = None
+
+
+class Recorder:
+    """Notes what a drafter knew of each emitted token, and what its rule was given.
+
+    Args:
+        drafter: is not changed; engines are given the recorder's `drafter`.
+        rule: of the same engine, likewise; None records nothing of what it is given.
+
+    Attributes:
+        drafter: drafts as the given one does, watched.
+        rule: judges as the given one does, watched; None without one.
+    """
+
+    def __init__(self, drafter: Drafter, rule: Rule | None = None) -> None:
+        self._given: list[Tensor] = []  # `[slots, vocab]` of each request of the step, in order
+        self._decisions: dict[int, list[Decision]] = {}
+
+        def observe(batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+            self._note(batch, outcomes)
+            drafter.observe(batch, outcomes)
+
+        def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+            assert rule is not None
+            self._given.extend(own.clone() for own in probs)
+            return rule.decide(proposals, probs, noise)
+
+        self.drafter = altered(drafter, observe=observe)
+        self.rule = None if rule is None else deciding(rule, decide)
+
+    def taken(self, request: int) -> list[Decision]:
+        """What was noted of a request, for each of its emitted tokens; forgotten here from now on."""
+        return self._decisions.pop(request, [])
+
+    def _note(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        given = iter(self._given)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if outcome.tokens:
+                self._decisions.setdefault(request.id, []).extend(_decisions(outcome, next(given, None)))
+        self._given.clear()
+
+
+def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
+    """What the tokens of one step hung on; `probs` `[slots, vocab]` are the target's."""
+    proposal = outcome.proposal
+    slots = (0, *(node + 1 for node in outcome.path))
+    found = []
+    for depth, slot in enumerate(slots[: len(outcome.tokens)]):
+        draws = proposal.draws[slot]
+        drawn = bool(draws) and draws[0].law >= 0 and proposal.laws is not None
+        q = proposal.laws[draws[0].law].clone() if drawn and proposal.laws is not None else None
+        chosen = () if drawn else [draw for draw in draws if draw.law < 0]
+        fixed = tuple(proposal.tree.token_list[draw.child] for draw in chosen)
+        found.append(Decision(depth, q, fixed, None if probs is None else probs[slot]))
+    return found
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Emitted tokens of one request, with the target's distributions at their own prefixes.
+
+    Attributes:
+        probs: `[tokens, vocab]`: by a plain forward over the text.
+        tokens: the emitted ones.
+        before: the prompt.
+        decisions: what the drafter knew, for each token.
+        place: the request's number in its batch.
+        coupled: whether the drafter may have seen the noise that decides.
+    """
+
+    probs: Tensor
+    tokens: Sequence[int]
+    before: Sequence[int]
+    decisions: Sequence[Decision]
+    place: int
+    coupled: bool
+
+
+def scored_answers(
+    stack: Stack,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    batch: int,
+    *,
+    judge: LanguageModel | None = None,
+    first_seed: int = 0,
+    records_probs: bool = False,
+    length: int = TOKENS,
+) -> Iterator[list[Scored]]:
+    """Answer the prompts in turn, over and over, each time with another seed; one batch of requests after another.
+
+    Args:
+        stack: what answers.
+        prompts: token ids.
+        params: the user's options; an answer does not end early here.
+        batch: requests in a batch.
+        judge: gives the distributions that tokens are held against; None is the stack's target.
+        first_seed: of the first request; the others follow.
+        records_probs: whether `Decision.used` is wanted.
+        length: tokens of an answer.
+
+    Raises:
+        TruedraftError: a request failed, or its drafter did.
+    """
+    recorder = Recorder(stack.drafter, stack.rule if records_probs else None)
+    engine = stack.but(drafter=recorder.drafter, rule=recorder.rule or stack.rule).engine(batch)
+    room = stack.target.context_length
+    turn = itertools.cycle(_cut(prompts))
+    for first in itertools.count(first_seed, batch):
+        asked = list(itertools.islice(turn, batch))
+        options = [
+            open_ended(params, (first + place) % _SEEDS, min(length, room - len(prompt)))
+            for place, prompt in enumerate(asked)
+        ]
+        requests = [engine.submit(prompt, own) for prompt, own in zip(asked, options, strict=True)]
+        try:
+            while any(request.finish_reason is None for request in requests):
+                engine.step()
+        finally:
+            for request in requests:
+                engine.cancel(request)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+            check_sound(answer_of(request), stack.drafter.name)
+        texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(asked, requests, strict=True)]
+        probs = plain_probs(judge or stack.target, texts, params)
+        yield [
+            Scored(own, tokens, prompt, recorder.taken(request.id), place, params.coupled)
+            for place, (own, (prompt, tokens), request) in enumerate(zip(probs, texts, requests, strict=True))
+        ]
+
+
+def _cut(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts of several lengths."""
+    return [list(prompt) if i % _WHOLE == 0 else list(prompt)[:_BEGINNING] for i, prompt in enumerate(prompts)]
+
+
+# ---------------------------------------------------------------------------------------- the target's distributions
+
+Text = tuple[Sequence[int], Sequence[int]]
+"""A prompt, and the tokens behind it."""
+
+
+@torch.inference_mode()
+def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
+    """The target's logits after every prefix that ends in a prompt's last token or later.
+
+    Args:
+        target: run without any drafted token: each text is one chain in an empty cache.
+        texts: prompts of at least one token, and the tokens behind them.
+
+    Returns:
+        For each text `[tokens behind the prompt, vocab]`: row i is what the target gave before token i.
+    """
+    found: list[Tensor] = []
+    for group in _groups(texts, target.vocab_size):
+        found.extend(_together(target, group))
+    return found
+
+
+def plain_probs(target: LanguageModel, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
+    """The same as distributions under sampling options: `[tokens behind the prompt, vocab]`, float32."""
+    return [law_from_logits(logits, params) for logits in plain_logits(target, texts)]
+
+
+def _groups(texts: Sequence[Text], vocab: int) -> Iterator[list[Text]]:
+    """Texts that one row of forwards deals with."""
+    group: list[Text] = []
+    rows = 0
+    for text in texts:
+        if group and (rows + len(text[1])) * vocab > _ENTRIES:
+            yield group
+            group, rows = [], 0
+        group.append(text)
+        rows += len(text[1])
+    if group:
+        yield group
+
+
+def _together(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
+    caches = [target.new_cache() for _ in texts]
+    rows: list[list[Tensor]] = [[] for _ in texts]
+    try:
+        longest = max(len(prompt) + len(tokens) - 1 for prompt, tokens in texts)
+        for start in range(0, longest, _CHUNK):
+            parts = []
+            for number, (prompt, tokens) in enumerate(texts):
+                ids = [*prompt, *tokens[:-1]][start : start + _CHUNK]
+                if ids and tokens:
+                    wanted = range(max(0, len(prompt) - 1 - start), len(ids))
+                    segment = Segment(caches[number], torch.tensor(ids), chain_shape(len(ids)), wanted)
+                    parts.append((number, segment))
+            logits = target.forward([segment for _, segment in parts]).logits
+            counts = [len(segment.rows) for _, segment in parts]
+            for (number, segment), own in zip(parts, logits.split(counts), strict=True):
+                segment.cache.commit(range(len(segment.shape)))
+                rows[number].append(own)
+    finally:
+        for cache in caches:
+            target.release_cache(cache)
+    empty = torch.empty(0, target.vocab_size, device=target.device)
+    return [torch.cat(own) if own else empty for own in rows]

@@ -1,0 +1,268 @@
+"""Costs of models and drafters on this machine: kept ones where they still hold, else measured when first asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Generic, Protocol, TypeVar
+
+from truedraft.core.counters import StepRecord
+from truedraft.core.sampling import SamplingParams
+from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target
+from truedraft.costs.store import CostKey, CostStore, drafter_key, target_key
+from truedraft.drafters.base import Drafter
+from truedraft.models.base import LanguageModel
+from truedraft.theory import DraftCost, TargetCost
+
+STEPS = 50
+"""Steps whose median a curve is held to."""
+_PARTED = 0.15
+_SHORT_TARGET, _SHORT_DRAFTER = Effort(1.0, 3, 25), Effort(0.5, 3, 40)
+_SHORT = "short"
+
+
+class _Cost(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+Cost = TypeVar("Cost", bound=_Cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[Cost]):
+    """A cost, and how it came about.
+
+    Attributes:
+        value: the cost.
+        kept: whether it was measured earlier and found in the cache folder.
+        measuring_s: seconds that measuring took now; 0 if it was kept.
+        path: its file, whether or not it could be written.
+        warnings: what was wrong with the file, one sentence each.
+    """
+
+    value: Cost
+    kept: bool
+    measuring_s: float
+    path: Path
+    warnings: tuple[str, ...] = ()
+
+
+def target_cost(
+    model: LanguageModel,
+    *,
+    progress: Progress | None = None,
+    refresh: bool = False,
+    effort: Effort | None = None,
+    store: CostStore | None = None,
+) -> Measured[TargetCost]:
+    """V(rows, contexts) of a model on this machine, in seconds; see `measure_target`.
+
+    Args:
+        model: the target.
+        progress: told after each forward that is measured; not called for a kept cost.
+        refresh: measure although a kept cost would do.
+        effort: how long to measure.
+        store: where costs are kept; None is the user's cache folder.
+
+    Raises:
+        ModelError: the model failed.
+    """
+    return _kept_or_measured(
+        target_key(model),
+        TargetCost.from_dict,
+        lambda: measure_target(model, effort=effort, progress=progress),
+        store or CostStore(),
+        refresh,
+    )
+
+
+def drafter_cost(
+    drafter: Drafter,
+    target: LanguageModel,
+    *,
+    params: SamplingParams | None = None,
+    progress: Progress | None = None,
+    refresh: bool = False,
+    effort: Effort | None = None,
+    store: CostStore | None = None,
+) -> Measured[DraftCost]:
+    """What proposals of a drafter cost on this machine, in seconds; see `measure_drafter`.
+
+    Args:
+        drafter: with its options: others are measured and kept apart.
+        target: that it drafts for.
+        params: sampling options; those that shape the distribution matter. None is greedy.
+        progress: told after each proposal that is measured; not called for a kept cost.
+        refresh: measure although a kept cost would do.
+        effort: how long to measure.
+        store: where costs are kept; None is the user's cache folder.
+
+    Raises:
+        CompositionError: the drafter does not fit the target.
+        DrafterError: the drafter failed.
+    """
+    params = params or SamplingParams()
+    return _kept_or_measured(
+        drafter_key(drafter, target, params),
+        DraftCost.from_dict,
+        lambda: measure_drafter(drafter, target, params=params, effort=effort, progress=progress),
+        store or CostStore(),
+        refresh,
+    )
+
+
+def _kept_or_measured(
+    key: CostKey, parse: Callable[[object], Cost], measure: Callable[[], Cost], store: CostStore, refresh: bool
+) -> Measured[Cost]:
+    found, warning = (None, None) if refresh else store.load(key, parse)
+    if found is not None:
+        return Measured(found, True, 0.0, store.path(key))
+    started = time.perf_counter()
+    cost = measure()
+    seconds = time.perf_counter() - started
+    warnings = (warning, store.save(key, cost.to_dict()))
+    return Measured(cost, False, seconds, store.path(key), tuple(each for each in warnings if each is not None))
+
+
+def kept_target_cost(model: LanguageModel, store: CostStore | None = None) -> TargetCost | None:
+    """What `target_cost` kept for a model on this machine; None where it would have to measure."""
+    return (store or CostStore()).load(target_key(model), TargetCost.from_dict)[0]
+
+
+def judge_target_cost(model: LanguageModel, ratio: float, store: CostStore | None = None) -> None:
+    """Take note that a model's steps take `ratio` times the kept V; see `CostStore.judge`."""
+    (store or CostStore()).judge(target_key(model), ratio, parts(ratio))
+
+
+class StepCosts:
+    """What the steps of a target cost on this machine, found out when it is first asked for.
+
+    V is as given, or the curve that an earlier benchmark kept, or a short one: about a second for a small model, and
+    kept too, but apart, so that it never stands in for a longer measurement. Where V is measured now, so is what
+    drafting costs: both are of one moment.
+
+    Args:
+        target: must not run elsewhere while something is measured.
+        forwards: V, where the caller has it.
+        refresh: measure although kept costs would do.
+        store: where costs are kept; None is the user's cache folder.
+        progress: told after each measurement.
+
+    Attributes:
+        target: as given.
+        measuring_s: seconds that measuring took so far; 0 where all costs were kept.
+        warnings: about kept costs, one sentence each.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        *,
+        forwards: TargetCost | None = None,
+        refresh: bool = False,
+        store: CostStore | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.target = target
+        self.measuring_s = 0.0
+        self.warnings: list[str] = []
+        self._forwards = forwards
+        self._refresh = refresh
+        self._store = store or CostStore()
+        self._short = CostStore(self._store.folder / _SHORT, self._store.clock)
+        self._progress = progress
+        self._drafting: dict[tuple[Drafter, object], DraftCost] = {}
+
+    def forwards(self) -> TargetCost:
+        """V(rows, contexts) of the target, in seconds.
+
+        Raises:
+            ModelError: the model failed.
+        """
+        if self._forwards is None and not self._refresh:
+            self._forwards = kept_target_cost(self.target, self._store)
+        if self._forwards is None:
+            found = target_cost(
+                self.target,
+                effort=_SHORT_TARGET,
+                store=self._short,
+                progress=self._progress,
+                refresh=self._refresh,
+            )
+            self._forwards = self._noted(found)
+            self._refresh = self._refresh or not found.kept
+        return self._forwards
+
+    def drafting(self, drafter: Drafter, params: SamplingParams) -> DraftCost:
+        """Seconds of a drafter's proposals for requests with such options.
+
+        Raises:
+            CompositionError: the drafter does not fit the target.
+            DrafterError: the drafter failed.
+        """
+        self.forwards()  # first, for it says whether kept costs will do
+        key = drafter, (params.law_key, params.coupled)
+        if key not in self._drafting:
+            found = drafter_cost(
+                drafter,
+                self.target,
+                params=params,
+                effort=_SHORT_DRAFTER,
+                store=self._short,
+                progress=self._progress,
+                refresh=self._refresh,
+            )
+            self._drafting[key] = self._noted(found)
+        return self._drafting[key]
+
+    def _noted(self, found: Measured[Cost]) -> Cost:
+        self.measuring_s += found.measuring_s
+        self.warnings += found.warnings
+        return found.value
+
+    def check(self) -> CurveCheck | None:
+        """A listener for `Engine.listeners`: where steps part from V, it is measured again at its next use.
+
+        None on a device, where forwards are only queued and the host does not see what they take.
+        """
+        if self.target.device.type != "cpu":
+            return None
+
+        def tell(ratio: float) -> None:
+            for store in (self._store, self._short):
+                judge_target_cost(self.target, ratio, store)
+
+        return CurveCheck(self.forwards(), tell)
+
+
+class CurveCheck:
+    """Listens to `Engine.listeners` and tells how forwards stand to V, lest a disturbed minute decide for ever.
+
+    Args:
+        forwards: V(rows, contexts), in seconds.
+        tell: given the median of measured / V after every 50 steps without a part of a prompt.
+    """
+
+    def __init__(self, forwards: TargetCost, tell: Callable[[float], None]) -> None:
+        self._forwards = forwards
+        self._tell = tell
+        self._ratios: list[float] = []
+
+    def __call__(self, step: StepRecord) -> None:
+        """A step was made."""
+        expected_s = 0.0 if step.prefill else self._forwards(step.rows, step.contexts)
+        if expected_s <= 0.0:
+            return
+        self._ratios.append(step.target_s / expected_s)
+        if len(self._ratios) == STEPS:
+            ratio = median(self._ratios)
+            self._ratios.clear()
+            self._tell(ratio)
+
+
+def parts(ratio: float) -> bool:
+    """Whether what steps take and what the curve says are too far apart: by more than 15 %, either way."""
+    return not 1.0 / (1.0 + _PARTED) <= ratio <= 1.0 + _PARTED

@@ -1,0 +1,391 @@
+"""Measure what forwards of a target and proposals of a drafter cost, each by itself, without the engine.
+
+Many sizes are measured in turn until the time is up, so that a slow moment of the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import RequestCache
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposals import Proposal
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import chain_shape
+from truedraft.costs.machine import wait_for
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
+from truedraft.errors import DrafterError, OptionError, TruedraftError
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.theory import BatchPoint, DraftCost, DraftPoint, TargetCost
+
+Key = TypeVar("Key", bound=Hashable)
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Called with measurements done, all measurements planned, and a label."""
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXTS = (128, 512, 1024)
+_REQUESTS = (2, 4, 8)
+_PROMPT_TOKENS = 128
+_GROWTH = 256  # tokens after which a new request starts
+_PERIOD = 16
+_ALL_DEPTHS = 8  # beyond these, only every doubling
+_ACCEPTED_SHARES = (0.0, 1.0, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        budget_s: seconds after which no further round starts.
+        least_rounds: that are run whatever they take.
+        most_rounds: after which it is enough.
+
+    Raises:
+        OptionError: a negative budget, or rounds below 1 or out of order.
+    """
+
+    budget_s: float = 6.0
+    least_rounds: int = 3
+    most_rounds: int = 25
+
+    def __post_init__(self) -> None:
+        """Refuse what measures nothing."""
+        if not self.budget_s >= 0.0 or not 1 <= self.least_rounds <= self.most_rounds:
+            raise OptionError(f"0 <= budget_s and 1 <= least_rounds <= most_rounds must hold, got {self}")
+
+
+def in_rounds(
+    keys: Sequence[Key],
+    measure: Callable[[Key, int], None],
+    effort: Effort,
+    progress: Progress | None,
+    label: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Call `measure(key, round)` for all keys, round after round, each round beginning at another key.
+
+    Round -1 comes first, to warm up; its results should be dropped.
+
+    Args:
+        keys: what to measure.
+        measure: measures one and keeps the result itself.
+        effort: when to stop.
+        progress: told after each measurement; when time is up before all rounds are run, the rest counts as done.
+        label: for `progress`.
+        clock: seconds.
+
+    Returns:
+        Rounds that were run, the first not counted.
+    """
+    total = len(keys) * (effort.most_rounds + 1)
+    started = clock()
+    rounds = 0
+    for number in range(-1, effort.most_rounds):
+        if number >= effort.least_rounds and clock() - started > effort.budget_s:
+            break
+        for place in range(len(keys)):
+            measure(keys[(place + number) % len(keys)], number)
+            if progress is not None:
+                progress((number + 1) * len(keys) + place + 1, total, label)
+        rounds = number + 1
+    if progress is not None and rounds < effort.most_rounds:
+        progress(total, total, label)
+    return rounds
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One kind of forward: so many requests with so many rows and cached tokens each."""
+
+    requests: int
+    rows: int
+    context: int
+
+
+@torch.inference_mode()
+def measure_target(
+    model: LanguageModel,
+    *,
+    effort: Effort | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TargetCost:
+    """Time forwards of 1 to 64 rows behind contexts of 128 to 1,024 tokens, and of several requests at once.
+
+    Rows and contexts are cut to the model's context length. Each kind of forward is run once to warm up, then in
+    interleaved rounds; its median counts.
+
+    Args:
+        model: any; it must not run elsewhere at the same time.
+        effort: how long to measure; None takes 8 seconds, and three rounds at least.
+        progress: told after each forward.
+        clock: seconds.
+
+    Raises:
+        ModelError: the model failed.
+    """
+    cells = _cells(model.context_length)
+    times: dict[_Cell, list[float]] = {cell: [] for cell in cells}
+    caches: dict[int, list[RequestCache]] = {}
+    try:
+        for cell in cells:
+            held = caches.setdefault(cell.context, [])
+            while len(held) < cell.requests:
+                held.append(model.new_cache())
+                _fill(model, held[-1], cell.context)
+
+        def measure(cell: _Cell, number: int) -> None:
+            seconds = _forward_s(model, caches[cell.context][: cell.requests], cell.rows, clock)
+            if number >= 0:
+                times[cell].append(seconds)
+
+        in_rounds(cells, measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
+    finally:
+        for cache in (cache for held in caches.values() for cache in held):
+            model.release_cache(cache)
+    alone = {(cell.rows, cell.context): median(times[cell]) for cell in cells if cell.requests == 1}
+    batches = [BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in cells if cell.requests > 1]
+    return TargetCost.fit(alone, batches)
+
+
+def _cells(context_length: int) -> list[_Cell]:
+    """What to measure of a model with so many positions."""
+    rows = [count for count in _ROWS if 2 * count <= context_length] or [1]
+    room = max(1, context_length - rows[-1])
+    contexts = sorted({min(context, room) for context in _CONTEXTS})
+    alone = [_Cell(1, count, context) for context in contexts for count in rows]
+    return alone + [_Cell(count, 1, contexts[0]) for count in _REQUESTS]
+
+
+def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
+    """Give a cache `context` tokens, each a copy of the first: what attention reads does not change its cost.
+
+    A true prefill would cost more than all that is measured.
+    """
+    model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
+    cache.commit((0,))
+    cache.reserve(context - 1)
+    cache.commit(range(context - 1))
+    for keys, values in cache.entries():
+        keys[:, 1:] = keys[:, :1]
+        values[:, 1:] = values[:, :1]
+
+
+def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, clock: Callable[[], float]) -> float:
+    """Seconds of one forward, with logits for every row, as a verification asks for them; nothing is kept."""
+    # Different tokens, for a mixture of experts reads more weights then.
+    segments = [
+        Segment(
+            cache,
+            (torch.arange(rows, device=model.device) + place * rows) * 7919 % model.vocab_size,
+            chain_shape(rows),
+            range(rows),
+        )
+        for place, cache in enumerate(caches)
+    ]
+    wait_for(model.device)
+    started = clock()
+    model.forward(segments)
+    wait_for(model.device)
+    seconds = clock() - started
+    for cache in caches:
+        cache.rollback(cache.length)
+    return seconds
+
+
+@torch.inference_mode()
+def measure_drafter(
+    drafter: Drafter,
+    target: LanguageModel,
+    *,
+    params: SamplingParams | None = None,
+    effort: Effort | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DraftCost:
+    """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.
+
+    The target runs before each proposal, untimed, as it does between two steps: without it, a small draft would be
+    found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters
+    that copy find something. Proposals are accepted in none, all or half of their depth in turn, so the catch-up that
+    follows full acceptance has its share. Each depth is asked for in interleaved rounds; the median counts. A proposal
+    counts for the depth that it has, not the one allowed.
+
+    Args:
+        drafter: must fit the target, and not run elsewhere at the same time.
+        target: names the vocabulary and, for drafters that want them, gives hidden vectors.
+        params: sampling options, for distributions and draws cost time; None is greedy.
+        effort: how long to measure; None takes 4 seconds, and three rounds at least.
+        progress: told after each proposal.
+        clock: seconds.
+
+    Returns:
+        The cost; for a drafter that finds nothing to propose, that of looking.
+
+    Raises:
+        CompositionError: the drafter does not fit the target.
+        DrafterError: the drafter failed.
+    """
+    drafter.check(target)
+    if drafter.limits.is_zero:
+        return DraftCost(())
+    found: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
+    rehearsal = _Rehearsal(drafter, target, params or SamplingParams(), clock)
+
+    def measure(depth: int, number: int) -> None:
+        proposal, seconds = rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
+        if number >= 0:
+            found.setdefault(proposal.tree.shape.depth, []).append((len(proposal.tree), seconds))
+
+    try:
+        depths = _depths(min(drafter.limits.depth, rehearsal.most_depth))
+        in_rounds(depths, measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock)
+    except TruedraftError:
+        raise
+    except Exception as error:
+        raise DrafterError(
+            f"drafter {drafter.name!r} failed while its cost was measured ({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        rehearsal.close()
+    return DraftCost(_points(found))
+
+
+def _depths(limit: int) -> list[int]:
+    """Depths to measure: all small ones, then every doubling, and the limit."""
+    depths = set(range(1, min(limit, _ALL_DEPTHS) + 1)) | {limit}
+    depth = 2 * _ALL_DEPTHS
+    while depth < limit:
+        depths.add(depth)
+        depth *= 2
+    return sorted(depths)
+
+
+def _points(found: dict[int, list[tuple[int, float]]]) -> tuple[DraftPoint, ...]:
+    """Medians by depth; empty proposals count only if there were no others."""
+    drafted = sorted(depth for depth in found if depth > 0) or [0]
+    points = []
+    for depth in drafted:
+        nodes = round(median(nodes for nodes, _ in found[depth]))
+        points.append(DraftPoint(max(1, depth), max(1, nodes), median(seconds for _, seconds in found[depth])))
+    return tuple(points)
+
+
+class _Rehearsal:
+    """A request that lives through steps as in the engine, with made-up verdicts.
+
+    Args:
+        drafter: is told of it.
+        target: gives hidden vectors once, if the drafter wants them.
+        params: of the request.
+        clock: seconds.
+
+    Attributes:
+        most_depth: the deepest proposal that fits into the context.
+    """
+
+    def __init__(
+        self, drafter: Drafter, target: LanguageModel, params: SamplingParams, clock: Callable[[], float]
+    ) -> None:
+        self._drafter = drafter
+        self._target = target
+        self._params = params
+        self._clock = clock
+        own = getattr(drafter, "model", None)
+        context = min(target.context_length, own.context_length if isinstance(own, LanguageModel) else 1 << 62)
+        self._prompt = max(1, min(_PROMPT_TOKENS, context // 2))
+        # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
+        self._limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
+        self.most_depth = self._limit - self._prompt - 3
+        self._vector = _last_hidden(target) if drafter.features is not None else None
+        self._between = target.new_cache()
+        self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
+        self._begun = 0
+        self._steps = 0
+        self._request: DraftRequest | None = None
+        self._seen: list[int] = []  # its tokens
+
+    def step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
+        """One step; returns the proposal and the seconds that the drafter took."""
+        with self._target.stepping():
+            return self._step(depth, accepted_share)
+
+    def _step(self, depth: int, accepted_share: float) -> tuple[Proposal, float]:
+        request = self._request
+        if request is None or len(request.tokens) + depth + 1 > self._limit:
+            request = self._start()
+        limits = self._drafter.limits
+        budget = Budget(depth, limits.width, limits.nodes, limits.min_probability)
+        noise = KeyedNoise(0, len(request.tokens), self._steps, greedy=self._params.greedy)
+        self._steps += 1
+        self._run_target()
+        started = self._now()
+        proposal = self._drafter.propose([request], [budget], [noise])[0]
+        proposed_s = self._now() - started
+        shape = proposal.tree.shape
+        longest = shape.path(shape.depths.index(shape.depth)) if len(shape) else ()
+        path = longest[: round(accepted_share * len(longest))]
+        tokens = (*(proposal.tree.token_list[node] for node in path), self._text(len(request.tokens) + len(path)))
+        return proposal, proposed_s + self._observe(request, StepOutcome(proposal, path, tokens, self._vector))
+
+    def _run_target(self) -> None:
+        """As between two proposals: the target's weights then fill the processor's caches, and the draft's are gone."""
+        self._target.forward([Segment(self._between, self._tokens, chain_shape(1), (0,))])
+        self._between.commit(())
+
+    def _start(self) -> DraftRequest:
+        """A new request, its prompt read and its first proposal made: that one reads the prompt too."""
+        self.end()
+        self._begun += 1
+        # The engine counts its requests up from 0; two of them may share a drafter.
+        self._seen = [self._text(place) for place in range(self._prompt)]
+        request = DraftRequest(-self._begun, self._params, TokenView(self._seen))
+        self._request = request
+        self._drafter.begin(request)
+        nothing = Proposal.empty()
+        self._observe(request, StepOutcome(nothing, (), (self._text(self._prompt),), self._vector))
+        self.step(1, 0.0)
+        return request
+
+    def _observe(self, request: DraftRequest, outcome: StepOutcome) -> float:
+        self._seen.extend(outcome.tokens)
+        started = self._now()
+        self._drafter.observe([request], [outcome])
+        return self._now() - started
+
+    def _text(self, place: int) -> int:
+        """The token at a place of a text that repeats itself."""
+        return (place % _PERIOD * 7919 + 1) % self._target.vocab_size
+
+    def _now(self) -> float:
+        wait_for(self._target.device)
+        return self._clock()
+
+    def end(self) -> None:
+        """The request is over."""
+        request, self._request = self._request, None
+        if request is not None:
+            self._drafter.end(request)
+
+    def close(self) -> None:
+        """The rehearsal is over."""
+        self.end()
+        self._target.release_cache(self._between)
+
+
+def _last_hidden(target: LanguageModel) -> Tensor:
+    """A vector `[1, width]` that entered the target's LM head."""
+    cache = target.new_cache()
+    token = torch.zeros(1, dtype=torch.int64, device=target.device)
+    hidden = target.forward([Segment(cache, token, chain_shape(1), (0,))]).hidden
+    target.release_cache(cache)
+    return hidden

@@ -1,0 +1,107 @@
+"""What runs a packed forward: the model's own modules, or a faster loop over the same weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from truedraft.cache import CachePool
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.base import HeadRun, Segment
+from truedraft.models.packing import ForwardPlan
+from truedraft.models.ranking import Likeliest
+
+
+class Backend(ABC):
+    """Computes a packed forward of one loaded model. One forward runs at a time.
+
+    Attributes:
+        fast_paths: what is switched on beyond the plain forward, in words, for reports.
+        least_rows: plans are padded to this many tokens and rows, for kernels treat very short products differently
+            and a row must not depend on how many share its forward (DESIGN section 2, row invariance).
+        any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
+            changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
+        own_threads: whether forwards run on threads that are not torch's.
+    """
+
+    fast_paths: tuple[str, ...]
+    least_rows: int
+    any_threads: bool = False
+    own_threads: bool = False
+
+    def new_pool(self, limit: int) -> CachePool:
+        """Where the model's requests get their caches; called once.
+
+        Args:
+            limit: tokens of one request (the model's context).
+        """
+        return CachePool(limit)
+
+    def forward(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Reserve room in the segments' caches, lay the segments out, and run them.
+
+        Args:
+            segments: the requests' shares of the forward.
+            device: of the model.
+
+        Returns:
+            Logits `[rows, ids]` of the wanted rows, padded ids of the embedding included, and the vectors
+            `[rows, width]` that entered the LM head.
+        """
+        plan = ForwardPlan.of(segments, device, self.least_rows)
+        logits, hidden = self.run(plan)
+        return logits[: plan.wanted], hidden[: plan.wanted]
+
+    @abstractmethod
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        """Run the plan.
+
+        Returns:
+            Logits `[rows, ids]` of the plan's rows, padded ids of the embedding included, and the vectors
+            `[rows, width]` that entered the LM head; both with the plan's padding.
+        """
+
+    @abstractmethod
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """What the LM head alone makes of vectors, without what the model does to its logits afterwards.
+
+        Args:
+            vectors: `[rows, up to width]`, in the model's dtype; entries behind those that are given are zeros.
+
+        Returns:
+            `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
+        """
+
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+        """Of the first `vocab` ids the likeliest `[rows, count]` by `factor` times the logits of `unembed`.
+
+        A row does not depend on the others.
+        """
+        return Likeliest.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
+
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
+        """Residual heads that end in the LM head, where the backend runs them faster than by `likeliest`; else None.
+
+        A row's guesses depend on it alone.
+
+        Args:
+            blocks: the linear layers of each head, as many of each, each as wide as it reads; their weights are copied.
+            vocab: ids that exist.
+            factor: what the model multiplies its logits by.
+        """
+        return None
+
+    def _whole_rows(self, vectors: Tensor, width: int) -> Tensor:
+        """The vectors with zeros up to the LM head's width, and with rows up to `least_rows`."""
+        rows, given = vectors.shape
+        return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
+
+
+BackendMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Backend]
+"""Makes a backend from a loaded model and the pattern of each of its attention calls."""

@@ -1,0 +1,70 @@
+"""One loop over the layers of Llama-like decoders, from the loaded model's own weights.
+
+A small model costs more in the host's work between products than in the products (docs/performance.md), so products
+of one input are fused, the residual is added inside the product, rotary positions come from a table, and no module
+is called on the way. The result is the model's own up to rounding, which the check at load holds it to.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.backends.base import Backend
+from truedraft.models.llama import Llama
+from truedraft.models.packed_linear import PackedLinear, can_pack, fuse
+from truedraft.models.packing import ForwardPlan
+
+
+class FusedBackend(Backend):
+    """Runs the layers of a known family in one loop; see the module's docstring.
+
+    Args:
+        llama: one that `fits`. Its linear weights are packed and freed, so it can only be run through this.
+    """
+
+    def __init__(self, llama: Llama) -> None:
+        self._embedding = llama.embedding
+        self._rotary = llama.rotary
+        self._layers = [layer.with_products(fuse) for layer in llama.layers]
+        self._scorings = [Scoring(layer.scaling) for layer in llama.layers]
+        self._norm = llama.norm
+        self._lm_head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
+        self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
+        self.any_threads = True
+        self.fast_paths = ("packed weights", "fused projections", "one loop over the layers", "tabulated positions")
+
+    @staticmethod
+    def fits(llama: Llama) -> bool:
+        """Whether a decoder is in a dtype and on a device that this loop is for."""
+        return can_pack(llama.device, llama.dtype)
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        self._rotary.reach(plan.furthest)
+        rotation = self._rotary.at(plan.positions[0])
+        x = embedding(plan.tokens[0], self._embedding)  # [total, width]
+        for call, (layer, scoring) in enumerate(zip(self._layers, self._scorings, strict=True)):
+            x = layer.run(x, rotation, partial(_attend, plan, call, layer.pattern, scoring))
+        hidden = self._norm(x.index_select(0, plan.rows))  # [wanted, width]
+        return self._lm_head(hidden), hidden
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        return self._lm_head(self._whole_rows(vectors, self._lm_head.in_features))[: len(vectors)]
+
+
+def _attend(
+    plan: ForwardPlan,
+    call: int,
+    pattern: AttentionPattern,
+    scoring: Scoring,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """One layer's attention; see `llama.Attend`."""
+    by_head = (each.transpose(0, 1) for each in (query, key, value))  # [heads, total, head]
+    return plan.attend(call, pattern, scoring, *by_head).reshape(len(query), -1)

@@ -1,0 +1,250 @@
+"""Forwards of Llama-like decoders as CUDA graphs, recorded once for each bucket of shapes and replayed.
+
+The backend says which requests run together; `batch` rounds their shape up to a bucket and carries the few numbers of
+a forward to addresses that stay; `Decoder` is the forward, a function of those addresses alone; `replay` runs it as
+it is, or records and replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+
+from truedraft.cache import CachePool
+from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
+from truedraft.errors import CacheError
+from truedraft.models.backends.base import Backend
+from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
+from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, Recorder, Runner
+from truedraft.models.base import Segment
+from truedraft.models.llama import Linears, Llama
+from truedraft.models.packing import ForwardPlan
+
+_MOST_SHARED_TOKENS = 64
+
+
+class GraphBackend(Backend):
+    """Runs Llama-like decoders on a GPU: a step's forward is one replay of a CUDA graph.
+
+    Segments of up to 64 tokens run together, padded to a bucket. Longer ones, which are parts of prompts, are bound
+    by arithmetic, so each runs by itself, unpadded and unrecorded, by the same function. A forward copies one block
+    of numbers and the tokens to the device, and waits for nothing.
+
+    Rows of one bucket run through the same kernels. Rows of different buckets may differ by rounding, so tokens with
+    and without speculation may differ where two logits nearly tie; a report prints such places. A key that is NaN or
+    infinite makes every row of its own request NaN in that forward, not only its descendants: kernels multiply what is
+    masked with 0. Later forwards do not see it once it was rolled back.
+
+    Args:
+        llama: one that `fits`. Its model stays usable, as views of weights that were merged; none is there twice.
+        recorder: makes the recordings; None is CUDA graphs on a CUDA device, and no recording elsewhere.
+    """
+
+    def __init__(self, llama: Llama, recorder: Recorder | None = None) -> None:
+        self._device, self._dtype = llama.device, llama.dtype
+        self._decoder = Decoder(llama)
+        self._arena = self._new_arena(0)  # without a slot, until a pool is asked for
+        if recorder is None and self._device.type == "cuda":
+            recorder = CudaGraphs(self._device)
+        self._runner = Runner(self._forward, self._inputs, recorder)
+        self.least_rows = 1
+        self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one slab of keys")
+        if isinstance(recorder, CudaGraphs):
+            self.fast_paths = ("CUDA graphs", *self.fast_paths)
+
+    @staticmethod
+    def fits(llama: Llama) -> bool:
+        """Whether a decoder's layers are all of one shape, so that they share an arena, and rotate whole heads."""
+        heads = {(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}
+        return len(heads) == 1 and llama.rotary.width == llama.layers[0].head
+
+    @property
+    def arena(self) -> Arena:
+        """Where keys and values of all requests lie."""
+        return self._arena
+
+    def _new_arena(self, limit: int) -> Arena:
+        return Arena(*self._decoder.arena_shape, self._dtype, self._device, limit)
+
+    def new_pool(self, limit: int) -> CachePool:
+        self._arena = self._new_arena(limit)
+        return ArenaPool(self._arena, limit)
+
+    def forward(self, segments: Sequence[Segment], device: torch.device) -> Outputs:
+        for segment in segments:
+            segment.cache.reserve(len(segment.shape), segment.written)
+        arena = self._arena
+        with arena.lock:
+            arena.close_gaps()
+            self._decoder.reach(arena.capacity)
+            placed = [PlacedSegment(segment, self._slot_of(segment)) for segment in segments]
+            for part in placed:
+                arena.clean(part.slot, part.end)
+            return self._run(placed)
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        """Run a plan that was made elsewhere, of which only the segments are used."""
+        return self.forward([part.segment for part in plan.segments], self._device)
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        return self._decoder.unembed(vectors)
+
+    def _run(self, placed: Sequence[PlacedSegment]) -> Outputs:
+        """Rows of all segments, in their order."""
+        arena, patterns = self._arena, self._decoder.patterns
+        short = [part for part in placed if part.count <= _MOST_SHARED_TOKENS]
+        if len(short) == len(placed):
+            return self._runner.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
+        rows: dict[int, Outputs] = {}  # by slot
+        for part in placed:
+            if part.count > _MOST_SHARED_TOKENS:
+                rows[part.slot] = self._runner.run_once(ArenaBatch.lone(part, arena.capacity, patterns))
+        if short:
+            logits, hidden = self._runner.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
+            counts = [len(part.segment.rows) for part in short]
+            each = zip(logits.split(counts), hidden.split(counts), strict=True)
+            rows.update(zip([part.slot for part in short], each, strict=True))
+        logits, hidden = (torch.cat(parts) for parts in zip(*(rows[part.slot] for part in placed), strict=True))
+        return logits, hidden
+
+    def _slot_of(self, segment: Segment) -> int:
+        cache = segment.cache
+        if not isinstance(cache, ArenaCache) or cache.arena is not self._arena:
+            raise CacheError("this cache was made by another model; take one with this model's new_cache()")
+        return cache.place
+
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, len(self._decoder.patterns), self._arena.nowhere, self._device)
+
+    def _forward(self, inputs: Inputs) -> Outputs:
+        return self._decoder.forward(inputs, self._arena)
+
+
+class Decoder:
+    """A loaded decoder over an arena, as a function of fixed addresses: nothing in it waits for the device.
+
+    Which operations run depends on the bucket alone, never on a number in it, so it can be recorded as a CUDA graph.
+    Weights stay where they are, or move once into a common block of which the model's own layers become views.
+
+    Args:
+        llama: one that `GraphBackend` fits.
+
+    Attributes:
+        patterns: the different ones of its layers.
+        arena_shape: attention calls, key/value heads and width of a head, as an `Arena` wants them.
+    """
+
+    def __init__(self, llama: Llama) -> None:
+        self.patterns = llama.patterns
+        self._embedding = llama.embedding
+        self._rotary = llama.rotary
+        self._layers = [layer.with_products(_Product.of) for layer in llama.layers]
+        self._norm = llama.norm
+        self._lm_head = _Product.of((llama.lm_head,))
+        first = llama.layers[0]
+        self._group = first.heads // first.kv_heads
+        self.arena_shape = (len(llama.layers), first.kv_heads, first.head)
+
+    def reach(self, positions: int) -> None:
+        """Make the table of positions hold so many; it moves when it grows."""
+        self._rotary.reach(positions - 1)
+
+    def forward(self, inputs: Inputs, arena: Arena) -> Outputs:
+        """One forward.
+
+        Args:
+            inputs: loaded.
+            arena: keys and values, with room for the new tokens, clean behind them.
+
+        Returns:
+            Logits `[wanted, ids]` and the vectors `[wanted, width]` that enter the LM head, padding included.
+        """
+        numbers = inputs.numbers
+        x = embedding(numbers.tokens.index_select(0, numbers.source), self._embedding)  # [rows, width]
+        rotation = self._rotary.at(numbers.positions)
+        masks = {
+            pattern: additive_mask(visible(inputs, number), self._group, x.dtype)
+            for number, pattern in enumerate(self.patterns)
+        }
+        for call, layer in enumerate(self._layers):
+            x = layer.run(x, rotation, partial(_attend, arena, call, inputs, masks[layer.pattern], layer.scaling))
+        hidden = self._norm(x.index_select(0, numbers.wanted))
+        return self._lm_head(hidden), hidden
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`, whose further entries are zeros."""
+        return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """`x W^T + b`; see `llama.Product`."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layers: Linears) -> _Product:
+        """The outputs of several layers of one input, one behind another, without a second copy of their weights."""
+        if len(layers) == 1:
+            bias = layers[0].bias
+            return cls(layers[0].weight.detach(), None if bias is None else bias.detach())
+        return cls(*_merged(layers))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual`, to which the product was added in one kernel."""
+        residual.addmm_(x, self.weight.t())
+        return residual if self.bias is None else residual.add_(self.bias)
+
+
+def _merged(layers: Linears) -> tuple[Tensor, Tensor | None]:
+    """One block for the weights of several layers, and one for their biases; the layers' own become views of it."""
+    counts = [layer.out_features for layer in layers]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    for layer, part in zip(layers, weight.split(counts), strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    if all(layer.bias is None for layer in layers):
+        return weight, None
+    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+    return weight, torch.cat(biases)
+
+
+def _attend(
+    arena: Arena, call: int, inputs: Inputs, mask: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attention of all requests at once, over an arena that takes the new keys and values.
+
+    Query heads that share a key head are rows of one product: no kernel need know of groups, and keys are read once
+    for all of them.
+
+    Args:
+        arena: keys and values of all requests.
+        call: which attention call of the forward this is.
+        inputs: where the new tokens go.
+        mask: `[requests, 1, tokens * group, span]`, added to the scores.
+        scaling: factor on the products.
+        query: `[requests * tokens, heads, head]`.
+        key: `[requests * tokens, kv_heads, head]`.
+        value: likewise.
+
+    Returns:
+        `[requests * tokens, heads * head]`.
+    """
+    for rows, new in zip(arena.rows(call), (key, value), strict=True):
+        rows.index_copy_(0, inputs.numbers.target, new)
+    bucket = inputs.bucket
+    slots = slice(bucket.slot, bucket.slot + bucket.requests)
+    keys, values = (each[slots, : bucket.span].transpose(1, 2) for each in arena.entries(call))
+    requests, kv_heads, _, head = keys.shape
+    group = query.shape[1] // kv_heads
+    rows = query.view(requests, -1, kv_heads, group, head).transpose(1, 2).reshape(requests, kv_heads, -1, head)
+    mixed = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return mixed.reshape(requests, kv_heads, -1, group, head).transpose(1, 2).reshape(query.shape[0], -1)

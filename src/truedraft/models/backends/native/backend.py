@@ -1,0 +1,345 @@
+"""A packed forward as one call of the native library, and its LM head alone, with residual heads before it or not."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+
+from truedraft.cache import RequestCache
+from truedraft.core.trees import TreeShape
+from truedraft.errors import CacheError, ModelError
+from truedraft.models.attention import Full
+from truedraft.models.backends.base import Backend
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.memory import (
+    LANES,
+    UNIT,
+    CAsked,
+    CBatch,
+    CHeads,
+    CLayer,
+    CLinear,
+    CModel,
+    CSegment,
+    Scratch,
+    Weights,
+    interleaved,
+    padded_bias,
+)
+from truedraft.models.base import HeadRun
+from truedraft.models.llama import Linears, Llama, LlamaLayer
+from truedraft.models.packed_linear import release
+from truedraft.models.packing import ForwardPlan, SegmentPlan
+from truedraft.models.ranking import Likeliest
+from truedraft.models.threads import forward_threads
+
+_CPU = torch.device("cpu")
+_MOST_HEAD = 256
+_NO_BLOCKS = (CLinear * 0)()
+
+
+class NativeBackend(Backend):
+    """Runs a Llama-like decoder by decoder.c, from the loaded model's own weights, which are freed.
+
+    Rows do not depend on each other, to the last bit, whatever their number, so nothing is padded.
+
+    Args:
+        llama: one that `fits`.
+    """
+
+    def __init__(self, llama: Llama) -> None:
+        library = built(llama.dtype).library
+        assert library is not None
+        self._forward = library.truedraft_forward
+        self._forward.restype = ctypes.c_int
+        self._dtype = llama.dtype
+        self._weights = Weights()
+        self._rotary = llama.rotary
+        self._patterns = llama.patterns
+        self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
+        self._model = model = _model(llama, self._weights)
+        self._width, self._vocab = model.width, model.lm_head.outputs
+        self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
+        self._scratch = Scratch(library, llama.dtype, model.stride)
+        self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
+        self.least_rows = 1
+        self.own_threads = True
+        self.fast_paths = ("native forward", "packed weights")
+
+    def __del__(self) -> None:
+        """The weights may go when no thread is late with a forward that is long over."""
+        if hasattr(self, "_scratch"):
+            self._scratch.settle()
+
+    @staticmethod
+    def fits(llama: Llama) -> bool:
+        """Whether a decoder is of sizes that decoder.c is for, and the machine could compile it."""
+        layer = llama.layers[0]
+        sizes = (llama.embedding.shape[1], layer.gate_up[0].out_features, layer.head // 2)
+        return (
+            llama.device.type == "cpu"
+            and llama.uniform  # the addresses of decoder.c would miss in other layers
+            and all(size % LANES == 0 for size in sizes)
+            and layer.head % 2 == 0
+            and layer.head <= _MOST_HEAD
+            and llama.rotary.width == layer.head
+            and all(layer.activation is silu for layer in llama.layers)
+            and built(llama.dtype).library is not None
+        )
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        tokens = plan.tokens
+        if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
+            tokens = tokens.to(torch.int64).contiguous()
+        total, wanted = tokens.shape[1], len(plan.rows)
+        positions = plan.positions[0]
+        self._rotary.reach(plan.furthest)
+        first = self._first_visible(plan)
+        trees = [_slots_of(part) for part in plan.segments]  # held, for `_own_slots` may forget them meanwhile
+        segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
+        keys = max(part.length + len(part.segment.shape) for part in plan.segments)
+        threads = forward_threads()
+        batch = CBatch(
+            total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
+            self._rotary.table.data_ptr(), first.data_ptr(), segments,
+        )  # fmt: skip
+        logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
+        hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
+        scratch = self._scratch.of(max(total, wanted), keys, threads)
+        refused = self._forward(
+            ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
+            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
+        )  # fmt: skip
+        if refused:
+            reasons = (
+                f"a token id is outside 0 to {self._model.embedded - 1}; use ids of this model",
+                f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
+            )
+            raise ModelError(reasons[refused - 1])
+        return logits[:, : self._vocab], hidden
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        return self._lm_head.logits(vectors)
+
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+        return self._lm_head.likeliest(vectors, count, vocab, factor)
+
+    def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
+        if blocks[0][0].in_features % LANES:
+            return None
+        return NativeHeads(self._lm_head, blocks, vocab, factor).likeliest
+
+    def _first_visible(self, plan: ForwardPlan) -> Tensor:
+        """`[patterns, rows]`: the first position that each row may see."""
+        if self._patterns == (Full(),):
+            return torch.zeros_like(plan.positions)
+        positions = plan.positions[0].tolist()
+        first = [[max(0, pattern.first(position)) for position in positions] for pattern in self._patterns]
+        return torch.tensor(first, device=_CPU)
+
+    def _segment(self, part: SegmentPlan, own: tuple[Tensor, Tensor] | None) -> CSegment:
+        segment = part.segment
+        buffers = self._buffers(segment.cache)
+        return CSegment(
+            part.start, part.count, part.length, segment.written, segment.cache.capacity,
+            ctypes.addressof(buffers.keys), ctypes.addressof(buffers.values),
+            None if own is None else own[0].data_ptr(), None if own is None else own[1].data_ptr(),
+        )  # fmt: skip
+
+    def _buffers(self, cache: RequestCache) -> _Buffers:
+        """Addresses of a cache's buffers; they change only when it grows."""
+        buffers = self._caches.get(cache)
+        if buffers is None or buffers.capacity != cache.capacity:
+            buffers = self._caches[cache] = _Buffers(cache, *self._cache_shape, self._dtype)
+        return buffers
+
+
+def _model(llama: Llama, weights: Weights) -> CModel:
+    """The structure of a decoder, whose linear weights are freed; `weights` keeps what it points to."""
+    first, width = llama.layers[0], llama.embedding.shape[1]
+    inner = first.gate_up[0].out_features
+    widest = max(width, (first.heads + 2 * first.kv_heads) * first.head, inner)
+    patterns = llama.patterns
+    layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
+    lm_head = weights.linear(llama.lm_head.weight, padded_bias([llama.lm_head]))
+    if not llama.tied:
+        release(llama.lm_head)
+    return CModel(
+        width, first.heads, first.kv_heads, first.head, inner, len(layers), -(-widest // UNIT) * UNIT,
+        len(llama.embedding), weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps,
+        lm_head, (CLayer * len(layers))(*layers),
+    )  # fmt: skip
+
+
+def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer:
+    query_norm, key_norm = layer.query_norm, layer.key_norm
+    return CLayer(
+        weights.keep(layer.before_attention.weight),
+        weights.keep(layer.before_mlp.weight),
+        None if query_norm is None else weights.keep(query_norm.weight),
+        None if key_norm is None else weights.keep(key_norm.weight),
+        _linear(layer.qkv, weights),
+        _linear(layer.out, weights),
+        _gate_up(layer.gate_up, weights),
+        _linear(layer.down, weights),
+        layer.before_attention.eps,
+        layer.before_mlp.eps,
+        0.0 if query_norm is None else query_norm.eps,
+        layer.scaling,
+        pattern,
+    )
+
+
+def _linear(layers: Linears, weights: Weights) -> CLinear:
+    """Layers of one input, one behind another."""
+    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+    made = weights.linear(weight, padded_bias(layers))
+    for layer in layers:
+        release(layer)
+    return made
+
+
+def _gate_up(layers: Linears, weights: Weights) -> CLinear:
+    gate, up = layers
+    bias = padded_bias(layers)
+    if bias is not None:
+        inner = gate.out_features
+        turns = interleaved(bias[:inner, None], bias[inner : 2 * inner, None]).flatten()
+        bias = torch.cat([turns, turns.new_zeros(-len(turns) % UNIT)])
+    made = weights.linear(interleaved(gate.weight.detach(), up.weight.detach()), bias)
+    for layer in layers:
+        release(layer)
+    return made
+
+
+class _Buffers:
+    """Where the keys and values of one request lie, for every layer."""
+
+    def __init__(
+        self, cache: RequestCache, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
+    ) -> None:
+        keys, values = cache.buffers(calls, kv_heads, key_width, value_width, dtype)
+        sizes = ((kv_heads, key_width, cache.capacity), (kv_heads, cache.capacity, value_width))
+        there = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for k, v in zip(keys, values, strict=True)}
+        if len(keys) != calls or there != {(*sizes, dtype, dtype)}:
+            raise CacheError("a cache of another model was given; make it by this model's new_cache")
+        self.capacity = cache.capacity
+        self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
+        self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
+
+
+def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
+    segment = part.segment
+    return None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
+
+
+@lru_cache(maxsize=4096)
+def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
+    """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
+
+    Worked example: parents (-1, 0, 0, 2) with nothing written give the paths 0; 0, 1; 0, 2; 0, 2, 3, so starts
+    0, 1, 3, 5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
+    """
+    paths = [shape.path(node) for node in range(written, len(shape))]
+    starts = [0]
+    for path in paths:
+        starts.append(starts[-1] + len(path))
+    slots = [node for path in paths for node in path]
+    return torch.tensor(starts, dtype=torch.int32, device=_CPU), torch.tensor(slots, dtype=torch.int32, device=_CPU)
+
+
+class NativeLmHead:
+    """The packed LM head of a model, as a function of its own. One call runs at a time.
+
+    Args:
+        library: decoder.c, compiled.
+        model: the structure that holds the LM head.
+        dtype: of the model.
+        scratch: that the model's forwards use.
+    """
+
+    def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
+        self._run = library.truedraft_heads
+        self._run.restype = None
+        self._model = model
+        self.dtype = dtype
+        self._scratch = scratch
+        self._alone: dict[int, CHeads] = {}  # the LM head without heads, by how many of its inputs are read
+
+    def logits(self, vectors: Tensor) -> Tensor:
+        """Logits `[rows, ids]` for vectors `[rows, width]`; entries behind those that are given are zeros."""
+        return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0, 1.0)[0]
+
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+        """Of the first `vocab` ids the likeliest `[rows, count]`, where the model multiplies its logits by `factor`."""
+        return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
+
+    def _without_heads(self, width: int) -> CHeads:
+        if width not in self._alone:
+            self._alone[width] = self.heads(width, _NO_BLOCKS, 0, 1)
+        return self._alone[width]
+
+    def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
+        """The structure of heads that read `width` numbers and end in the LM head; keeps what it points to alive."""
+        head = self._model.lm_head
+        cells = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
+        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells)
+        return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
+
+    def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, Likeliest]:
+        """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the likeliest ids `[heads * rows, count]`."""
+        rows, outputs = len(hidden), self._model.lm_head.outputs
+        hidden = hidden.to(self.dtype)
+        hidden = (
+            pad(hidden, (0, heads.wide - hidden.shape[1])) if heads.wide != hidden.shape[1] else hidden.contiguous()
+        )
+        total, threads = heads.used * rows, forward_threads()
+        logits = torch.empty(total, -(-outputs // UNIT) * UNIT, dtype=self.dtype, device=_CPU)
+        values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
+        ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
+        memory = (each.data_ptr() for each in (hidden, logits, values, ids))
+        asked = CAsked(rows, vocab, count, factor, *memory)
+        scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
+        self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
+        return logits[:, :outputs], Likeliest(ids, values)
+
+    def settle(self) -> None:
+        """Return when no thread reads weights; see `Scratch.settle`."""
+        self._scratch.settle()
+
+
+class NativeHeads:
+    """Residual heads with packed weights, before a model's LM head.
+
+    Args:
+        lm_head: that they end in.
+        blocks: the linear layers of each head, as many of each, each as wide as it reads.
+        vocab: ids that exist.
+        factor: what the model multiplies its logits by.
+    """
+
+    def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
+        self._lm_head = lm_head
+        self._vocab, self._factor = vocab, factor
+        self._weights = weights = Weights()
+        width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
+        in_order = [head[layer] for layer in range(layers) for head in blocks]
+        made = [weights.linear(each.weight.to(_CPU, lm_head.dtype), padded_bias([each])) for each in in_order]
+        self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
+
+    def __del__(self) -> None:
+        """The weights may go when no thread is late with a run that is long over."""
+        if hasattr(self, "_heads"):
+            self._lm_head.settle()
+
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+        """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads for vectors `[rows, width]`."""
+        self._heads.used = depth
+        return self._lm_head.run(self._heads, hidden, ranks, self._vocab, self._factor)[1].view(depth, len(hidden))

@@ -1,0 +1,271 @@
+"""What decoder.c reads and writes: its structures, weights in the order in which it reads them, and scratch memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LANES = 16
+UNIT = 64
+"""Outputs of a layer are padded with zeros to a multiple of this."""
+
+_CPU = torch.device("cpu")
+_TILE = 8
+_MOST_THREADS = 128  # that team.h uses
+
+# The structures of decoder.c, field by field in its order.
+
+
+class CLinear(Structure):
+    """A linear layer with packed weights."""
+
+    _fields_ = (
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("read", c_int64),
+    )
+
+
+class CLayer(Structure):
+    """A decoder layer."""
+
+    _fields_ = (
+        ("before_attention", c_void_p),
+        ("before_mlp", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", CLinear),
+        ("out", CLinear),
+        ("gate_up", CLinear),
+        ("down", CLinear),
+        ("attention_eps", c_float),
+        ("mlp_eps", c_float),
+        ("head_eps", c_float),
+        ("scaling", c_float),
+        ("pattern", c_int64),
+    )
+
+
+class CModel(Structure):
+    """A whole model."""
+
+    _fields_ = (
+        ("width", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head", c_int64),
+        ("inner", c_int64),
+        ("layers", c_int64),
+        ("stride", c_int64),
+        ("embedded", c_int64),
+        ("embedding", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("lm_head", CLinear),
+        ("layer", POINTER(CLayer)),
+    )
+
+
+class CSegment(Structure):
+    """One request's share of a forward."""
+
+    _fields_ = (
+        ("start", c_int64),
+        ("count", c_int64),
+        ("length", c_int64),
+        ("written", c_int64),
+        ("capacity", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("own_start", c_void_p),
+        ("own", c_void_p),
+    )
+
+
+class CBatch(Structure):
+    """A packed forward."""
+
+    _fields_ = (
+        ("total", c_int64),
+        ("segments", c_int64),
+        ("wanted", c_int64),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("rows", c_void_p),
+        ("rotary", c_void_p),
+        ("first", c_void_p),
+        ("segment", POINTER(CSegment)),
+    )
+
+
+class CScratch(Structure):
+    """Memory for numbers on the way."""
+
+    _fields_ = (
+        ("stream", c_void_p),
+        ("projected", c_void_p),
+        ("mixed", c_void_p),
+        ("active", c_void_p),
+        ("fetched", c_void_p),
+        ("inputs", c_void_p),
+        ("scores", c_void_p),
+        ("slots", c_void_p),
+        ("rows", c_int64),
+        ("keys", c_int64),
+    )
+
+
+class CHeads(Structure):
+    """Residual heads that end in the LM head."""
+
+    _fields_ = (
+        ("lm_head", POINTER(CLinear)),
+        ("block", POINTER(CLinear)),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("used", c_int64),
+        ("wide", c_int64),
+    )
+
+
+class CAsked(Structure):
+    """What is asked of heads."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("ranks", c_int64),
+        ("factor", c_double),
+        ("hidden", c_void_p),
+        ("logits", c_void_p),
+        ("values", c_void_p),
+        ("ids", c_void_p),
+    )
+
+
+class Weights:
+    """Tensors whose addresses structures hold; they stay as long as this does."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> int:
+        """The address of a tensor, which is kept."""
+        self._kept.append(tensor.detach().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> CLinear:
+        """A linear layer from a weight `[out, in]`, which is packed, and a bias as `padded_bias` makes it."""
+        outputs, inputs = weight.shape
+        cells = self.keep(packed(weight.detach()))
+        return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs)
+
+
+def packed(weight: Tensor) -> Tensor:
+    """A weight `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
+
+    A cell is one input in float32 and two neighbouring ones in bfloat16, which is what the processor multiplies at a
+    time. Worked example in float32: entry (17, 3) of the weight lies at block 1, cell 3, output 1.
+    """
+    outputs, inputs = weight.shape
+    per_cell = 2 if weight.dtype is torch.bfloat16 else 1
+    blocks = -(-outputs // UNIT) * (UNIT // LANES)
+    target = _huge(blocks * LANES * inputs, weight.dtype).view(blocks, inputs // per_cell, LANES, per_cell)
+    whole = outputs // LANES
+    # Block by block would be slow and all at once doubles the memory, so whole blocks are written through a view.
+    cells = inputs // per_cell
+    target[:whole] = weight[: whole * LANES].reshape(whole, LANES, cells, per_cell).transpose(1, 2)
+    rest = weight[whole * LANES :]
+    if len(rest):
+        target[whole, :, : len(rest)] = rest.reshape(len(rest), cells, per_cell).transpose(0, 1)
+    return target
+
+
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Two weights `[inner, in]` in turns of 16 rows, so that both factors of an output are computed together."""
+    inner, inputs = gate.shape
+    turns = [rows.reshape(inner // LANES, LANES, inputs) for rows in (gate, up)]
+    return torch.stack(turns, dim=1).reshape(2 * inner, inputs)
+
+
+def padded_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Biases one behind another, float32, up to whole units; None where there are none."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    rows = [layer.out_features for layer in layers]
+    bias = torch.zeros(-(-sum(rows) // UNIT) * UNIT, dtype=torch.float32, device="cpu")
+    for layer, part in zip(layers, bias[: sum(rows)].split(rows), strict=True):
+        if layer.bias is not None:
+            part.copy_(layer.bias.detach())
+    return bias
+
+
+def _huge(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in memory of their own, for which huge pages are asked: reading in order is faster through them."""
+    size = max(count, 1) * dtype.itemsize
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size, **private)  # memory that may be shared gets no huge pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
+
+
+class Scratch:
+    """Memory for numbers on the way, kept between forwards and grown when one needs more.
+
+    Args:
+        library: decoder.c, compiled.
+        dtype: of the model.
+        stride: elements of a row.
+    """
+
+    def __init__(self, library: Any, dtype: torch.dtype, stride: int) -> None:
+        self._settle = library.truedraft_settle
+        self._settle.restype = None
+        self._dtype = dtype
+        self._stride = stride
+        self._room = (16, 512, 0)
+        self._memory: list[Tensor] = []
+        self._struct = CScratch()
+        self._inputs = (0, 0)
+
+    def of(self, rows: int, keys: int, threads: int) -> CScratch:
+        """Enough for so many rows, keys of a request, and threads."""
+        threads = min(threads, _MOST_THREADS)
+        if any(asked > there for asked, there in zip((rows, keys, threads), self._room, strict=True)):
+            # Keys by doubling: a context that grows by a token a step would ask for more at every step.
+            keys = max(keys, 2 * self._room[1]) if keys > self._room[1] else self._room[1]
+            rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
+            self.settle()
+            self._room = (rows, keys, threads)
+            span = -(-keys // 32) * 32 + 64
+            shared = [self._zeros(rows, self._stride) for _ in range(4)]
+            fetched, inputs = (self._zeros(threads, rows, self._stride) for _ in range(2))
+            scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
+            slots = torch.arange(span, dtype=torch.int32, device=_CPU)
+            self._memory = [*shared, fetched, inputs, scores, slots]
+            self._inputs = (inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes)
+            self._struct = CScratch(*(each.data_ptr() for each in self._memory), rows, span)
+        return self._struct
+
+    def settle(self) -> None:
+        """Return when no thread reads this memory, or weights with it.
+
+        A forward does not wait for a thread that lost its processor in the middle of it; before memory is given back
+        somebody must.
+        """
+        if self._memory:
+            self._settle(*map(ctypes.c_void_p, self._inputs))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=_CPU)

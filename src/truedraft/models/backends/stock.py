@@ -1,0 +1,116 @@
+"""The model's own modules, with our attention in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.backends.base import Backend
+from truedraft.models.lm_head import lm_head_width
+from truedraft.models.packing import ForwardPlan
+
+_numbers = itertools.count()
+
+
+class StockBackend(Backend):
+    """Runs a packed forward through a model's own forward, by public doors only.
+
+    Attention goes through the attention registry, positions and wanted rows through keyword arguments, and a
+    forward pre-hook on the LM head reads its input.
+
+    Args:
+        model: switched to our attention.
+        patterns: of each attention call.
+
+    Raises:
+        UnsupportedModelError: the family does not use the attention registry.
+    """
+
+    def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> None:
+        self._model = model
+        self._attention = _PackedAttention(patterns)
+        self._attention.register(model)
+        self._captured: list[Tensor] = []
+        self._head = head = model.get_output_embeddings()
+        head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
+        # Stock kernels treat very short products differently. In float32 four rows cost 1.4 to 1.9 times what one
+        # does, so there rows differ in their last bits and the promise is equality up to near ties (see `note`).
+        self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
+        self.any_threads = model.device.type == "cpu" and model.dtype is torch.bfloat16
+        self.fast_paths = ()
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        self._captured.clear()
+        with self._attention.following(plan):
+            output = self._model(
+                input_ids=plan.tokens,
+                position_ids=plan.positions,
+                use_cache=False,
+                logits_to_keep=plan.rows,
+            )
+        return output.logits[0], self._captured.pop()[0]
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
+        self._captured.clear()
+        return logits[: len(vectors)]
+
+
+class _PackedAttention:
+    """The attention function of one loaded model: a bound method, so that it knows the plan of the forward.
+
+    The registry keeps it for ever, so it holds nothing of the model.
+    """
+
+    def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
+        self._patterns = tuple(patterns)
+        self._plan: ForwardPlan | None = None
+        self._call = 0
+
+    def register(self, model: PreTrainedModel) -> None:
+        """Make this the model's attention."""
+        name = f"truedraft-{next(_numbers)}"
+        AttentionInterface.register(name, self.attend)
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
+
+    @contextmanager
+    def following(self, plan: ForwardPlan) -> Iterator[None]:
+        """Forwards of the model follow `plan` meanwhile."""
+        self._plan, self._call = plan, 0
+        try:
+            yield
+        finally:
+            self._plan = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,  # never built: the registry's mask functions do not know our name
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """What the model's layers call instead of their own attention; batch 1, all segments packed."""
+        plan = self._plan
+        if plan is None:
+            raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
+        if self._call == len(self._patterns):
+            raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
+        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        call, self._call = self._call, self._call + 1
+        mixed = plan.attend(call, self._patterns[call], scoring, query[0], key[0], value[0])
+        return mixed[None].contiguous(), None  # some families take views of it

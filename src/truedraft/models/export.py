@@ -1,0 +1,176 @@
+"""A padded model as an ordinary Hugging Face folder, for any other runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from truedraft.errors import ModelError, OptionError
+from truedraft.models.dtypes import pick_dtype
+from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.loading import quiet_transformers, read_model, resolve_source
+from truedraft.models.padding import (
+    count_parameters,
+    pad_model,
+    padded_config,
+    padded_size,
+    padding_note_of,
+    record_fingerprint,
+)
+from truedraft.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where it is.
+        parameters: of the model.
+        bytes: of its weights' files.
+        dtype: of its weights.
+        note: what figures of a padded model mean; None where it was not padded.
+    """
+
+    folder: Path
+    parameters: int
+    bytes: int
+    dtype: str
+    note: str | None
+
+
+def export_model(
+    name: str,
+    folder: Path,
+    *,
+    pad_to: str | None = None,
+    dtype: str = "auto",
+    on_stage: Callable[[str], None] = lambda _: None,
+) -> Exported:
+    """Write a model, padded if that is wanted, with its tokenizer into a new folder.
+
+    Args:
+        name: as `load_model` takes it.
+        folder: one that does not exist, or is empty.
+        pad_to: "110M", "500M" or "7B"; None writes the model as it is.
+        dtype: of the written weights, as `load_model` takes it; "auto" is what is fast on this machine's CPU.
+        on_stage: called with what is being done now.
+
+    Raises:
+        OptionError: an unusable folder, dtype or size, or too little room for the weights.
+        ModelError: the model cannot be loaded or padded, or the files cannot be written.
+    """
+    if pad_to is not None:
+        padded_size(pad_to)
+    kind = pick_dtype(dtype, torch.device("cpu"))
+    with _new_folder(folder):
+        return _export(name, folder, pad_to, kind, on_stage)
+
+
+def _export(
+    name: str, folder: Path, pad_to: str | None, kind: torch.dtype, on_stage: Callable[[str], None]
+) -> Exported:
+    on_stage(f"loading {name}")
+    source = resolve_source(name)
+    model = read_model(source, name, kind)
+    tokenizer = Tokenizer.load(source)
+    if pad_to is not None:
+        _refuse_full_disk(count_parameters(padded_config(model, pad_to)) * kind.itemsize, folder)
+        fingerprint = fingerprint_of(model)  # heads for the model fit the padded one too
+        model = _padded(model, pad_to, on_stage)
+        record_fingerprint(model, fingerprint)
+    on_stage(f"writing {folder}")
+    save_padded(model, tokenizer, folder)
+    return Exported(
+        folder,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        dtype=str(kind).removeprefix("torch."),
+        note=padding_note_of(model),
+    )
+
+
+def save_padded(
+    model: PreTrainedModel, tokenizer: Tokenizer | None, folder: Path, *, max_shard_size: str = "2GB"
+) -> None:
+    """Write config.json, safetensors shards in the model's dtype, the tokenizer's files and a README.
+
+    Raises:
+        ModelError: the files cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with quiet_transformers():
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            if tokenizer is not None:
+                tokenizer.backend.save_pretrained(folder)
+        for shard in folder.glob("*.safetensors"):
+            shard.chmod(0o644)  # safetensors writes files that only their owner can read
+        note = padding_note_of(model)
+        if note is not None:
+            (folder / "README.md").write_text(_card(note), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write the model into {str(folder)!r} ({error}); name another folder") from error
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Make the folder before minutes are spent on its content; what fails or is interrupted leaves no half a model.
+
+    Raises:
+        OptionError: the folder cannot be written, or holds something.
+    """
+    existed = folder.is_dir()
+    _make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder)
+        if existed:
+            folder.mkdir()
+        raise
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise OptionError(f"{str(folder)!r} is a file; name a new folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise OptionError(f"the folder {str(folder)!r} is not empty; name a new one")
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OptionError(f"cannot write to the folder {str(folder)!r} ({error.strerror}); name another one") from error
+
+
+def _padded(model: PreTrainedModel, size: str, on_stage: Callable[[str], None]) -> LlamaForCausalLM:
+    on_stage(f"padding to {size}")
+    return pad_model(
+        model, size, on_layer=lambda done, layers: on_stage(f"padding to {size}: {done} of {layers} layers")
+    )
+
+
+def _refuse_full_disk(needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OptionError(
+            f"the weights take {needed / 1e9:.1f} GB, and the disk of {str(folder)!r} has {free / 1e9:.1f} GB free; "
+            "make room, or name a folder on another disk"
+        )
+
+
+def _card(note: str) -> str:
+    return (
+        "# A padded model\n\n"
+        f"For measuring speed only: {note}. It gives the logits of the model it was made from; added layers and widths "
+        "hold random weights that meet zeros. Written by truedraft.\n"
+    )

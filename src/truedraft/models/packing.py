@@ -1,0 +1,138 @@
+"""One packed forward: where each segment's tokens are, at which positions, and what they may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.errors import ModelError
+from truedraft.models.attention import AttentionPattern, Scoring, SegmentLayout, layout_of
+from truedraft.models.base import Segment
+
+
+@dataclass(slots=True)
+class SegmentPlan:
+    """One segment in the pack: rows `start .. start + count - 1`, behind `length` cached tokens, on a device."""
+
+    segment: Segment
+    start: int
+    count: int
+    length: int
+    device: torch.device
+    layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
+
+    def layout(self, pattern: AttentionPattern) -> SegmentLayout:
+        """How the segment lies under a pattern; made once for all layers that share it."""
+        if pattern not in self.layouts:
+            segment = self.segment
+            self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
+        return self.layouts[pattern]
+
+
+@dataclass(slots=True)
+class ForwardPlan:
+    """All that a packed forward needs to know.
+
+    Attributes:
+        segments: the segments' plans.
+        tokens: `[1, total]`, int64: all new tokens, then padding.
+        positions: `[1, total]`, int64: cached length + depth in the tree - 1.
+        rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
+        wanted: how many of `rows` were asked for.
+        furthest: the largest position.
+    """
+
+    segments: list[SegmentPlan]
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    wanted: int
+    furthest: int
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
+        """Lay out the segments one behind another and reserve room in their caches.
+
+        Args:
+            segments: the requests' shares.
+            device: where tokens and positions go.
+            least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row
+                must not depend on how many share its forward (DESIGN section 2, row invariance).
+
+        Raises:
+            ModelError: a segment has more or fewer tokens than new nodes.
+        """
+        plans: list[SegmentPlan] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for segment in segments:
+            written = segment.written
+            count = len(segment.shape) - written
+            length = segment.cache.length
+            if len(segment.tokens) != count:
+                raise ModelError(
+                    f"{len(segment.tokens)} tokens were given for {count} nodes; give one for each new node"
+                )
+            segment.cache.reserve(written + count, written)
+            start = len(positions)
+            plans.append(SegmentPlan(segment, start, count, length, device))
+            positions.extend(length - 1 + depth for depth in segment.shape.depths[written:])
+            rows.extend(start + row for row in segment.rows)
+        tokens = _on_device([segment.tokens for segment in segments], device)
+        missing = least_rows - len(positions)
+        if missing > 0:
+            tokens.append(tokens[0].new_zeros(missing))
+            positions.extend([0] * missing)
+        wanted = len(rows)
+        if wanted:
+            rows.extend([rows[-1]] * (least_rows - wanted))
+        return cls(
+            plans,
+            (torch.cat(tokens) if len(tokens) > 1 else tokens[0])[None],
+            transfers.upload(positions, device)[None],
+            transfers.upload(rows, device),
+            wanted,
+            max(positions),
+        )
+
+    def attend(
+        self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of all segments, each against its own cache, which takes their keys and values.
+
+        Args:
+            call: which attention call of the forward this is, from 0.
+            pattern: which positions this layer may see.
+            scoring: how the layer makes weights of products.
+            query: `[heads, total, key width]`.
+            key: `[kv_heads, total, key width]`.
+            value: `[kv_heads, total, value width]`.
+
+        Returns:
+            `[total, heads, value width]`; rows of padding hold numbers without meaning.
+        """
+        outputs: list[Tensor] = []
+        for part in self.segments:
+            rows = slice(part.start, part.start + part.count)
+            keys, values = part.segment.cache.write(call, key[:, rows], value[:, rows])
+            outputs.append(part.layout(pattern).attend(query[:, rows], keys, values, scoring))
+        padding = query.shape[1] - sum(part.count for part in self.segments)
+        if padding:
+            outputs.append(outputs[0][:1].expand(padding, -1, -1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The segments' tokens on the model's device; those that the host has go up together."""
+    if not transfers.waits(device):
+        return tokens
+    known = [each for each in tokens if not transfers.waits(each.device)]
+    if not known:
+        return tokens
+    counts = [len(each) for each in known]
+    uploaded = iter(transfers.upload(torch.cat(known).tolist(), device).split(counts))
+    return [each if transfers.waits(each.device) else next(uploaded) for each in tokens]

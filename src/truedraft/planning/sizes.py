@@ -1,0 +1,153 @@
+"""How many nodes a drafter of trees should draft on this machine: expected tokens against measured costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from truedraft.core.sampling import SamplingParams
+from truedraft.costs import STEPS, CurveCheck, StepCosts
+from truedraft.drafters.base import Drafter, SizePlan
+from truedraft.engine import Engine
+from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
+from truedraft.theory import AcceptanceCurve, DraftCost, NodeChoice, TargetCost, best_node_budget
+
+_CONTEXT = 512
+_PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBudget:
+    """The sizes of a drafter on this machine.
+
+    Attributes:
+        plan: the best of the drafter's plans.
+        choice: the node budget, and all that were considered for this plan.
+        costs: what it was chosen by.
+    """
+
+    plan: SizePlan
+    choice: NodeChoice
+    costs: StepCosts
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes; 0 where drafting does not pay."""
+        return self.choice.best.nodes
+
+    def describe(self) -> str:
+        """In one line."""
+        best = self.choice.best
+        if not best.nodes:
+            return (
+                "0 nodes by the cost curve: no tree is predicted to pay here, so nothing is drafted; if the machine was"
+                " busy then, `truedraft bench --refresh-costs` with this model and drafter measures again"
+            )
+        nodes = f"{best.nodes} node{'s' if best.nodes > 1 else ''}"
+        sizes = f"{self.plan.name}, {nodes}" if self.plan.name else nodes
+        return (
+            f"{sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
+            f"{best.speedup:.2f} times plain decoding predicted; the promise is of {self.plan.curve.measured_on}"
+        )
+
+
+def choose_nodes(
+    curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
+) -> NodeChoice:
+    """The node budget with the largest predicted speed-up; 0 nodes where none pays.
+
+    tau(n) V(1) / (V(n + 1) + draft cost), for each request of a batch of `requests`.
+
+    Args:
+        curve: what each node is expected to bring.
+        forwards: V(rows, contexts) of the target, in seconds.
+        drafting: seconds of a proposal by its depth.
+        context: cached tokens of each request.
+        requests: answered together.
+
+    Raises:
+        OptionError: there is no request.
+    """
+    contexts = [context] * requests
+    return best_node_budget(curve, lambda rows: forwards(rows * requests, contexts), drafting)
+
+
+def nodes_for(
+    target: LanguageModel,
+    drafter: Drafter,
+    params: SamplingParams | None = None,
+    *,
+    requests: int = 1,
+    costs: StepCosts | None = None,
+) -> NodeBudget:
+    """Choose the sizes of a drafter for a target on this machine: of all its plans the one that is predicted best.
+
+    Args:
+        target: the model that decides.
+        drafter: fits it; it has plans for sizes.
+        params: sampling options; None is greedy.
+        requests: answered together.
+        costs: of the target's steps; None takes those that are kept, or measures.
+
+    Raises:
+        OptionError: the drafter's sizes were chosen, or nobody measured what they bring.
+        TruedraftError: target or drafter failed.
+    """
+    params, costs = params or SamplingParams(), costs or StepCosts(target)
+    plans = drafter.size_plans(params)
+    if not plans:
+        raise OptionError(
+            "nobody measured what the nodes of these trees bring, so no number of them can be chosen; give the number "
+            "of nodes"
+        )
+    context = max(1, min(_CONTEXT, target.context_length // 2))
+    choices = [
+        choose_nodes(
+            plan.curve, costs.forwards(), costs.drafting(plan.timed, params), context=context, requests=requests
+        )
+        for plan in plans
+    ]
+    best = max(range(len(plans)), key=lambda number: choices[number].best.speedup)  # of equal ones the first
+    return NodeBudget(plans[best], choices[best], costs)
+
+
+def sized(
+    drafter: Drafter,
+    target: LanguageModel,
+    params: SamplingParams | None = None,
+    *,
+    requests: int = 1,
+    costs: StepCosts | None = None,
+) -> tuple[Drafter, NodeBudget | None]:
+    """A drafter with as many nodes as pay on this machine, and why; arguments as in `nodes_for`.
+
+    Drafters without trees of which somebody measured what they bring, and those whose sizes somebody chose, come back
+    as they are, with None.
+
+    Raises:
+        TruedraftError: target or drafter failed.
+    """
+    params = params or SamplingParams()
+    if not drafter.size_plans(params):
+        return drafter, None
+    budget = nodes_for(target, drafter, params, requests=requests, costs=costs)
+    return budget.plan.with_nodes(budget.nodes), budget
+
+
+def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
+    """The median of measured / V over 50 steps that are made for it; None where no answer is so long.
+
+    Args:
+        engine: does nothing else.
+        forwards: V of its target.
+    """
+    told: list[float] = []
+    vocab = engine.target.vocab_size
+    prompt = [place * 7919 % vocab for place in range(max(1, min(_PROMPT_TOKENS, engine.target.context_length // 2)))]
+    check = CurveCheck(forwards, told.append)
+    engine.listeners.append(check)
+    try:
+        engine.generate([prompt], SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
+    finally:
+        engine.listeners.remove(check)
+    return told[0] if told else None

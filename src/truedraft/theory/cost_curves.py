@@ -1,0 +1,406 @@
+"""What a forward of the target and a proposal of a drafter cost, in seconds, from measured points.
+
+Curves are monotone, for more work never costs less, linear in between and beyond the last point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from truedraft.errors import OptionError
+from truedraft.theory.arguments import check_not_negative, check_whole, numbers, record
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds by one size (rows, nodes, depth).
+
+    Between points it is linear, below the first point it is level, beyond the last it goes on as between the last two
+    (level if there is one point).
+
+    Attributes:
+        sizes: of the points, 0 or more, rising.
+        seconds: at the points, 0 or more, not falling.
+
+    Raises:
+        OptionError: points that are none, or out of order.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no monotone curve."""
+        _check_axis("sizes", self.sizes)
+        _check_seconds(self.seconds, len(self.sizes))
+
+    @classmethod
+    def fit(cls, points: Iterable[tuple[float, float]]) -> CostCurve:
+        """The curve nearest to measured (size, seconds); several of one size count as their mean.
+
+        Raises:
+            OptionError: no points, or negative or infinite ones.
+        """
+        by_size: dict[float, list[float]] = {}
+        for size, seconds in points:
+            by_size.setdefault(float(size), []).append(seconds)
+        sizes = sorted(by_size)
+        means = [fmean(by_size[size]) for size in sizes]
+        if not all(map(math.isfinite, means)):
+            raise OptionError(f"measured seconds must be finite, got {means}")
+        return cls(tuple(sizes), tuple(isotonic(means)))
+
+    def __call__(self, size: float) -> float:
+        """Seconds at a size."""
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0] or len(sizes) == 1:
+            return seconds[0]
+        right = min(bisect_right(sizes, size), len(sizes) - 1)
+        return _line(sizes[right - 1], seconds[right - 1], sizes[right], seconds[right], size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"sizes": list(self.sizes), "seconds": list(self.seconds)}
+
+    @classmethod
+    def from_dict(cls, data: object) -> CostCurve:
+        """What `to_dict` gave.
+
+        Raises:
+            OptionError: the record is no curve.
+        """
+        fields = record(data, "a cost curve", ("sizes", "seconds"))
+        return cls(numbers(fields["sizes"]), numbers(fields["seconds"]))
+
+
+@dataclass(frozen=True, slots=True)
+class CostSurface:
+    """Seconds by rows and context, monotone in both; in each direction as a `CostCurve`.
+
+    Beyond the last rows or context it goes on with the steepest last slope found at a smaller context or fewer rows,
+    so that it stays monotone there too.
+
+    Attributes:
+        rows: 0 or more, rising.
+        contexts: cached tokens, 0 or more, rising.
+        seconds: `[rows][contexts]`, not falling along either axis.
+
+    Raises:
+        OptionError: points that are none, or out of order.
+    """
+
+    rows: tuple[float, ...]
+    contexts: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no monotone grid."""
+        _check_axis("rows", self.rows)
+        _check_axis("contexts", self.contexts)
+        if len(self.seconds) != len(self.rows):
+            raise OptionError(f"{len(self.rows)} sizes of rows need as many lines of seconds, got {len(self.seconds)}")
+        for line in self.seconds:
+            _check_seconds(line, len(self.contexts))
+        for column in zip(*self.seconds, strict=True):
+            _check_seconds(column, len(self.rows))
+
+    @classmethod
+    def fit(cls, cells: Mapping[tuple[int, int], float]) -> CostSurface:
+        """The monotone surface near measured seconds at (rows, context); every pair must have been measured.
+
+        Raises:
+            OptionError: a pair is missing, or seconds are infinite or negative.
+        """
+        rows = sorted({row for row, _ in cells})
+        contexts = sorted({context for _, context in cells})
+        missing = [(row, context) for row in rows for context in contexts if (row, context) not in cells]
+        if missing:
+            raise OptionError(f"a cost surface needs a measurement at every (rows, context), {missing[0]} has none")
+        if not all(map(math.isfinite, cells.values())):
+            raise OptionError("measured seconds must be finite")
+        grid = isotonic_grid([[cells[row, context] for context in contexts] for row in rows])
+        return cls(tuple(map(float, rows)), tuple(map(float, contexts)), tuple(map(tuple, grid)))
+
+    def __call__(self, rows: float, context: float) -> float:
+        """Seconds at a number of rows and a context."""
+        inside_rows = min(rows, self.rows[-1])
+        inside = self._along_contexts(inside_rows, min(context, self.contexts[-1]))
+        more_context = max(0.0, context - self.contexts[-1]) * CostCurve(self.rows, self._context_slopes())(inside_rows)
+        # The slope itself goes on with the context: rows and context multiply.
+        more_rows = max(0.0, rows - self.rows[-1]) * CostCurve(self.contexts, self._row_slopes())(context)
+        return inside + more_context + more_rows
+
+    def _along_contexts(self, rows: float, context: float) -> float:
+        # Both orders hold up to rounding; the fit mends the last bit.
+        at_rows = [CostCurve(self.rows, column)(rows) for column in zip(*self.seconds, strict=True)]
+        return CostCurve(self.contexts, tuple(isotonic(at_rows)))(context)
+
+    def _context_slopes(self) -> tuple[float, ...]:
+        """Seconds per further cached token beyond the last context, by rows."""
+        return _running_largest([_last_slope(self.contexts, line) for line in self.seconds])
+
+    def _row_slopes(self) -> tuple[float, ...]:
+        """Seconds per further row beyond the last, by context."""
+        columns = zip(*self.seconds, strict=True)
+        return _running_largest([_last_slope(self.rows, column) for column in columns])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rows": list(self.rows),
+            "contexts": list(self.contexts),
+            "seconds": [list(line) for line in self.seconds],
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> CostSurface:
+        """What `to_dict` gave.
+
+        Raises:
+            OptionError: the record is no surface.
+        """
+        fields = record(data, "a cost surface", ("rows", "contexts", "seconds"))
+        if not isinstance(fields["seconds"], list):
+            raise OptionError(f"the seconds of a cost surface must be a list of lists, got {fields['seconds']!r}")
+        lines = tuple(numbers(line) for line in fields["seconds"])
+        return cls(numbers(fields["rows"]), numbers(fields["contexts"]), lines)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPoint:
+    """One measured forward over several requests of one row and equal context.
+
+    Attributes:
+        requests: 2 or more; so many rows, too.
+        context: cached tokens of each.
+        seconds: of the forward.
+    """
+
+    requests: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCost:
+    """V(rows, contexts): seconds of one packed forward of a target.
+
+    V = base(rows of all requests) + sum over the requests of attention(its rows, its context) + (requests - 1) *
+    request_s. The weights are read once for all rows, the cached keys and values by each request for itself. It never
+    falls when rows are added or a context grows.
+
+    Attributes:
+        base: by rows, for one request at the smallest context that was measured.
+        attention: what a request adds to that by its rows and its context; 0 at the smallest context.
+        request_s: what each request beyond the first adds by being there.
+    """
+
+    base: CostCurve
+    attention: CostSurface
+    request_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse a negative share."""
+        check_not_negative("request_s", self.request_s)
+
+    @classmethod
+    def fit(cls, single: Mapping[tuple[int, int], float], batches: Sequence[BatchPoint] = ()) -> TargetCost:
+        """The monotone model nearest to measured seconds.
+
+        Args:
+            single: seconds of a forward of one request by (rows, context), for every pair of some rows and contexts.
+            batches: forwards of several requests; without any, a further request costs its rows and attention only.
+
+        Raises:
+            OptionError: a pair is missing, or there is none.
+        """
+        if not single:
+            raise OptionError("the cost of a target needs at least one measured forward, got none")
+        smallest = min(context for _, context in single)
+        base = CostCurve.fit((rows, seconds) for (rows, context), seconds in single.items() if context == smallest)
+        more = {(rows, context): max(0.0, seconds - base(rows)) for (rows, context), seconds in single.items()}
+        more |= {(rows, context): 0.0 for rows, context in more if context == smallest}
+        alone = cls(base, CostSurface.fit(more), 0.0)
+        extra = [
+            (point.seconds - alone(point.requests, [point.context] * point.requests)) / (point.requests - 1)
+            for point in batches
+        ]
+        return cls(base, alone.attention, max(0.0, median(extra)) if extra else 0.0)
+
+    def __call__(self, rows: int, contexts: Sequence[int]) -> float:
+        """Seconds of a forward.
+
+        Args:
+            rows: tokens that are fed, of all requests together; shared evenly among them.
+            contexts: cached tokens of each request before the forward.
+
+        Raises:
+            OptionError: no request, or fewer rows than requests.
+        """
+        if not contexts:
+            raise OptionError("a forward needs the context of at least one request, got none")
+        check_whole("rows", rows, lowest=len(contexts))
+        each = rows / len(contexts)
+        attention = sum(self.attention(each, context) for context in contexts)
+        return self.base(rows) + attention + (len(contexts) - 1) * self.request_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"base": self.base.to_dict(), "attention": self.attention.to_dict(), "request_s": self.request_s}
+
+    @classmethod
+    def from_dict(cls, data: object) -> TargetCost:
+        """What `to_dict` gave.
+
+        Raises:
+            OptionError: the record is no cost of a target.
+        """
+        fields = record(data, "the cost of a target", ("base", "attention", "request_s"))
+        base, attention = CostCurve.from_dict(fields["base"]), CostSurface.from_dict(fields["attention"])
+        return cls(base, attention, fields["request_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPoint:
+    """Measured proposals of one depth.
+
+    Attributes:
+        depth: length of the longest path, 1 or more.
+        nodes: drafted nodes, 1 or more.
+        seconds: of `propose`, catch-up with the last step's tokens included, and of `observe`.
+    """
+
+    depth: int
+    nodes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Refuse what was not measured."""
+        check_whole("depth", self.depth, lowest=1)
+        check_whole("nodes", self.nodes, lowest=1)
+        check_not_negative("seconds", self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """Seconds of one proposal of a drafter for one request, catch-up included.
+
+    Attributes:
+        points: measured, one for each depth, in rising order; none for a drafter that never drafts.
+    """
+
+    points: tuple[DraftPoint, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse depths out of order."""
+        depths = [point.depth for point in self.points]
+        if depths != sorted(set(depths)):
+            raise OptionError(f"the depths of a draft cost must rise, got {depths}")
+
+    def __call__(self, depth: int) -> float:
+        """Seconds of a proposal of this depth, as wide as the drafter makes it; 0 for none.
+
+        Raises:
+            OptionError: a negative depth.
+        """
+        check_whole("depth", depth, lowest=0)
+        return self._curve([(point.depth, point.seconds) for point in self.points], depth)
+
+    def of_nodes(self, nodes: int) -> float:
+        """Seconds of a proposal with so many nodes, in the shape in which the drafter adds them; 0 for none.
+
+        A drafter with a limit on nodes may fill it at several depths; the deepest is what it proposes.
+
+        Raises:
+            OptionError: a negative number of nodes.
+        """
+        check_whole("nodes", nodes, lowest=0)
+        deepest = {point.nodes: point.seconds for point in self.points}
+        return self._curve(list(deepest.items()), nodes)
+
+    def _curve(self, points: Sequence[tuple[int, float]], size: int) -> float:
+        return CostCurve.fit(points)(size) if points and size else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"points": [[point.depth, point.nodes, point.seconds] for point in self.points]}
+
+    @classmethod
+    def from_dict(cls, data: object) -> DraftCost:
+        """What `to_dict` gave.
+
+        Raises:
+            OptionError: the record is no cost of a drafter.
+        """
+        points = record(data, "the cost of a drafter", ("points",))["points"]
+        if not isinstance(points, list) or not all(isinstance(each, list) and len(each) == 3 for each in points):
+            raise OptionError(f"the points of a draft cost are lists of depth, nodes and seconds, got {points!r}")
+        return cls(tuple(DraftPoint(*each) for each in points))
+
+
+def isotonic(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence with the least squared distance, by pooling adjacent violators.
+
+    Values that rise stay as they are; a run that falls becomes its mean.
+
+    Worked example: 1, 3, 2, 4 becomes 1, 2.5, 2.5, 4.
+    """
+    pools: list[tuple[float, int]] = []  # sum and count
+    for value in values:
+        total, count = float(value), 1
+        while pools and pools[-1][0] * count >= total * pools[-1][1]:
+            before, others = pools.pop()
+            total, count = total + before, count + others
+        pools.append((total, count))
+    fitted: list[float] = []
+    for total, count in pools:
+        # Rounding must not undo what the pooling did.
+        level = max(total / count, fitted[-1] if fitted else total / count)
+        fitted.extend([level] * count)
+    return fitted
+
+
+def isotonic_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
+    """A grid made non-decreasing along both axes: pooled along the second, then along the first.
+
+    Pooling keeps an order between sequences, so the second pass does not undo the first.
+    """
+    rows = [isotonic(row) for row in grid]
+    columns = [isotonic(column) for column in zip(*rows, strict=True)]
+    fitted = [list(row) for row in zip(*columns, strict=True)]
+    for row in fitted:
+        for place in range(1, len(row)):
+            row[place] = max(row[place], row[place - 1])  # rounding alone
+    return fitted
+
+
+def _line(x0: float, y0: float, x1: float, y1: float, x: float) -> float:
+    # From the nearer end, so that both ends are met exactly.
+    slope = (y1 - y0) / (x1 - x0)
+    return y0 + slope * (x - x0) if x - x0 <= x1 - x else y1 + slope * (x - x1)
+
+
+def _last_slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    return (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+
+
+def _running_largest(slopes: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(slopes[: place + 1]) for place in range(len(slopes)))
+
+
+def _check_axis(name: str, sizes: Sequence[float]) -> None:
+    falls = any(later <= earlier for earlier, later in itertools.pairwise(sizes))
+    if not sizes or falls or not all(0.0 <= size < math.inf for size in sizes):
+        raise OptionError(f"{name} of a cost curve must be rising numbers of 0 or more, got {list(sizes)}")
+
+
+def _check_seconds(seconds: Sequence[float], count: int) -> None:
+    falls = any(later < earlier for earlier, later in itertools.pairwise(seconds))
+    if len(seconds) != count or falls or not all(0.0 <= each < math.inf for each in seconds):
+        raise OptionError(f"a cost curve needs {count} seconds of 0 or more that never fall, got {list(seconds)}")

@@ -1,0 +1,207 @@
+"""The tests of sampled answers: silent over 100 seeds of correct stacks, and loud at every planted fault.
+
+False alarms: a correct stack fails with probability 1e-3 at most, so one of 100 does with 0.1 at most, and the seeds
+are fixed. The smallest detectable deviation is checked in test_e_process.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from certify.planted_faults import markov, slipping_target, wrong_mask, wrong_positions
+from support.tiny_models import PROMPTS, noisy, packed
+from truedraft import SamplingParams
+from truedraft.certify import faults
+from truedraft.certify.checks import Context, Stack, Status
+from truedraft.certify.controls import drafting_one
+from truedraft.certify.e_process import Events
+from truedraft.certify.sampling import Decision, Scored, plain_probs, scored_answers
+from truedraft.certify.statistics import Sample, Statistics, TokenTests
+from truedraft.core.trees import chain_shape
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.base import Drafter
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.testing import altered
+from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
+FALSE_ALARM = 1e-3
+WARM = SamplingParams(temperature=1.0)
+
+
+def sample_of(
+    stack: Stack,
+    batches: int,
+    params: SamplingParams = WARM,
+    *,
+    judge: LanguageModel | None = None,
+    batch: int = 4,
+    seed: int = 0,
+    texts: Sequence[Sequence[int]] = TEXTS,
+    length: int = 24,
+) -> Sample:
+    """So many batches of answers, tested."""
+    tests = TokenTests(stack.target.vocab_size, batch, 0.0)
+    runs = scored_answers(stack, texts, params, batch, judge=judge, first_seed=seed, length=length)
+    for answers, _ in zip(runs, range(batches), strict=False):
+        for scored in answers:
+            tests.add(scored)
+    return tests.sample()
+
+
+def smallest(sample: Sample) -> float:
+    return min(sample.adjusted().values())
+
+
+def chain() -> Drafter:
+    return DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize("seed", range(0, 100, 20))
+def test_a_hundred_seeds_of_correct_stacks_pass(seed: int) -> None:
+    """Drafters, rules and options take turns; each of the 100 samples has tokens of its own."""
+    target = markov(0)
+    drafters = [chain(), DraftModel(markov(0, astray=1.0), branching=(2, 2)), PromptLookup()]
+    options = [WARM, SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.2, coupled=True)]
+    for number in range(seed, seed + 20):
+        drafter, params = drafters[number % 3], options[number // 3 % 3]
+        rule: Rule = BlockVerification() if number % 2 and number % 3 != 1 else SpeculativeSampling()
+        sample = sample_of(Stack(target, drafter, rule), 1, params, seed=1000 * number)
+        assert sample.tokens == 4 * 24
+        assert sample.impossible == 0
+        assert smallest(sample) > FALSE_ALARM, (number, sample.adjusted())
+
+
+def one_other_temperature(inner: LanguageModel) -> LanguageModel:
+    """The third request of a step is sampled at another temperature than it asked for."""
+
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        output = inner.forward(segments)
+        counts = [len(segment.rows) for segment in segments]
+        logits = list(output.logits.split(counts))
+        if len(logits) > 2:
+            logits[2] = logits[2] * 2.0
+        return ForwardOutput(torch.cat(logits), output.hidden)
+
+    return altered(inner, forward=forward)
+
+
+def broken_stacks() -> dict[str, Stack]:
+    """With their healthy targets, which judge them."""
+    healthy = Stack(markov(0), chain(), SpeculativeSampling())
+    tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
+    hides = drafting_one(healthy, faults.hides_unlikely_draws(chain()))
+    llama = Stack(packed("llama"), DraftModel(noisy("llama", 0.5), num_speculative_tokens=3), SpeculativeSampling())
+    return {
+        "cache": healthy.but(target=slipping_target(markov(0))),
+        "mask": healthy.but(target=wrong_mask(markov(0)), drafter=tree),
+        "positions": llama.but(target=wrong_positions(packed("llama"))),
+        "one request's temperature": healthy.but(target=one_other_temperature(markov(0))),
+        "accepts always": healthy.but(rule=faults.accepts_always(SpeculativeSampling())),
+        "residual": healthy.but(rule=faults.residual_is_target(SpeculativeSampling())),
+        "temperature of q": healthy.but(rule=faults.judges_another_temperature(SpeculativeSampling())),
+        "one key": healthy.but(rule=faults.one_key_twice(SpeculativeSampling())),
+        "hides draws": hides,
+    }
+
+
+@pytest.mark.parametrize("name", broken_stacks())
+def test_a_planted_fault_is_found(name: str) -> None:
+    stack = broken_stacks()[name]
+    texts, judge = (PROMPTS, packed("llama")) if stack.target.vocab_size > 8 else (TEXTS, markov(0))
+    for batches in (8, 24, 80):
+        if smallest(sample_of(stack, batches, texts=texts, judge=judge)) < FALSE_ALARM:
+            return
+    pytest.fail(f"{name} was not found in {80 * 4 * 24} tokens")
+
+
+def test_one_requests_wrong_options_are_found_where_it_stands() -> None:
+    """The test of the third place has by far the smallest p-value of those by place."""
+    sample = sample_of(broken_stacks()["one request's temperature"], 24, judge=markov(0))
+    by_place = {test.name: test.p_value for test in sample.tests if ", place " in test.name}
+    assert min(by_place, key=by_place.__getitem__).endswith("place 2")
+    others = [p for name, p in by_place.items() if not name.endswith("place 2")]
+    assert min(others) > FALSE_ALARM / len(sample.tests)
+
+
+def test_findings_hold_for_a_correct_stack_and_fail_for_a_broken_one() -> None:
+    healthy = Stack(markov(0), chain(), SpeculativeSampling())
+    told: list[float] = []
+    tokens, joint = Statistics().run(Context(healthy, TEXTS, replace(WARM, seed=7), 4, 1.0, told.append))
+    assert tokens.status is joint.status is Status.HOLDS
+    assert 0.0 < tokens.facts["smallest_detectable_tv"] < 0.5
+    assert joint.facts["answers"] >= 32
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    broken = healthy.but(rule=faults.accepts_always(SpeculativeSampling()))
+    tokens, joint = Statistics().run(Context(broken, TEXTS, replace(WARM, seed=7), 4, 1.0, told.append))
+    assert tokens.status is Status.FAILS
+
+
+def test_a_token_that_the_target_forbids_fails_at_once() -> None:
+    """With top-k 1 all but the best token is impossible; accepting always emits some."""
+    broken = Stack(markov(0), faults.next_id(8), faults.accepts_always(SpeculativeSampling()))
+    sample = sample_of(broken, 1, SamplingParams(temperature=1.0, top_k=1))
+    assert sample.impossible > 10
+
+
+# ------------------------------------------------------------------------------------------------- laws and sets
+
+
+def test_plain_probs_are_those_of_one_forward_after_another() -> None:
+    target = packed("llama")
+    prompt, answer = list(PROMPTS[0]), [3, 9, 11, 60, 2]
+    (probs,) = plain_probs(target, [(prompt, answer)], WARM)
+    for place in range(len(answer)):
+        text = [*prompt, *answer[:place]]
+        cache = target.new_cache()
+        output = target.forward([Segment(cache, torch.tensor(text), chain_shape(len(text)), (len(text) - 1,))])
+        expected = torch.softmax(output.logits[0].float(), dim=-1)
+        assert torch.allclose(probs[place], expected, atol=1e-5)
+    long = [list(range(1, 97)) * 4, [5] * 10]
+    many = plain_probs(markov(0), [([text % 8 for text in long[0]], [1, 2]), ([3], [1]), ([4], [])], WARM)
+    assert [len(probs) for probs in many] == [2, 1, 0]
+
+
+def test_sets_by_hand() -> None:
+    """Three tokens with known laws, a drawn draft, a fixed candidate, and none."""
+    laws = torch.tensor([[0.6, 0.3, 0.09, 0.01], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
+    decisions = [
+        Decision(0, torch.tensor([0.1, 0.1, 0.1, 0.7]), ()),
+        Decision(1, None, (2, 0)),
+        Decision(0, None, ()),
+    ]
+    events = Events(4, batch=1)
+    chances, hits = events.measure(Scored(laws, [3, 2, 2], [1, 0], decisions, 0, coupled=False))
+    column = {name: number for number, name in enumerate(events.names)}
+
+    def seen(name: str) -> list[tuple[float, bool]]:
+        at = column[name]
+        return [(round(c, 4), h) for c, h in zip(chances[:, at].tolist(), hits[:, at].tolist(), strict=True)]
+
+    assert seen("the likeliest token") == [(0.6, False), (0.4, False), (0.25, False)]
+    assert seen("unlikely tokens") == [(0.01, True), (0.0, False), (0.0, False)]
+    # Half of the mass is reached at token 0, then at 2, then at 1: later ids are those behind it.
+    assert seen("later ids") == [(0.4, True), (0.4, False), (0.5, True)]
+    assert seen("the last token") == [(0.6, False), (0.4, False), (0.25, True)]
+    assert seen("recent tokens") == [(0.9, False), (0.7, False), (1.0, True)]
+    assert seen("what the draft overrates") == [(0.1, True), (0.4, True), (-1.0, False)]
+    assert seen("the draft's first guess") == [(0.01, True), (0.3, True), (-1.0, False)]
+    # Underrated are 0 and 1 (left: 0.5, 0.2), half of which is reached at 0; then 1 and 3 (0.2, 0.4), half at 3.
+    assert seen("later ids of what the draft underrates") == [(0.3, False), (0.0, False), (-1.0, False)]
+    assert seen("the likeliest token, behind accepted tokens") == [(-1.0, False), (0.4, False), (-1.0, False)]
+    for number in range(3):
+        halves = seen(f"random half {number}")
+        members = events._members[:, number] > 0.5
+        assert halves[0] == (round(float(laws[0, members].sum()), 4), bool(members[3]))
+
+
+def test_candidates_that_the_noise_chose_are_no_set() -> None:
+    laws = torch.full((1, 4), 0.25)
+    events = Events(4, batch=1)
+    chances, _ = events.measure(Scored(laws, [2], [1], [Decision(0, None, (2,))], 0, coupled=True))
+    assert float(chances[0, events.names.index("what the draft overrates")]) == -1.0

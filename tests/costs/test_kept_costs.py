@@ -1,0 +1,206 @@
+"""Kept costs: found while they hold, measured again when anything they depend on changed, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.tiny_models import noisy, packed
+from truedraft.core.sampling import SamplingParams
+from truedraft.costs import CostStore, Effort, Measured, drafter_cost, target_cost
+from truedraft.costs import store as store_module
+from truedraft.costs.store import CostKey, model_identity, versions
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.models.user_cache import could_not_be_kept
+from truedraft.testing import MarkovModel
+from truedraft.theory import CostCurve, TargetCost
+
+ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CostStore:
+    return CostStore(tmp_path / "kept" / "costs")
+
+
+def model() -> MarkovModel:
+    return MarkovModel.random(5, 0, context_length=64)
+
+
+def cost_of(target: MarkovModel, store: CostStore, **options: bool) -> Measured[TargetCost]:
+    return target_cost(target, effort=ONCE, store=store, **options)
+
+
+def test_a_cost_is_measured_once(store: CostStore) -> None:
+    first = cost_of(model(), store)
+    assert not first.kept
+    assert first.measuring_s > 0.0
+    assert first.warnings == ()
+    again = cost_of(model(), store)
+    assert again == Measured(first.value, True, 0.0, first.path)
+    assert [path.name for path in store.folder.iterdir()] == [first.path.name]  # no temporary file stays
+
+
+def test_progress_is_silent_for_a_kept_cost(store: CostStore) -> None:
+    cost_of(model(), store)
+
+    def progress(done: int, total: int, label: str) -> None:
+        raise AssertionError("measured again")
+
+    assert target_cost(model(), store=store, progress=progress).kept
+
+
+def test_refresh_measures_again(store: CostStore) -> None:
+    cost_of(model(), store)
+    fresh = cost_of(model(), store, refresh=True)
+    assert not fresh.kept
+    assert fresh.warnings == ()
+    assert cost_of(model(), store).value == fresh.value
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"format": 1, "state": 3}', b'{"format": 99, "state": {}, "cost": {}}'],
+)
+def test_a_corrupt_file_is_rebuilt_with_a_warning(store: CostStore, damage: bytes) -> None:
+    path = cost_of(model(), store).path
+    path.write_bytes(damage)
+    rebuilt = cost_of(model(), store)
+    assert not rebuilt.kept
+    assert len(rebuilt.warnings) == 1
+    assert str(path) in rebuilt.warnings[0]
+    assert "measured again" in rebuilt.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+@pytest.mark.parametrize("cost", [None, {}, {"base": 1, "attention": 2, "request_s": 3}])
+def test_a_file_without_a_cost_is_rebuilt(store: CostStore, cost: object) -> None:
+    path = cost_of(model(), store).path
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cost": cost}))
+    rebuilt = cost_of(model(), store)
+    assert "are damaged" in rebuilt.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+def test_an_unreadable_place_is_told_and_worked_around(store: CostStore) -> None:
+    path = cost_of(model(), store).path
+    path.unlink()
+    path.mkdir()
+    found = cost_of(model(), store)
+    assert not found.kept
+    assert len(found.warnings) == 2
+    assert "cannot be read" in found.warnings[0]
+    assert "could not be kept" in found.warnings[1]
+    assert not list(store.folder.glob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    found = cost_of(model(), CostStore(tmp_path / "file" / "costs"))
+    assert not found.kept
+    assert found.value(1, [10]) > 0.0
+    assert len(found.warnings) == 1
+    assert "TRUEDRAFT_CACHE" in found.warnings[0]
+
+
+def test_other_versions_make_it_stale(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost_of(model(), store)
+    now = versions() | {"torch": "9.9"}
+    monkeypatch.setattr(store_module, "versions", lambda: now)
+    stale = cost_of(model(), store)
+    assert not stale.kept
+    assert stale.warnings[0].endswith("now 9.9); they are measured again")
+    assert f"torch was {torch.__version__}" in stale.warnings[0]
+    assert cost_of(model(), store).kept
+
+
+def test_other_fast_paths_have_a_file_of_their_own(store: CostStore) -> None:
+    cost_of(model(), store)
+    faster = model()
+    faster.fast_paths = ("packed weights",)
+    assert not cost_of(faster, store).kept
+    assert cost_of(faster, store).kept
+    assert cost_of(model(), store).kept
+
+
+def test_other_weights_of_the_same_name_make_it_stale(store: CostStore) -> None:
+    cost_of(model(), store)
+    assert "vocab_size was 5, now 6" in cost_of(MarkovModel.random(6, 0, context_length=64), store).warnings[0]
+
+
+def test_dtypes_threads_and_names_are_kept_side_by_side(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {cost_of(model(), store).path}
+    single = MarkovModel(model().laws.float(), context_length=64)
+    paths.add(cost_of(single, store).path)
+    named = model()
+    named.name = "other"
+    paths.add(cost_of(named, store).path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    paths.add(cost_of(model(), store).path)
+    monkeypatch.undo()
+    assert len(paths) == 4
+    assert all(path.is_file() for path in paths)
+    assert cost_of(model(), store).kept
+
+
+def test_drafters_are_kept_by_their_options_and_laws(store: CostStore) -> None:
+    target, draft = packed("llama"), noisy("llama", 0.3)
+    sampled = SamplingParams(temperature=1.0)
+    drafters = [DraftModel(draft, 2), DraftModel(draft, branching=(2, 1)), DraftModel(draft, 2, min_probability=0.1)]
+    drafters += [PromptLookup(3), PromptLookup(4)]  # type: ignore[list-item]
+    found = [drafter_cost(drafter, target, effort=ONCE, store=store) for drafter in drafters]
+    found.append(drafter_cost(drafters[0], target, params=sampled, effort=ONCE, store=store))
+    assert not any(each.kept or each.warnings for each in found)
+    assert len({each.path for each in found}) == len(found)
+    again = drafter_cost(DraftModel(draft, 2), target, effort=ONCE, store=store)
+    assert again.kept
+    assert again.value == found[0].value
+
+
+def test_the_key_of_a_model_survives_loading_it_again() -> None:
+    """Loading writes into the configuration: the name of our attention function, numbered, is one such thing."""
+    assert model_identity(packed("llama")) == model_identity(packed("llama"))
+    config = model_identity(packed("llama"))["config"]
+    assert config is not None
+    assert config != model_identity(packed("qwen3"))["config"]
+
+
+def test_what_is_kept_is_plain_json(store: CostStore) -> None:
+    key = CostKey("tests", {"a": 1}, {"b": [1, 2], "c": Path("x")})
+    curve = CostCurve((1.0, 2.0), (0.1, 0.2))
+    assert store.load(key, CostCurve.from_dict) == (None, None)
+    assert store.save(key, curve.to_dict()) is None
+    assert store.load(key, CostCurve.from_dict) == (curve, None)
+    assert json.loads(store.path(key).read_text())["what"] == "tests"
+
+
+def test_how_many_are_kept_is_told(store: CostStore) -> None:
+    assert store.describe() == "none kept yet; measured when first asked for"
+    cost_of(model(), store)
+    cost_of(model(), CostStore(store.folder / "short"))
+    assert store.describe() == f"2 kept in {store.folder}; measured when first asked for"
+
+
+def test_costs_are_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
+    assert CostStore().folder == tmp_path / "own" / "costs"
+
+
+def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be said once for all costs."""
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store_module.tempfile, "NamedTemporaryFile", full)
+    stores = CostStore(), CostStore(tmp_path / "costs" / "short")
+    told = {store.save(CostKey(what, {}, {}), {}) for store in stores for what in ("one", "another")}
+    assert told == {could_not_be_kept(tmp_path, "No space left on device")}

@@ -1,0 +1,206 @@
+"""The node budget by measured costs: against trying all, per request of a batch, and with kept costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from support.records import step_record
+from support.tiny_models import VOCAB, packed
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.sampling import SamplingParams
+from truedraft.costs import CostStore, Effort, StepCosts, drafter_cost, kept_target_cost, target_cost
+from truedraft.drafters import PromptLookup, Redrafter
+from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
+from truedraft.drafters.medusa import Medusa
+from truedraft.errors import ModelError, OptionError
+from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
+from truedraft.planning import choose_nodes, nodes_for, sized
+from truedraft.theory import AcceptanceCurve, DraftCost, DraftPoint, TargetCost
+
+CHANCES = ((0.6, 0.1, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.05))
+
+
+def counted_tree() -> RankTree:
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
+    return RankTree.counted({path: math.prod(CHANCES[d][rank] for d, rank in enumerate(path)) for path in paths})
+
+
+def forwards(row_s: float, context_s: float = 1e-6) -> TargetCost:
+    return TargetCost.fit(
+        {
+            (rows, context): 0.01 + row_s * rows + context_s * rows * context
+            for rows in (1, 2, 64)
+            for context in (0, 1024)
+        }
+    )
+
+
+def curve_of(tree: RankTree) -> AcceptanceCurve:
+    found = FixedTrees({"greedy": tree}).acceptance_curve(SamplingParams())
+    assert found is not None
+    return found
+
+
+DRAFTING = DraftCost((DraftPoint(1, 3, 0.0005), DraftPoint(2, 12, 0.0006), DraftPoint(3, 39, 0.0007)))
+
+
+@pytest.mark.parametrize("row_s", [1e-5, 2e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_it_is_the_best_of_all_budgets(row_s: float, requests: int) -> None:
+    tree, cost = counted_tree(), forwards(row_s)
+    choice = choose_nodes(curve_of(tree), cost, DRAFTING, context=256, requests=requests)
+    contexts = [256] * requests
+    plain_s = cost(requests, contexts)
+    for nodes in range(1, len(tree) + 1):
+        part = tree.first(nodes)
+        step_s = cost((nodes + 1) * requests, contexts) + DRAFTING(part.depth)
+        assert choice.table[nodes].expected_tokens == pytest.approx(part.expected_tokens)
+        assert choice.table[nodes].speedup == pytest.approx(part.expected_tokens * plain_s / step_s)
+        assert choice.table[nodes].speedup <= choice.best.speedup
+    assert choice.table[0].speedup == 1.0
+
+
+def test_a_batch_and_dear_rows_leave_room_for_fewer_nodes() -> None:
+    curve = curve_of(counted_tree())
+    alone, together = (
+        choose_nodes(curve, forwards(2e-4), DRAFTING, requests=requests).best.nodes for requests in (1, 16)
+    )
+    assert alone > together > 0
+    assert choose_nodes(curve, forwards(2e-2), DRAFTING).best.nodes == 0
+
+
+def test_nodes_that_nobody_measured() -> None:
+    by_hand = medusa(tree=RankTree.cartesian((2, 2)))
+    with pytest.raises(OptionError, match="give the number of nodes"):
+        nodes_for(packed("llama"), by_hand)
+    assert choose_nodes(AcceptanceCurve((), (0,)), forwards(1e-4), DRAFTING).best.nodes == 0
+
+
+def medusa(nodes: int | None = None, tree: RankTree | None = None) -> Medusa:
+    heads = MedusaHeads(MedusaConfig(48, VOCAB, heads=3))
+    trees = {"greedy": counted_tree() if tree is None else tree}
+    return Medusa(heads, trees, nodes=nodes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CostStore:
+    return CostStore(tmp_path / "costs")
+
+
+def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Effort(0.0, 1, 1)
+    monkeypatch.setattr("truedraft.costs.kept._SHORT_TARGET", once)
+    monkeypatch.setattr("truedraft.costs.kept._SHORT_DRAFTER", once)
+    target = packed("llama")
+    first = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
+    assert first.costs.measuring_s > 0.0 and first.costs.warnings == []
+    assert 0 <= first.nodes <= len(counted_tree())
+    again = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
+    assert again.costs.measuring_s == 0.0 and again.choice == first.choice
+    assert nodes_for(target, medusa(), costs=StepCosts(target, store=store, refresh=True)).costs.measuring_s > 0.0
+    assert kept_target_cost(target, store) is None  # a short curve does not stand in for a long one
+
+    kept = target_cost(target, effort=once, store=store)
+    assert kept_target_cost(target, store) == kept.value
+    by_kept = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
+    given = nodes_for(target, medusa(), costs=StepCosts(target, store=store, forwards=kept.value))
+    assert by_kept.choice == given.choice and by_kept.costs.measuring_s == 0.0
+    dear = nodes_for(target, medusa(), costs=StepCosts(target, store=store, forwards=forwards(1.0)))
+    assert dear.nodes == 0 and "no tree is predicted to pay" in dear.describe()
+    cheap = nodes_for(
+        target, medusa(), costs=StepCosts(target, store=store, forwards=TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0}))
+    )
+    assert cheap.nodes == len(counted_tree())
+    assert f"{cheap.nodes} nodes by the cost curve: {counted_tree().expected_tokens:.2f} tokens" in cheap.describe()
+
+
+def test_sizes_are_chosen_anew_after_steps_parted_from_the_curve(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V was taken in a disturbed minute: the next use measures it again, and what drafting costs with it."""
+    monkeypatch.setattr("truedraft.costs.kept._SHORT_TARGET", Effort(0.0, 1, 1))
+    monkeypatch.setattr("truedraft.costs.kept._SHORT_DRAFTER", Effort(0.0, 1, 1))
+    now = [1e9]
+    store, target = CostStore(store.folder, lambda: now[0]), packed("llama")
+    first = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
+    check = first.costs.check()
+    assert check is not None
+    now[0] += 61.0
+    for _ in range(50):
+        took_s = 3.0 * first.costs.forwards()(2, (9,))
+        check(step_record(2, 9, 1, target_s=took_s))
+    monkeypatch.setattr("truedraft.costs.kept.drafter_cost", asked := MagicMock(side_effect=drafter_cost))
+    again = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
+    assert again.costs.measuring_s > 0.0 and "steps took 3.0 times what they say" in again.costs.warnings[0]
+    assert asked.call_args.kwargs["refresh"] is True
+    assert nodes_for(target, medusa(), costs=StepCosts(target, store=store)).costs.warnings == []
+
+
+def test_trees_chosen_at_each_step_are_sized_by_their_own_curve(store: CostStore) -> None:
+    """Level costs favour the last node that brings anything; dear rows the few that bring most."""
+    target, heads = packed("llama"), MedusaHeads(MedusaConfig(48, VOCAB, heads=3))
+    curve = AcceptanceCurve.fit([(1, 1.6), (4, 1.9), (8, 2.0), (16, 2.0)], lambda nodes: min(nodes, 3))
+    drafter = Medusa(heads, LikeliestTrees(3, {"greedy": curve}, FixedTrees({"sampled": counted_tree()})))
+    level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
+    found, budget = sized(drafter, target, costs=StepCosts(target, forwards=level, store=store))
+    assert isinstance(found, Medusa) and budget is not None
+    assert (found.nodes, found.tree_kind, found.limits.nodes) == (8, "likeliest", 8)
+    assert "8 nodes by the cost curve: 2.00 tokens" in budget.describe()
+    steep = TargetCost.fit({(1, 8): 10.0, (2, 8): 11.0, (3, 8): 20.0})
+    dear, _ = sized(drafter, target, costs=StepCosts(target, forwards=steep, store=store))
+    assert isinstance(dear, Medusa) and dear.nodes == 1
+    sampled, _ = sized(
+        drafter, target, SamplingParams(temperature=1.0), costs=StepCosts(target, forwards=level, store=store)
+    )
+    assert isinstance(sampled, Medusa) and sampled.nodes == len(counted_tree()), "by the counts: there is no curve"
+
+
+def test_only_open_budgets_are_chosen(store: CostStore) -> None:
+    target, cost = packed("llama"), forwards(1e-3)
+    for drafter in (PromptLookup(), medusa(nodes=5), medusa(tree=RankTree.cartesian((2, 2)))):
+        assert sized(drafter, target, costs=StepCosts(target, forwards=cost, store=store)) == (drafter, None)
+    drafter = medusa()
+    found, budget = sized(
+        drafter, target, SamplingParams(temperature=1.0), costs=StepCosts(target, forwards=cost, store=store)
+    )
+    assert isinstance(found, Medusa) and budget is not None and found is not drafter
+    assert found.nodes == budget.nodes and found.nodes_chosen
+
+
+def recurrent(**sizes: int) -> Redrafter:
+    """Two beams bring more than four with few nodes, and have no more than four."""
+    few = [{"beams": 2, "length": length, "nodes": [1, 2, 4], "tokens": [1.5, 1.65, 1.75]} for length in (1, 2)]
+    many = {"beams": 4, "length": 2, "nodes": [1, 2, 4, 8], "tokens": [1.5, 1.6, 1.7, 1.8]}
+    head = RedrafterHead(RedrafterConfig(48, VOCAB, state=8, exit_width=48, layers=1))
+    return Redrafter(head, facts={"beams": {"greedy": [*few, many]}}, **sizes)  # type: ignore[arg-type]
+
+
+def test_beams_and_their_length_are_chosen_with_the_nodes(store: CostStore) -> None:
+    target = packed("llama")
+    level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
+    found, budget = sized(recurrent(), target, costs=StepCosts(target, forwards=level, store=store))
+    assert isinstance(found, Redrafter) and budget is not None
+    assert (found.beams, found.length, found.nodes, found.sizes_chosen) == (4, 2, 8, True)
+    assert "4 beams of 2, 8 nodes by the cost curve: 1.80 tokens" in budget.describe()
+    rows = TargetCost.fit({(1, 8): 10.0, (2, 8): 10.0, (3, 8): 10.0, (5, 8): 10.0, (6, 8): 900.0})
+    found, budget = sized(recurrent(), target, costs=StepCosts(target, forwards=rows, store=store))
+    assert isinstance(found, Redrafter) and budget is not None
+    assert found.beams == 2 and found.nodes <= 4
+    drafter = recurrent(beams=3)
+    assert sized(drafter, target, costs=StepCosts(target, forwards=level, store=store)) == (drafter, None)
+    drafter = recurrent()
+    assert sized(
+        drafter, target, SamplingParams(temperature=1.0), costs=StepCosts(target, forwards=level, store=store)
+    ) == (drafter, None)
+
+
+def test_damaged_curves_of_beams(store: CostStore) -> None:
+    head = RedrafterHead(RedrafterConfig(48, VOCAB, state=8, exit_width=48, layers=1))
+    drafter = Redrafter(head, facts={"beams": {"greedy": [{"beams": 2}]}})
+    with pytest.raises(ModelError, match="damaged"):
+        drafter.size_plans(SamplingParams())

@@ -1,0 +1,66 @@
+"""One backend each, for tests that want that one rather than the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.backends.graphs import GraphBackend
+from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording
+from truedraft.models.backends.native import NativeBackend
+from truedraft.models.llama import Llama
+
+
+def llama_of(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Llama:
+    llama = Llama.of(model, patterns)
+    assert llama is not None, f"{type(model).__name__} is not one of those that are known"
+    return llama
+
+
+def fused_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> FusedBackend:
+    return FusedBackend(llama_of(model, patterns))
+
+
+def native_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> NativeBackend:
+    return NativeBackend(llama_of(model, patterns))
+
+
+def graph_backend(
+    model: PreTrainedModel, patterns: Sequence[AttentionPattern], recorder: Recorder | None = None
+) -> GraphBackend:
+    return GraphBackend(llama_of(model, patterns), recorder)
+
+
+class OnTheHost:
+    """Runs the forward again, into outputs that stay where they are, as a CUDA graph does."""
+
+    def __init__(self, forward: Callable[[], Outputs]) -> None:
+        self._forward = forward
+        logits, hidden = forward()
+        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
+        self.replays = 0
+        self.recording = Recording(self.outputs, self.replay)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for kept, new in zip(self.outputs, self._forward(), strict=True):
+            kept.copy_(new)
+
+
+class HostRecorder(Recorder):
+    """Stands for CUDA graphs on the CPU; keeps its recordings for the test to look at."""
+
+    def __init__(self) -> None:
+        self.made: list[OnTheHost] = []
+        self.forgotten = 0
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        self.made.append(OnTheHost(forward))
+        return self.made[-1].recording
+
+    def forget(self) -> None:
+        self.forgotten += 1
