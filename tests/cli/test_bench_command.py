@@ -184,7 +184,7 @@ def test_a_corrupt_cost_file_is_rebuilt(run: Run, base: tuple[str, ...], quick_c
 def test_without_bfloat16_instructions_float32_is_used(
     run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truedraft.models.dtypes.has_bfloat16", lambda device: False)
+    monkeypatch.setattr("truedraft.machine.has_bfloat16", lambda device: False)
     monkeypatch.setattr(suite, "has_bfloat16", lambda device: False)
     words = [word for word in base if word not in ("--dtype", "float32")]
     result = run(*words, "--drafter", "none", "--limit", "1")

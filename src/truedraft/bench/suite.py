@@ -14,8 +14,8 @@ from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.specs import from_spec
 from truedraft.engine import Engine, StepRecord
 from truedraft.errors import ModelError
+from truedraft.machine import dtype_name, has_bfloat16
 from truedraft.models.base import LanguageModel
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.loading import load_model
 from truedraft.options import MachineOptions, ModelOptions
 from truedraft.peers import Outcome, PeerSetup, System, peer_systems
@@ -186,7 +186,7 @@ def _dtype_notes(asked: str, dtype: torch.dtype, device: torch.device) -> list[s
     if device.type != "cpu" or has_bfloat16(device):
         return []
     if asked == "auto":
-        return [f"this CPU has no bfloat16 instructions, so {str(dtype).removeprefix('torch.')} is used"]
+        return [f"this CPU has no bfloat16 instructions, so {dtype_name(dtype)} is used"]
     if str(dtype) == "torch.bfloat16":
         return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]
     return []

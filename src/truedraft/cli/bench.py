@@ -195,7 +195,7 @@ def _circumstances(
 ) -> Circumstances:
     """Of this run, on a prompt set of this name and size."""
     from truedraft.bench import Circumstances
-    from truedraft.cli.machine import machine_facts
+    from truedraft.machine import dtype_name, machine_facts
 
     machine, target = machine_facts(), suite.target
     return Circumstances(
@@ -204,7 +204,7 @@ def _circumstances(
         drafters=tuple(suite.our_names[1:]),
         peers=tuple(dict.fromkeys(options.what.peer)),
         rule=options.what.rule,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         device=str(target.device),
         threads=machine["threads"],
         fast_paths=target.fast_paths,

@@ -35,6 +35,7 @@ from truedraft.cli.streams import say, visible
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
 from truedraft.engine import Engine
+from truedraft.machine import dtype_name
 
 if TYPE_CHECKING:
     from truedraft.cli.prompts import Asked, NamedPrompt
@@ -299,7 +300,7 @@ def _where_and_how(engine: Engine, drafter: str, each: Sequence[SamplingParams],
     if not engine.rule.lossless:
         how = f"lossy rule {engine.rule.spec}, {how}"
     what = f"{len(each)} prompts, one run each way" if len(each) > 1 else f"medians of {runs} runs each way"
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     note = target.note
     name = target.name if note is None else f"{target.name} ({note})"
     return f"{name}, drafter {drafter}, {dtype}, {where}, {how}, {what}"

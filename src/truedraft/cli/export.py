@@ -26,9 +26,9 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> int:
     """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime."""
-    from truedraft.cli.machine import machine_facts
     from truedraft.cli.session import quiet_hub, set_threads, waiting
     from truedraft.cli.terminal import Terminal
+    from truedraft.machine import machine_facts
     from truedraft.models.export import export_model
 
     terminal, model = Terminal(), options.model

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.machine import machine_facts
 from truedraft.core.counters import Counters
 from truedraft.core.sampling import SamplingParams
+from truedraft.machine import dtype_name, machine_facts
 
 if TYPE_CHECKING:
     from truedraft.cli.session import StackOptions
@@ -81,7 +81,7 @@ def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingPa
         "drafter_kind": engine.drafter.name,
         "rule": engine.rule.spec,
         "lossless": engine.rule.lossless,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "device": str(target.device),
         "fast_paths": list(target.fast_paths),
         "seed": params.seed,

@@ -291,7 +291,7 @@ def draft(options: DraftOptions) -> int:
     _check_folder(job, job.out / _WORK / "checkpoint.pt")
 
     def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
-        from truedraft.models.dtypes import pick_device
+        from truedraft.machine import pick_device
         from truedraft.training.curriculum import Curriculum
         from truedraft.training.distill import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig
@@ -403,7 +403,7 @@ def _head_config(text: TextOptions, run: HeadRunOptions, machine: MachineOptions
     Raises:
         OptionError: an unusable value.
     """
-    from truedraft.models.dtypes import pick_device
+    from truedraft.machine import pick_device
     from truedraft.training.optimizer import OptimizerConfig
     from truedraft.training.self_writing import SelfTextConfig
 
