@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """What this is measured on."""
-    from truedraft.costs import this_machine
+    from truedraft.machine import this_machine
 
     return dataclasses.asdict(this_machine("cpu"))
 

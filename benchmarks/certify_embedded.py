@@ -21,11 +21,11 @@ import torch
 
 from truedraft import SamplingParams, load_model
 from truedraft.certify import Certificate, Part, Stack, Status, certify, verdict
-from truedraft.cli.machine import machine_facts
 from truedraft.cli.prompts import HELDOUT, read_prompts
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import IncompatibleRuleError
+from truedraft.machine import dtype_name, machine_facts
 from truedraft.models.base import LanguageModel
 from truedraft.verification.specs import rule_from_spec
 
@@ -146,7 +146,7 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
         "batch": cell.batch,
         "compared_tokens_of_an_answer": _TOKENS,
         "minutes": seconds / 60.0,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "took_s": round(time.perf_counter() - started, 1),
         "verdict": verdict(certificate),
         **_short(certificate),

@@ -24,8 +24,8 @@ from truedraft import SamplingParams
 from truedraft.core.laws import law_from_logits
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import Proposal
-from truedraft.costs import this_machine, wait_for
 from truedraft.drafters.draws import OpenNode, drawing_for
+from truedraft.machine import this_machine, wait_for
 from truedraft.verification import CoupledSampling
 from truedraft.verification.coupled import coupled_choice
 

@@ -25,9 +25,10 @@ from truedraft.core.laws import laws_from_logits
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import Proposal
 from truedraft.core.trees import chain_shape
-from truedraft.costs import read_bandwidth, this_machine, wait_for
+from truedraft.costs import read_bandwidth
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.machine import this_machine, wait_for
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.verification import SpeculativeSampling

@@ -29,6 +29,7 @@ from truedraft.core.proposals import Proposal
 from truedraft.drafters import Drafter, Medusa, from_spec
 from truedraft.drafters.base import DraftRequest
 from truedraft.embedded import embedded_heads, heldout_prompts_file
+from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
 from truedraft.verification import BlockVerification, SpeculativeSampling
 
@@ -111,7 +112,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "what": f"tokens per target call on {len(prompts)} shipped prompts, {options.tokens} tokens each",
         "torch": torch.__version__,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "fast_paths": list(target.fast_paths),
         "prompts": len(prompts),
         "tokens": options.tokens,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from truedraft.cache import WIDEST_GAP, key_span
-from truedraft.models.dtypes import has_bfloat16
+from truedraft.machine import has_bfloat16
 
 HEADS, WIDTH = 4, 64
 

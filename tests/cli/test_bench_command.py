@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,23 +11,13 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
-from truedraft.bench import OurEngine, costs, runs, suite
-from truedraft.costs import Effort
+from truedraft.bench import OurEngine, runs, suite
 
 Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos")
 
 
-@pytest.fixture(autouse=True)
-def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Curves of one round and a small read, kept in a folder of the test's own."""
-    effort = Effort(0.0, 1, 1)
-    monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=effort))
-    monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=effort))
-    monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))
-    monkeypatch.setattr(costs, "ratio_of_steps", lambda engine, forwards: 1.0)  # whatever else runs on this machine
-    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("quick_curves")
 
 
 @pytest.fixture
@@ -195,7 +184,7 @@ def test_a_corrupt_cost_file_is_rebuilt(run: Run, base: tuple[str, ...], quick_c
 def test_without_bfloat16_instructions_float32_is_used(
     run: Run, base: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truedraft.models.dtypes.has_bfloat16", lambda device: False)
+    monkeypatch.setattr("truedraft.machine.has_bfloat16", lambda device: False)
     monkeypatch.setattr(suite, "has_bfloat16", lambda device: False)
     words = [word for word in base if word not in ("--dtype", "float32")]
     result = run(*words, "--drafter", "none", "--limit", "1")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result, start
-from truedraft.cli.visible import visible
+from truedraft.cli.streams import visible
 from truedraft.drafters.prompt_lookup import PromptLookup
 
 Run = Callable[..., Result]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
-from truedraft.bench import costs
 from truedraft.cli.report import divergence_words
 from truedraft.core.counters import Counters
 from truedraft.core.divergence import Divergence
-from truedraft.costs import Effort
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.verification import LenientSampling, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.specs import rule_from_spec
@@ -170,15 +167,8 @@ def test_identical_answers_are_counted(run: Run, target: str, draft: str, tmp_pa
 
 
 @pytest.fixture
-def bench(
-    run: Run, target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Result, Path]]:
+def bench(run: Run, target: str, draft: str, tmp_path: Path, quick_curves: Path) -> Callable[..., tuple[Result, Path]]:
     """The command on two prompts, with curves of one round."""
-    effort = Effort(0.0, 1, 1)
-    monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=effort))
-    monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=effort))
-    monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))
-    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "prompts.txt"
     file.write_text("abc\nabcabc\n")
 

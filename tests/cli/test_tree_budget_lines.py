@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
-from truedraft.bench import costs
 from truedraft.core.rank_tree import RankTree
 from truedraft.costs import Effort, kept
 from truedraft.heads import MedusaConfig, MedusaHeads
@@ -23,14 +21,10 @@ TREE = RankTree(((0,), (1,), (0, 0), (2,)), (0.9, 0.05, 0.04, 0.01))
 
 
 @pytest.fixture(autouse=True)
-def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_rounds(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = Effort(0.0, 1, 1)
     monkeypatch.setattr(kept, "_SHORT_TARGET", once)
     monkeypatch.setattr(kept, "_SHORT_DRAFTER", once)
-    monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=once))
-    monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=once))
-    monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))
-    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

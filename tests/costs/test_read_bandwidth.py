@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 
-from truedraft.costs import ReadBandwidth, machine, read_bandwidth, this_machine
+from truedraft.costs import ReadBandwidth, bandwidth, read_bandwidth
 from truedraft.errors import OptionError
+from truedraft.machine import this_machine
 
 
 def test_three_kinds_of_read_and_the_fastest_counts() -> None:
@@ -21,7 +22,7 @@ def test_three_kinds_of_read_and_the_fastest_counts() -> None:
 
 def test_the_best_repetition_counts_and_bytes_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([9.0, 9.0, 9.0, 0.5, 1.0, 2.0, 1.0, 0.25, 4.0])
-    monkeypatch.setattr(machine, "_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(bandwidth, "_seconds", lambda *_: next(seconds))
     found = read_bandwidth(size_bytes=1 << 10, repetitions=2)
     assert list(found.by_kind.values()) == [2048.0, 4096.0, 512.0]
 

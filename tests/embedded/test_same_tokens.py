@@ -16,12 +16,12 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.embedded import embedded_folder, heldout_prompts_file
 from truedraft.errors import ModelNotFoundError
+from truedraft.machine import has_bfloat16
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.huggingface import HuggingFaceModel
 
 try:

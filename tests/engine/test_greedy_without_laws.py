@@ -20,10 +20,10 @@ from truedraft.engine import Answer
 from truedraft.engine import verifier as verifier_module
 from truedraft.engine.verifier import Part, Verifier
 from truedraft.errors import InvalidLogitsError
+from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel, ScriptedDrafter

@@ -18,13 +18,13 @@ from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, stock, stock_gree
 from truedraft import Engine, SamplingParams
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
+from truedraft.machine import has_bfloat16
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Rotation
 from truedraft.models.loading import fastest_backend

@@ -17,10 +17,10 @@ from truedraft.cache import RequestCache
 from truedraft.core.trees import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
+from truedraft.machine import has_bfloat16
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
 from truedraft.models.loading import fastest_backend

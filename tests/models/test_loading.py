@@ -27,10 +27,9 @@ from transformers import (
 )
 
 from support.tiny_models import VOCAB, stock, stock_greedy
-from truedraft import Engine, SamplingParams, TruedraftError, load_model
+from truedraft import Engine, SamplingParams, TruedraftError, load_model, machine
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
-from truedraft.models import dtypes
-from truedraft.models.dtypes import pick_device, pick_dtype
+from truedraft.machine import pick_device, pick_dtype
 
 PROMPT = [5, 9, 11, 3, 60]
 CPU = torch.device("cpu")
@@ -103,7 +102,7 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_auto_picks_what_is_fast(llama: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "has_bfloat16", lambda device: fast)
+    monkeypatch.setattr(machine, "has_bfloat16", lambda device: fast)
     assert load_model(llama, device="cpu").dtype == (torch.bfloat16 if fast else torch.float32)
     assert pick_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
 

@@ -24,9 +24,9 @@ from transformers import (
 
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock, stock_logits
 from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.machine import has_bfloat16
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse, pack_linears

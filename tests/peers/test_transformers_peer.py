@@ -12,7 +12,7 @@ import torch
 
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, load_model
-from truedraft.bench import Suite, SuiteParts, load_suite
+from truedraft.bench import Suite, load_suite
 from truedraft.core.sampling import SamplingParams
 from truedraft.errors import MissingExtraError, UnknownOptionError
 from truedraft.options import MachineOptions, ModelOptions
@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def load(folders: tuple[str, str], pad_to: str | None = None, **parts: Any) -> Suite:
     target, draft = folders
     words: dict[str, Any] = {"drafters": (f"draft:{draft}",), "peers": ("transformers",)}
-    return load_suite(ModelOptions(target, pad_to), MachineOptions("float32"), SuiteParts(**(words | parts)))
+    return load_suite(ModelOptions(target, pad_to), MachineOptions("float32"), **(words | parts))
 
 
 def peer(found: Suite, name: str) -> StockGenerate:

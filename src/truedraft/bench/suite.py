@@ -14,8 +14,8 @@ from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.specs import from_spec
 from truedraft.engine import Engine, StepRecord
 from truedraft.errors import ModelError
+from truedraft.machine import dtype_name, has_bfloat16
 from truedraft.models.base import LanguageModel
-from truedraft.models.dtypes import has_bfloat16
 from truedraft.models.loading import load_model
 from truedraft.options import MachineOptions, ModelOptions
 from truedraft.peers import Outcome, PeerSetup, System, peer_systems
@@ -124,44 +124,43 @@ class Suite:
         system.engine = Engine(self.target, drafter, system.engine.rule, max_batch=_room(self.batch))
 
 
-@dataclass(frozen=True, slots=True)
-class SuiteParts:
-    """What is measured beside plain decoding, which always is.
+def load_suite(
+    model: ModelOptions,
+    machine: MachineOptions,
+    drafters: Sequence[str] = ("auto",),
+    *,
+    peers: Sequence[str] = (),
+    rule: str = "speculative",
+    batch: int = 1,
+) -> Suite:
+    """Load the target once for our engines, and once more for each peer.
 
-    Attributes:
-        drafters: words for drafters; "none" adds nothing.
+    Args:
+        model: the target.
+        machine: on what models run.
+        drafters: words for drafters; "none" adds nothing to plain decoding, which is always measured.
         peers: names of other libraries.
         rule: words for the rule.
         batch: prompts answered together.
-    """
-
-    drafters: Sequence[str] = ("auto",)
-    peers: Sequence[str] = ()
-    rule: str = "speculative"
-    batch: int = 1
-
-
-def load_suite(model: ModelOptions, machine: MachineOptions, parts: SuiteParts) -> Suite:
-    """Load the target once for our engines, and once more for each peer.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
     """
-    rule = rule_from_spec(parts.rule)
+    lossless = rule_from_spec(rule).lossless
     target = load_model(model.model, pad_to=model.pad_to, **machine.of_models)
-    room = _room(parts.batch)
+    room = _room(batch)
     ours = [OurEngine(PLAIN, Engine(target, max_batch=room))]
-    for spec in parts.drafters:
+    for spec in drafters:
         if spec != _NO_DRAFTER:
             drafter = from_spec(spec, target)
             name = _short_name(drafter.name if spec == "auto" else spec, [each.name for each in ours])
-            ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(parts.rule), max_batch=room)))
+            ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(rule), max_batch=room)))
     notes = _dtype_notes(machine.dtype, target.dtype, target.device)
-    suite = Suite(target, rule.lossless, ours, notes=notes, batch=parts.batch)
+    suite = Suite(target, lossless, ours, notes=notes, batch=batch)
     # Peers draft with the first draft model among the drafters.
     draft = next((each.draft_model for each in ours if each.draft_model is not None), None)
-    for peer in parts.peers:
-        brought = peer_systems(peer, PeerSetup(target, model.model, model.pad_to, draft, parts.batch))
+    for peer in peers:
+        brought = peer_systems(peer, PeerSetup(target, model.model, model.pad_to, draft, batch))
         suite.peers += brought.systems
         suite.best_of |= brought.best_of
         suite.notes += brought.notes
@@ -187,7 +186,7 @@ def _dtype_notes(asked: str, dtype: torch.dtype, device: torch.device) -> list[s
     if device.type != "cpu" or has_bfloat16(device):
         return []
     if asked == "auto":
-        return [f"this CPU has no bfloat16 instructions, so {str(dtype).removeprefix('torch.')} is used"]
+        return [f"this CPU has no bfloat16 instructions, so {dtype_name(dtype)} is used"]
     if str(dtype) == "torch.bfloat16":
         return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]
     return []

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, say, warn
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
 from truedraft.cli.session import DRAFTER_HELP, RULE_HELP, ReportOptions, seeded
-from truedraft.cli.visible import visible
+from truedraft.cli.streams import say, visible
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.specs import drafter_help
-from truedraft.errors import DataError, PromptError
+from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
@@ -96,12 +96,13 @@ def bench(options: BenchOptions) -> int:
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)
     terminal = Terminal()
-    set_name, prompts = _prompts(options)
+    with errors_about("prompts"):
+        set_name, prompts = _prompts(options)
     asked = [(each, params) for each in prompts]
     set_threads(options.machine.threads)
     with contextlib.ExitStack() as stack:
         folder = None if out is None else stack.enter_context(OutputFolder(out))
-        with quiet_hub():
+        with quiet_hub(), errors_about("model"):
             suite = _load(options, terminal)
         if options.prompt.chat:
             asked = as_chat(suite.target, asked)
@@ -151,13 +152,15 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
 
 def _load(options: BenchOptions, terminal: Terminal) -> Suite:
     """Load the systems under test; on a terminal, show what is being waited for."""
-    from truedraft.bench import SuiteParts, load_suite
+    from truedraft.bench import load_suite
     from truedraft.cli.session import waiting
 
     what = options.what
     drafters, peers = tuple(dict.fromkeys(what.drafter)), tuple(dict.fromkeys(what.peer))
     with waiting(terminal.err, f"loading {options.model.model}"):
-        return load_suite(options.model, options.machine, SuiteParts(drafters, peers, what.rule, options.runs.batch))
+        return load_suite(
+            options.model, options.machine, drafters, peers=peers, rule=what.rule, batch=options.runs.batch
+        )
 
 
 def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
@@ -192,7 +195,7 @@ def _circumstances(
 ) -> Circumstances:
     """Of this run, on a prompt set of this name and size."""
     from truedraft.bench import Circumstances
-    from truedraft.cli.machine import machine_facts
+    from truedraft.machine import dtype_name, machine_facts
 
     machine, target = machine_facts(), suite.target
     return Circumstances(
@@ -201,7 +204,7 @@ def _circumstances(
         drafters=tuple(suite.our_names[1:]),
         peers=tuple(dict.fromkeys(options.what.peer)),
         rule=options.what.rule,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         device=str(target.device),
         threads=machine["threads"],
         fast_paths=target.fast_paths,

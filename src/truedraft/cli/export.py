@@ -10,6 +10,7 @@ from pathlib import Path
 from truedraft.cli.failures import DONE
 from truedraft.cli.prompts import user_path
 from truedraft.cli.session import ReportOptions
+from truedraft.errors import errors_about
 from truedraft.options import MachineOptions, ModelOptions, group, option
 
 
@@ -25,15 +26,15 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> int:
     """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime."""
-    from truedraft.cli.machine import machine_facts
     from truedraft.cli.session import quiet_hub, set_threads, waiting
     from truedraft.cli.terminal import Terminal
+    from truedraft.machine import machine_facts
     from truedraft.models.export import export_model
 
     terminal, model = Terminal(), options.model
     set_threads(options.machine.threads)
     started = time.perf_counter()
-    with quiet_hub(), waiting(terminal.err, f"loading {model.model}") as show:
+    with quiet_hub(), errors_about("model"), waiting(terminal.err, f"loading {model.model}") as show:
         folder = user_path(str(options.out))
         exported = export_model(model.model, folder, pad_to=model.pad_to, dtype=options.machine.dtype, on_stage=show)
     elapsed_s = time.perf_counter() - started

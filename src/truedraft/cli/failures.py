@@ -9,12 +9,11 @@ import contextlib
 import difflib
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from truedraft.cli.visible import visible
+from truedraft.cli.streams import say
 from truedraft.errors import (
     CompositionError,
     DataError,
@@ -65,12 +64,6 @@ def error_record(command: str | None, error: BaseException) -> dict[str, Any]:
     """
     told = {"command": command, "error": describe(error), "status": exit_status(error)}
     return told | {"field": getattr(error, "field", None)}
-
-
-def say(message: str) -> None:
-    """One line on standard error, whatever line breaks and control characters the message holds."""
-    sys.stderr.write(f"truedraft: {visible(' '.join(message.split()))}\n")
-    sys.stderr.flush()
 
 
 def warn(message: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, say, warn
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
-from truedraft.cli.visible import from_escapes, typed_text, visible
+from truedraft.cli.streams import from_escapes, say, typed_text, visible
 from truedraft.core.sampling import SamplingParams
 from truedraft.options import MachineOptions, flag, group
 

@@ -27,9 +27,9 @@ class InfoOptions:
 
 def info(options: InfoOptions) -> int:
     """Show versions, devices, fast paths and the embedded models."""
-    from truedraft.cli.machine import machine_facts
     from truedraft.cli.terminal import Terminal
     from truedraft.costs import CostStore
+    from truedraft.machine import machine_facts
 
     terminal = Terminal()
     facts = machine_facts()
@@ -55,8 +55,8 @@ def _fast_paths() -> tuple[list[str], str]:
 
 def _native_forward(dtype: str) -> str:
     """Whether Llama-like models run by the native forward on this machine's CPU, and if not, why."""
+    from truedraft.machine import pick_device, pick_dtype
     from truedraft.models.backends.native.build import built
-    from truedraft.models.dtypes import pick_device, pick_dtype
 
     return built(pick_dtype(dtype, pick_device("cpu"))).reason or "compiled for this machine"
 

@@ -18,9 +18,8 @@ from truedraft.cli.failures import DONE, FAILED, error_record, report, warnings_
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
 from truedraft.cli.parameters import command
-from truedraft.cli.standard_streams import output_is_open, output_was_taken, prepare_streams
+from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams
 from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, medusa, redrafter
-from truedraft.cli.visible import json_line
 
 
 def build_app() -> typer.Typer:

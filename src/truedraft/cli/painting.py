@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.color import ColorSystem
 from rich.style import Style
 
-from truedraft.cli.visible import visible
+from truedraft.cli.streams import visible
 from truedraft.core.verdicts import Origin
 from truedraft.text.detokenizer import StreamDetokenizer
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from truedraft.cli.visible import typed_text
+from truedraft.cli.streams import typed_text
 from truedraft.core.sampling import SamplingParams
 from truedraft.embedded import heldout_prompts_file
-from truedraft.errors import DataError, OptionError, PromptError
+from truedraft.errors import DataError, OptionError, PromptError, errors_about
 from truedraft.options import flag, option
 
 HELDOUT = "heldout"
@@ -78,7 +78,13 @@ def read_prompts(argument: str | None, file: str | None, *, own_options: bool = 
     if argument is not None and file is not None:
         raise OptionError("give either a PROMPT or --prompts FILE, not both")
     if file is not None:
-        return _read_file(file, own_options)
+        with errors_about("prompts"):
+            return _read_file(file, own_options)
+    with errors_about("prompt"):
+        return [NamedPrompt("1", _read_argument(argument))]
+
+
+def _read_argument(argument: str | None) -> str:
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):
         raise OptionError("give a PROMPT, - to read it from standard input, or --prompts FILE")
     if argument is None or argument == "-":
@@ -88,7 +94,7 @@ def read_prompts(argument: str | None, file: str | None, *, own_options: bool = 
     if not text:
         raise PromptError(f"{source} is empty; give at least one character")
     _check_text(text, source)
-    return [NamedPrompt("1", text)]
+    return text
 
 
 def _read_stdin() -> str:

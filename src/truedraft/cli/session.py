@@ -16,7 +16,7 @@ from truedraft.cli.failures import warn
 from truedraft.cli.prompts import Asked
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.specs import drafter_help
-from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, flag, option
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def load_engine(
         from truedraft.models.loading import load_model
         from truedraft.planning import sized
 
-        with quiet_hub():
+        with quiet_hub(), errors_about("model"):
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
             drafter = from_spec(stack.drafter, target)
         tell("measuring how many drafted nodes pay on this machine")

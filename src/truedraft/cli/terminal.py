@@ -10,7 +10,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from truedraft.cli.visible import json_line, visible
+from truedraft.cli.streams import json_line, visible
 from truedraft.progress import Progress, progress_bar
 
 _PATIENCE_S = 2.0

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from truedraft.cli.failures import DONE, INTERRUPTED, error_record, say
+from truedraft.cli.failures import DONE, INTERRUPTED, error_record
 from truedraft.cli.session import ReportOptions
+from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import MachineOptions, flag, group, option
 
@@ -290,7 +291,7 @@ def draft(options: DraftOptions) -> int:
     _check_folder(job, job.out / _WORK / "checkpoint.pt")
 
     def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
-        from truedraft.models.dtypes import pick_device
+        from truedraft.machine import pick_device
         from truedraft.training.curriculum import Curriculum
         from truedraft.training.distill import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig
@@ -402,7 +403,7 @@ def _head_config(text: TextOptions, run: HeadRunOptions, machine: MachineOptions
     Raises:
         OptionError: an unusable value.
     """
-    from truedraft.models.dtypes import pick_device
+    from truedraft.machine import pick_device
     from truedraft.training.optimizer import OptimizerConfig
     from truedraft.training.self_writing import SelfTextConfig
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from truedraft.cli.machine import machine_facts
+from truedraft.machine import machine_facts
 from truedraft.training.budget import duration
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """What speculation costs on this machine: measured when first asked for, kept, and held to what steps then take."""
 
+from truedraft.costs.bandwidth import ReadBandwidth, read_bandwidth
 from truedraft.costs.kept import (
     STEPS,
     CurveCheck,
@@ -9,7 +10,6 @@ from truedraft.costs.kept import (
     parts,
     target_cost,
 )
-from truedraft.costs.machine import Machine, ReadBandwidth, read_bandwidth, this_machine, wait_for
 from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target
 from truedraft.costs.store import CostStore
 
@@ -18,7 +18,6 @@ __all__ = [
     "CostStore",
     "CurveCheck",
     "Effort",
-    "Machine",
     "Measured",
     "Progress",
     "ReadBandwidth",
@@ -29,6 +28,4 @@ __all__ = [
     "parts",
     "read_bandwidth",
     "target_cost",
-    "this_machine",
-    "wait_for",
 ]

@@ -20,9 +20,9 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.trees import chain_shape
-from truedraft.costs.machine import wait_for
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
 from truedraft.errors import DrafterError, OptionError, TruedraftError
+from truedraft.machine import wait_for
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.theory import BatchPoint, DraftCost, DraftPoint, TargetCost
 

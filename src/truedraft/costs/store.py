@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from truedraft.core.sampling import SamplingParams
-from truedraft.costs.machine import this_machine
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
+from truedraft.machine import this_machine
 from truedraft.models.base import LanguageModel
 from truedraft.models.user_cache import cache_folder, could_not_be_kept
 

@@ -107,6 +107,7 @@ def _prompt_lookup(words: Words, target: LanguageModel) -> Drafter:
 
 def _draft(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.draft_model import DraftModel
+    from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
 
     options = dict(words.options)
@@ -114,7 +115,7 @@ def _draft(words: Words, target: LanguageModel) -> Drafter:
     least = options.pop("min_probability", "0")
     widths = None if branching is None else _widths(branching)
     lengths = {name: read_whole(name, value) for name, value in options.items()}
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
     model = load_model(words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
     return DraftModel(model, branching=widths, min_probability=read_number("min_probability", least), **lengths)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from truedraft.errors import ModelError, OptionError
-from truedraft.models.dtypes import pick_dtype
+from truedraft.machine import dtype_name, pick_dtype
 from truedraft.models.huggingface import fingerprint_of
 from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 from truedraft.models.padding import (
@@ -92,7 +92,7 @@ def _export(
         folder,
         parameters=sum(weight.numel() for weight in model.parameters()),
         bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        dtype=str(kind).removeprefix("torch."),
+        dtype=dtype_name(kind),
         note=padding_note_of(model),
     )
 

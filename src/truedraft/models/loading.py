@@ -17,13 +17,13 @@ from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from truedraft.machine import pick_device, pick_dtype
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.dtypes import pick_device, pick_dtype
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_linears

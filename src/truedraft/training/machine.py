@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 
-from truedraft.models.dtypes import cpu_name
+from truedraft.machine import cpu_name
 
 
 def describe_machine(device: str = "cpu") -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from truedraft.models.dtypes import has_avx512_bfloat16
+from truedraft.machine import dtype_name, has_avx512_bfloat16
 from truedraft.models.user_cache import cache_folder, could_not_be_kept
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Built:
 def built(dtype: torch.dtype) -> Built:
     """The forward for a dtype, compiled at the first call on this machine and loaded from the cache after that."""
     if dtype not in (torch.bfloat16, torch.float32):
-        return Built(None, f"there is none for {str(dtype).removeprefix('torch.')}")
+        return Built(None, f"there is none for {dtype_name(dtype)}")
     if dtype is torch.bfloat16 and not has_avx512_bfloat16():
         return Built(None, "this processor has no AVX-512 instructions for bfloat16")
     given = os.environ.get("CC", "").strip()

@@ -1,10 +1,15 @@
-"""Text as it may be shown, for a terminal obeys control characters; and text as it is typed, by escapes."""
+"""The standard streams, whatever state and encoding a command finds them in, and text as it is shown and typed there.
+
+A terminal obeys control characters, so they are written out; who types may write escapes.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,3 +75,51 @@ def typed_text(word: str) -> str:
 def json_line(record: Mapping[str, Any]) -> str:
     """A JSON object as one line, break included, without raw characters that end a line or steer a terminal."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_IN_JSON) + "\n"
+
+
+def say(message: str) -> None:
+    """One line on standard error, whatever line breaks and control characters the message holds."""
+    sys.stderr.write(f"truedraft: {visible(' '.join(message.split()))}\n")
+    sys.stderr.flush()
+
+
+def prepare_streams() -> None:
+    """UTF-8 in and out under any locale; a closed descriptor becomes one that swallows everything.
+
+    Otherwise the next file that is opened would take its number, and whoever writes to standard error would write
+    there. Half characters are written out, as \\udcff, which in JSON is what they are.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+
+
+def output_is_open() -> bool:
+    """Whether there is a standard output; says so on standard error if not."""
+    if sys.stdout is None:
+        say("error: standard output is closed; send it to a file, or to /dev/null")
+    return sys.stdout is not None
+
+
+def output_was_taken() -> bool:
+    """Whether standard output took all that was written; says so on standard error if not, unless its reader left.
+
+    What it did not take is given up, else the interpreter would try again at its end, and fail in its own words.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            say(f"error: standard output cannot be written ({error.strerror or error})")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return False
+    return True

@@ -1,12 +1,17 @@
-"""Which device and which number format to use here, and what processor this is."""
+"""This machine: which device and number format to use on it, and what it is, for costs and for reports."""
 
 from __future__ import annotations
 
+import os
 import platform
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from truedraft import __version__
 from truedraft.errors import OptionError, UnknownOptionError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +51,11 @@ def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is typed: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16 products; emulated ones are slower than float32."""
     if device.type == "cuda":
@@ -71,3 +81,60 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What costs were measured on.
+
+    Attributes:
+        cpu: the processor's name.
+        cores: logical cores.
+        capability: the widest vector instructions that torch uses, in its words.
+        threads: that torch computes with.
+        device: "cpu", or the GPU's name.
+    """
+
+    cpu: str
+    cores: int
+    capability: str
+    threads: int
+    device: str
+
+
+def this_machine(device: str | torch.device = "cpu") -> Machine:
+    """This machine, with the device that a model lives on."""
+    place = torch.device(device)
+    return Machine(
+        cpu=cpu_name(),
+        cores=os.cpu_count() or 1,
+        capability=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+    )
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given; a clock read before tells nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine_facts() -> dict[str, Any]:
+    """Machine, versions and threads, for reports."""
+    device = pick_device("auto")
+    return {
+        "truedraft": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16_instructions": has_bfloat16(torch.device("cpu")),
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "device_auto": str(device),
+        "dtype_auto": dtype_name(pick_dtype("auto", device)),
+    }
