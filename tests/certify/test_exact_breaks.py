@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, KERNEL, REMOVED, VERIFY, findings, statuses
+from test_exact_part import CAUGHT, DRAWN, FIXED, KERNEL, REMOVED, SHIPPED, findings, statuses
 from torch import Tensor
 
 from truedraft.certify.cells import decision_cells, mass_that_moves
@@ -24,7 +24,6 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.deferred import Prepared
 from truedraft.verification.looks import Looks
 from truedraft.verification.rule import JudgedSlot, Outcome
 
@@ -100,9 +99,8 @@ def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: Dr
     assert set(statuses(found).values()) == {Status.FAILS}
     assert found[KERNEL].facts["largest_distance"] > CAUGHT
     assert f"{found[KERNEL].facts['largest_distance']:.1e}" in found[KERNEL].summary
-    assert found[VERIFY].facts["distance_from_target"] > CAUGHT
-    assert f"{found[VERIFY].facts['distance_from_target']:.2g} from the target's law (" in found[VERIFY].summary
-    assert (DEVICE in found) == (not isinstance(rule, JudgesAnotherLaw))  # it has a `verify` of its own
+    assert found[SHIPPED].facts["distance_from_target"] > CAUGHT
+    assert f"{found[SHIPPED].facts['distance_from_target']:.2g} from the target's law (" in found[SHIPPED].summary
 
 
 class HonestKernel(SpeculativeSampling):
@@ -123,11 +121,10 @@ def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
 
     for rule in (AcceptsTooMuch(), AcceptsTooLittle()):
         found = findings(rule, DRAWN)
-        assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
-        for name in (VERIFY, DEVICE):
-            assert found[name].facts["distance_from_kernel"] > CAUGHT
+        assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
+        assert found[SHIPPED].facts["distance_from_kernel"] > CAUGHT
         # The residual is drawn from too seldom or too often: the answers' law differs, in the first batch by less.
-        assert found[VERIFY].facts["distance_from_target"] > CAUGHT / 10
+        assert found[SHIPPED].facts["distance_from_target"] > CAUGHT / 10
 
 
 def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
@@ -138,7 +135,7 @@ def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
         def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
             return BlockVerification().outcomes(group)
 
-    assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
+    assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
 
 
 def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
@@ -148,20 +145,8 @@ def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
 
     found = findings(WrongKernel(), DRAWN)
     assert set(statuses(found).values()) == {Status.FAILS}
-    assert found[VERIFY].facts["distance_from_target"] < TOLERANCE
-    assert found[VERIFY].facts["distance_from_kernel"] > CAUGHT
-
-
-def test_what_ships_for_devices_is_judged_by_itself() -> None:
-    """Only `prepare` is wrong: it takes the law of the wrong slot for every last token."""
-
-    class WrongOnDevices(SpeculativeSampling):
-        def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
-            return super().prepare(proposals, [law.roll(1, dims=0) for law in laws], noise)
-
-    found = findings(WrongOnDevices(), DRAWN)
-    assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.HOLDS, DEVICE: Status.FAILS}
-    assert found[DEVICE].facts["distance_from_target"] > CAUGHT
+    assert found[SHIPPED].facts["distance_from_target"] < TOLERANCE
+    assert found[SHIPPED].facts["distance_from_kernel"] > CAUGHT
 
 
 def test_a_number_that_decides_twice_fails() -> None:
@@ -174,8 +159,8 @@ def test_a_number_that_decides_twice_fails() -> None:
             return None
 
     found = findings(OneNumber(), REMOVED)
-    assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
-    assert "accept 0 at depth 0 decides twice" in found[VERIFY].summary
+    assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
+    assert found[SHIPPED].facts["distance_from_target"] > CAUGHT
 
 
 def test_decisions_that_hang_together_are_noticed() -> None:
