@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from truedraft.verification import TypicalAcceptance
 
 from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
@@ -30,7 +31,6 @@ from truedraft.heads.original import published_tree
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
-from truedraft.verification.typical import TypicalAcceptance
 
 TREES = {
     "chain": RankTree(((0,), (0, 0), (0, 0, 0))),

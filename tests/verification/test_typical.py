@@ -21,7 +21,7 @@ from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.lenience import LenientArgmax
+from truedraft.verification.lossy import LenientArgmax
 
 EXACT, CAUGHT = 1e-12, 0.01
 RULE = TypicalAcceptance()
