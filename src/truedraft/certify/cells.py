@@ -26,7 +26,7 @@ Key = tuple[Purpose, int, int]
 """Purpose, depth and index of a decision."""
 Script = dict[Key, float]
 Answer = tuple[Verdict, list[Key]]
-"""A verdict, and the keys that the rule asked for, in order."""
+"""A verdict, and the keys of the decisions that led to it, in order."""
 VerdictProbs = dict[Verdict, float]
 BELOW_ONE = 1.0 - 2.0**-53
 NEAR = 2e-15
@@ -35,15 +35,20 @@ NEAR = 2e-15
 # ---------------------------------------------------------------------------------------- what ships, under a script
 
 
+def _rejecting(key: Key) -> float:
+    return BELOW_ONE if key[0] is Purpose.ACCEPT else 0.5
+
+
 class ScriptedNoise:
     """Answers from a script, and writes down what was asked.
 
     Args:
         script: numbers by key.
-        elsewhere: gives the number for any other key.
+        elsewhere: gives the number for any other key. By default nothing is accepted there that may be rejected, so
+            that what is accepted is known from the verdict alone: two draws may name one child.
     """
 
-    def __init__(self, script: Script, elsewhere: Callable[[], float] = lambda: 0.5) -> None:
+    def __init__(self, script: Script, elsewhere: Callable[[Key], float] = _rejecting) -> None:
         self.script = dict(script)
         self.asked: list[Key] = []
         self._elsewhere = elsewhere
@@ -53,7 +58,7 @@ class ScriptedNoise:
         key = (purpose, depth, index)
         self.asked.append(key)
         if key not in self.script:
-            self.script[key] = self._elsewhere()
+            self.script[key] = self._elsewhere(key)
         return self.script[key]
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
@@ -67,9 +72,16 @@ def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> li
 
 
 def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[Answer]:
-    """One batched call under scripts: verdicts, and the keys that each request asked for, in order."""
+    """One batched call under scripts: verdicts, and the keys of the decisions that led to them, in order.
+
+    The rule may ask for more numbers than decide.
+    """
     noise = [ScriptedNoise(script) for script in scripts]
-    return [(verdict, own.asked) for verdict, own in zip(verdicts_of(rule, cases, noise), noise, strict=True)]
+    verdicts = verdicts_of(rule, cases, noise)
+    return [
+        (verdict, [key for key in decisions(rule, case, verdict) if key in own.asked])
+        for case, verdict, own in zip(cases, verdicts, noise, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------- what the kernels say
@@ -246,7 +258,7 @@ def mass_that_moves(
     noise = []
     for cell in cells:
         script = {key: chance.uniform(low + 2 * NEAR, high - 2 * NEAR) for key, (low, high) in cell.sides.items()}
-        noise.append(ScriptedNoise(script, chance.random))
+        noise.append(ScriptedNoise(script, lambda key: chance.random()))
     moved = [0.0] * len(cases)
     for cell, verdict in zip(cells, verdicts_of(rule, [there[cell.case] for cell in cells], noise), strict=True):
         moved[cell.case] += cell.mass * (verdict != cell.verdict)
