@@ -28,7 +28,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 
 def test_coupled_and_greedy_requests_hold() -> None:
@@ -45,36 +45,36 @@ def test_coupled_and_greedy_requests_hold() -> None:
 class FollowsDraft(CoupledSampling):
     """Follows the first drafted child, wherever there is one."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         verdicts = []
-        for proposal, verdict in zip(proposals, super().verify(proposals, laws, noise), strict=True):
+        for proposal, verdict in zip(proposals, CoupledSampling().verify(proposals, laws, noise), strict=True):
             first = next(iter(proposal.tree.shape.children[0]), None)
             took = None if first is None or verdict.path else proposal.tree.token_list[first]
             verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
-        return verdicts
+        return DeviceVerdicts.of(verdicts)
 
 
 class TiesToTheHighest(CoupledSampling):
     """Greedy ties go to the highest id: all else is right."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         turned = []
         for law, own in zip(laws, noise, strict=True):
             greedy = own.gumbel(0, law.shape[-1], law.device) is None
             largest = law == law.amax(dim=-1, keepdim=True)
             turned.append(largest * torch.arange(1, law.shape[-1] + 1.0) if greedy else law)
-        return super().verify(proposals, turned, noise)
+        return super().decide(proposals, turned, noise)
 
 
 class WarmerLaw(CoupledSampling):
     """Judges at another temperature than the target's."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         warmer = [
             law if own.gumbel(0, law.shape[-1], law.device) is None else law**0.8
             for law, own in zip(laws, noise, strict=True)
         ]
-        return super().verify(proposals, warmer, noise)
+        return super().decide(proposals, warmer, noise)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
     class LeavesOut(CoupledSampling):
         """Looks at the likelier half of a large vocabulary only."""
 
-        def verify(
+        def decide(
             self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> list[Verdict]:
-            return super().verify(proposals, [self._likely(law) for law in laws], noise)
+        ) -> DeviceVerdicts:
+            return super().decide(proposals, [self._likely(law) for law in laws], noise)
 
         @staticmethod
         def _likely(law: Tensor) -> Tensor:
@@ -145,11 +145,11 @@ def test_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
     """Beside the edges of the cells the answer is another one."""
 
     class Wrong(CoupledSampling):
-        def verify(
+        def decide(
             self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> list[Verdict]:
+        ) -> DeviceVerdicts:
             moved = [law.roll(1, -1) if own.differences[0] > 5 else law for law, own in zip(laws, noise, strict=True)]  # type: ignore[attr-defined]
-            return super().verify(proposals, moved, noise)
+            return super().decide(proposals, moved, noise)
 
     assert answer_probs(CoupledSampling(), HOST).moved == 0.0
     assert answer_probs(Wrong(), HOST).moved > CAUGHT

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from truedraft.verification import TypicalAcceptance
 
 from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
@@ -29,7 +28,7 @@ from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.heads import MedusaHeads
 from truedraft.heads.original import published_tree
 from truedraft.testing import ScriptedController
-from truedraft.verification import Rule, SpeculativeSampling
+from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
 
 TREES = {

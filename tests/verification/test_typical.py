@@ -247,4 +247,3 @@ def test_on_a_device_it_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "fetch", counted)
     monkeypatch.setattr(transfers, "waits", lambda device: True)
     assert RULE.verify(*asked) == here and len(reads) == 1
-    assert RULE.defers

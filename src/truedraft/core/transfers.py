@@ -84,6 +84,8 @@ def entries(table: Tensor, rows: Array, columns: Array) -> Array:
     """Numbers of a table `[rows, columns]`, float64, at some places: a row and a column `[n]` each."""
     if isinstance(rows, Tensor):
         return table.take(torch.add(columns, rows, alpha=table.shape[-1])).double()
+    if table.dtype == torch.bfloat16:  # which numpy does not know
+        table, rows = table[torch.from_numpy(rows)].float(), np.arange(len(rows))
     return table.numpy()[rows, columns].astype(np.float64)
 
 

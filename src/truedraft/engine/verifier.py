@@ -108,8 +108,7 @@ class Verifier:
     def _parts(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> tuple[list[_Part], Tensor]:
         """The items with the distributions of their slots, and which rows of `logits` `[rows, vocab]` give any."""
         rules = [item.request.rule for item in items]
-        # The argmax of a row is that of its logits, so no distribution need be made of them.
-        argmax = [item.request.params.greedy and rule is self._coupled for item, rule in zip(items, rules, strict=True)]
+        argmax = [self._takes_argmax(item) for item in items]
         sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
         usable = logits if all(argmax) else _usable(logits, sound)
         probs: list[Tensor] = []
@@ -124,6 +123,10 @@ class Verifier:
                 made_by = [(self._params(item), size) for item, size in zip(group, own, strict=True)]
                 probs += laws_from_logits(usable[rows], made_by)
         return [_Part(*each) for each in zip(items, rules, argmax, probs, strict=True)], sound
+
+    def _takes_argmax(self, item: StepItem) -> bool:
+        """Whether the rule only looks at the largest entry of a row: then logits do, and no distribution is made."""
+        return item.request.params.greedy and item.request.rule is self._coupled
 
     def _params(self, item: StepItem) -> SamplingParams:
         """The options that make an item's distributions: at temperature 0 a lossy rule looks at p at temperature 1."""
