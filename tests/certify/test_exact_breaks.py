@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from test_exact_part import CAUGHT, DEVICE, DRAWN, FIXED, KERNEL, REMOVED, VERIFY, findings, statuses
+import torch
+from test_exact_part import CAUGHT, DRAWN, FIXED, KERNEL, REMOVED, SHIPPED, findings, statuses
 from torch import Tensor
 
 from truedraft.certify.cells import decision_cells, mass_that_moves
@@ -18,32 +19,27 @@ from truedraft.certify.exact import TOLERANCE
 from truedraft.certify.worlds import Choice, build
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Verdict
+from truedraft.core.transfers import Array
 from truedraft.verification import (
     BlockVerification,
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.deferred import Prepared
-from truedraft.verification.looks import Looks
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 
 class AcceptsAlways(SpeculativeSampling):
-    def accept_probability(self, p_x: float, q_x: float) -> float:
-        return 1.0
+    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        return p_x * 0.0 + 1.0
 
 
 class AcceptsWithoutRatio(SpeculativeSampling):
-    def accept_probability(self, p_x: float, q_x: float) -> float:
+    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
         return p_x
 
 
 class DrawsFromTarget(SpeculativeSampling):
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
-        return p
-
-    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
         return p
 
 
@@ -59,9 +55,9 @@ class JudgesAnotherLaw(SpeculativeSampling):
     def _other(law: Tensor) -> Tensor:
         return law.sqrt() / law.sqrt().sum(dim=-1, keepdim=True)
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
-        return super().verify(wrong, laws, noise)
+        return super().decide(wrong, laws, noise)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         (slot,) = group
@@ -70,12 +66,12 @@ class JudgesAnotherLaw(SpeculativeSampling):
 
 
 class ProductOfRatios(BlockVerification):
-    def weight(self, above: float, p_x: float, q_x: float) -> float:
+    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
         return above * self.accept_probability(p_x, q_x)
 
 
 class PassesByWeight(BlockVerification):
-    def pass_probability(self, weight: float, mass: float) -> float:
+    def pass_probability(self, weight: Array, mass: Array) -> Array:
         return weight
 
 
@@ -100,9 +96,21 @@ def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: Dr
     assert set(statuses(found).values()) == {Status.FAILS}
     assert found[KERNEL].facts["largest_distance"] > CAUGHT
     assert f"{found[KERNEL].facts['largest_distance']:.1e}" in found[KERNEL].summary
-    assert found[VERIFY].facts["distance_from_target"] > CAUGHT
-    assert f"{found[VERIFY].facts['distance_from_target']:.2g} from the target's law (" in found[VERIFY].summary
-    assert (DEVICE in found) == (not isinstance(rule, JudgesAnotherLaw))  # it has a `verify` of its own
+    assert found[SHIPPED].facts["distance_from_target"] > CAUGHT
+    assert f"{found[SHIPPED].facts['distance_from_target']:.2g} from the target's law (" in found[SHIPPED].summary
+
+
+class FirstNumber:
+    """The number of the first draw of a slot decides about all of them."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        return self._noise.uniform(purpose, depth, 0 if purpose is Purpose.ACCEPT else index)
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
+        return self._noise.gumbel(depth, vocab, device)
 
 
 class HonestKernel(SpeculativeSampling):
@@ -114,31 +122,30 @@ class HonestKernel(SpeculativeSampling):
 
 def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
     class AcceptsTooMuch(HonestKernel):
-        def accept_probability(self, p_x: float, q_x: float) -> float:
-            return min(1.0, 1.1 * p_x / q_x)
+        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+            return 1.1 * p_x / (q_x + 1e-300)
 
     class AcceptsTooLittle(HonestKernel):
-        def accept_probability(self, p_x: float, q_x: float) -> float:
-            return min(0.9, p_x / q_x)
+        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+            return 0.9 * super().accept_probability(p_x, q_x)
 
     for rule in (AcceptsTooMuch(), AcceptsTooLittle()):
         found = findings(rule, DRAWN)
-        assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
-        for name in (VERIFY, DEVICE):
-            assert found[name].facts["distance_from_kernel"] > CAUGHT
+        assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
+        assert found[SHIPPED].facts["distance_from_kernel"] > CAUGHT
         # The residual is drawn from too seldom or too often: the answers' law differs, in the first batch by less.
-        assert found[VERIFY].facts["distance_from_target"] > CAUGHT / 10
+        assert found[SHIPPED].facts["distance_from_target"] > CAUGHT / 10
 
 
 def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
     class Hides(BlockVerification):
-        def pass_probability(self, weight: float, mass: float) -> float:
+        def pass_probability(self, weight: Array, mass: Array) -> Array:
             return 0.9 * super().pass_probability(weight, mass)
 
         def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
             return BlockVerification().outcomes(group)
 
-    assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
+    assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
 
 
 def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
@@ -148,50 +155,37 @@ def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
 
     found = findings(WrongKernel(), DRAWN)
     assert set(statuses(found).values()) == {Status.FAILS}
-    assert found[VERIFY].facts["distance_from_target"] < TOLERANCE
-    assert found[VERIFY].facts["distance_from_kernel"] > CAUGHT
-
-
-def test_what_ships_for_devices_is_judged_by_itself() -> None:
-    """Only `prepare` is wrong: it takes the law of the wrong slot for every last token."""
-
-    class WrongOnDevices(SpeculativeSampling):
-        def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
-            return super().prepare(proposals, [law.roll(1, dims=0) for law in laws], noise)
-
-    found = findings(WrongOnDevices(), DRAWN)
-    assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.HOLDS, DEVICE: Status.FAILS}
-    assert found[DEVICE].facts["distance_from_target"] > CAUGHT
+    assert found[SHIPPED].facts["distance_from_target"] < TOLERANCE
+    assert found[SHIPPED].facts["distance_from_kernel"] > CAUGHT
 
 
 def test_a_number_that_decides_twice_fails() -> None:
     class OneNumber(SpeculativeSampling):
-        def accepted_child(self, proposal: Proposal, slot: int, looks: Looks, noise: Noise, depth: int) -> int | None:
-            looked = zip(looks.node(slot), proposal.draws[slot], strict=True)
-            for (p_x, q_x), draw in looked:
-                if noise.uniform(Purpose.ACCEPT, depth) < self.accept_probability(p_x, q_x):
-                    return draw.child
-            return None
+        def decide(
+            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+        ) -> DeviceVerdicts:
+            return super().decide(proposals, laws, [FirstNumber(own) for own in noise])
 
     found = findings(OneNumber(), REMOVED)
-    assert statuses(found) == {KERNEL: Status.HOLDS, VERIFY: Status.FAILS, DEVICE: Status.FAILS}
-    assert "accept 0 at depth 0 decides twice" in found[VERIFY].summary
+    assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
+    assert found[SHIPPED].facts["distance_from_target"] > CAUGHT
 
 
 def test_decisions_that_hang_together_are_noticed() -> None:
     """In the middle of every cell all is right; beside it the last token looks at the number that accepted."""
 
     class Hangs(SpeculativeSampling):
-        def verify(
+        def decide(
             self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> list[Verdict]:
-            verdicts = super().verify(proposals, laws, noise)
-            return [
+        ) -> DeviceVerdicts:
+            verdicts = SpeculativeSampling().verify(proposals, laws, noise)
+            changed = [
                 replace(verdict, tokens=(*verdict.tokens[:-1], 0))
                 if any(0.4 < value % 0.5 < 0.48 for value in own.script.values())  # type: ignore[attr-defined]
                 else verdict
                 for verdict, own in zip(verdicts, noise, strict=True)
             ]
+            return DeviceVerdicts.of(changed)
 
     cases = build(3, [(Choice(0, DRAWN),)], "dense", "dense").every_proposal()
     for rule, least, most in ((SpeculativeSampling(), 0.0, 0.0), (Hangs(), CAUGHT, 1.0)):

@@ -36,7 +36,7 @@ FIXED, DRAWN, REMOVED, COUPLED = (
     DrawKind.WITHOUT_REPLACEMENT,
     DrawKind.COUPLED,
 )
-KERNEL, VERIFY, DEVICE = "kernel", "batched code, every decision cell", "batched code for devices, every decision cell"
+KERNEL, SHIPPED = "kernel", "batched code, every decision cell"
 
 
 class Drawing(NoDrafter):
@@ -72,18 +72,17 @@ def statuses(found: dict[str, Finding]) -> dict[str, Status]:
 )
 def test_speculative_sampling_holds(kinds: tuple[DrawKind, ...]) -> None:
     found = findings(SpeculativeSampling(), *kinds)
-    assert statuses(found) == dict.fromkeys([KERNEL, VERIFY, DEVICE], Status.HOLDS)
+    assert statuses(found) == dict.fromkeys([KERNEL, SHIPPED], Status.HOLDS)
     assert all(each.facts["largest_distance"] < TOLERANCE for each in found.values())
     if set(kinds) - {COUPLED}:
-        for name in (VERIFY, DEVICE):
-            facts = found[name].facts
-            assert facts["proposals"] >= 40 and facts["cells"] > 2 * facts["proposals"]
-            assert f"{facts['proposals']:,} proposals, {facts['cells']:,} cells" in found[name].summary
+        facts = found[SHIPPED].facts
+        assert facts["proposals"] >= 40 and facts["cells"] > 2 * facts["proposals"]
+        assert f"{facts['proposals']:,} proposals, {facts['cells']:,} cells" in found[SHIPPED].summary
 
 
 @pytest.mark.parametrize("kinds", [(FIXED,), (DRAWN,), (FIXED, DRAWN)], ids=["fixed", "drawn", "both"])
 def test_block_verification_holds(kinds: tuple[DrawKind, ...]) -> None:
-    assert statuses(findings(BlockVerification(), *kinds)) == dict.fromkeys([KERNEL, VERIFY, DEVICE], Status.HOLDS)
+    assert statuses(findings(BlockVerification(), *kinds)) == dict.fromkeys([KERNEL, SHIPPED], Status.HOLDS)
 
 
 def test_draws_that_a_rule_cannot_judge_are_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.proposals import Draw, DrawKind, LawCheck, Proposal, merge
+from truedraft.core.proposals import Draw, DrawCheck, DrawKind, Proposal, merge
 from truedraft.core.trees import TokenTree, TreeShape
 
 VOCAB = 4
@@ -175,8 +175,8 @@ def test_a_slot_for_the_root_and_for_each_node() -> None:
 
 
 def law_faults(*proposals: Proposal) -> dict[int, set[int]]:
-    check = LawCheck(proposals, torch.device("cpu"))
-    return check.unsound([each.flatten().tolist() for each in check.wanted])
+    check = DrawCheck(proposals, torch.device("cpu"))
+    return check.slots(check.unsound.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -52,6 +52,7 @@ def test_a_fetch_reads_once_and_without_numbers_not_at_all(monkeypatch: pytest.M
         return tolist(tensor)
 
     monkeypatch.setattr(Tensor, "tolist", counted)
+    monkeypatch.setattr(transfers, "waits", lambda device: True)
     transfers.fetch([torch.ones(2), torch.tensor([1]), torch.ones(3, 2)])
     assert reads == [9]
     assert transfers.fetch([torch.ones(0), torch.ones(2, 0)]) == [[], []]

@@ -18,7 +18,7 @@ from truedraft.core.laws import law_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
 from truedraft.engine import verifier as verifier_module
-from truedraft.engine.verifier import Part, Verifier
+from truedraft.engine.verifier import Verifier
 from truedraft.errors import InvalidLogitsError
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
@@ -54,7 +54,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 def with_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every request gets laws, as those that are sampled do."""
-    monkeypatch.setattr(Verifier, "_part", lambda self, item: Part(item, item.request.rule, argmax=False))
+    monkeypatch.setattr(Verifier, "_takes_argmax", lambda self, item: False)
 
 
 def count_laws(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -28,9 +28,8 @@ from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.heads import MedusaHeads
 from truedraft.heads.original import published_tree
 from truedraft.testing import ScriptedController
-from truedraft.verification import Rule, SpeculativeSampling
+from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
-from truedraft.verification.typical import TypicalAcceptance
 
 TREES = {
     "chain": RankTree(((0,), (0, 0), (0, 0, 0))),

@@ -29,12 +29,12 @@ from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redraf
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
 from truedraft.engine.step import Step
-from truedraft.engine.verifier import ReadingOnce
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import ScriptedDrafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+from truedraft.verification.rule import DeviceVerdicts
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
@@ -83,7 +83,7 @@ class Standin:
         self._in_step = self._at_the_door = False
         self._allowed = (*self.HOST_BLOCKS, *lenient)
         patch.setattr(transfers, "waits", lambda device: True)
-        for module in ("core.laws", "verification.coupled", "drafters.draws"):
+        for module in ("core.laws", "verification.coupled", "verification.lossy", "drafters.draws"):
             patch.setattr(f"truedraft.{module}.most_likely", lambda scores: scores.argmax(dim=-1))
         patch.setattr("truedraft.core.laws.keep_nucleus", nucleus_by_sorting)
         fetch, run = transfers.fetch, Step.run
@@ -242,11 +242,10 @@ def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingP
     assert standin.other_reads <= 3 * len(standin.fetches)
 
 
-def test_a_rule_with_its_own_verify_is_asked_after_the_fetch() -> None:
+def test_a_rule_that_judges_on_the_host_waits_by_itself() -> None:
     class Own(SpeculativeSampling):
-        def verify(self, proposals, laws, noise):  # type: ignore[no-untyped-def]
-            assert all(proposal.tree.is_known for proposal in proposals)
-            return super().verify(proposals, laws, noise)
+        def decide(self, proposals, laws, noise):  # type: ignore[no-untyped-def]
+            return DeviceVerdicts.of(SpeculativeSampling().verify(proposals, laws, noise))
 
     target = model()
     expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3)), BATCHES["mixed"]))
@@ -265,7 +264,6 @@ def test_draft_and_target_may_lie_apart(far_one: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(transfers, "waits", lambda device: device == far)
     (draft if far_one == "draft" else target).device = far
     engine = Engine(target, DraftModel(draft, 3))
-    assert isinstance(engine._verifier._judging, ReadingOnce) == (far_one == "target")
     assert told(answers_of(engine, BATCHES["mixed"])) == expected
 
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import cell_laws, completed, kernel_law, run, step_law
+from decision_cells import ScriptedNoise, cell_laws, completed, kernel_law, run, step_law
 from small_worlds import A1, A2, F1, F2, INDEPENDENT, STYLES, Case, Choice, World, build, every_proposal, gap
 from test_block_law import BROKEN, BROKEN_ON, CAUGHT, EXACT, RULE, BlockReference
-from test_eager_verdicts import KINDS, Script, batch, eagerly
+from test_eager_verdicts import KINDS, batch, eagerly
 from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
 from truedraft.core.proposals import Proposal
+from truedraft.core.transfers import Array
 from truedraft.core.trees import TokenTree
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
@@ -33,7 +34,7 @@ class Twice(BlockVerification):
     def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
         verdicts = super().verify(proposals, laws, noise)
         if proposals:
-            scripts = [Script(own.script) for own in noise]  # type: ignore[attr-defined]
+            scripts = [ScriptedNoise(own.script) for own in noise]  # type: ignore[attr-defined]
             assert eagerly(RULE, proposals, laws, scripts) == verdicts
             self.judged += len(verdicts)
         return verdicts
@@ -98,7 +99,7 @@ def by_verify(rule: BlockVerification) -> float:
 
 def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     class Hides(BlockVerification):
-        def pass_probability(self, weight: float, mass: float) -> float:
+        def pass_probability(self, weight: Array, mass: Array) -> Array:
             return 0.9 * super().pass_probability(weight, mass)
 
         def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
@@ -109,15 +110,17 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     assert max(gaps) > CAUGHT
 
 
-def test_keys_asked_for_are_those_of_the_prefixes_longest_first() -> None:
+def test_a_number_for_each_prefix_and_one_for_the_token_behind() -> None:
     """A prefix's key is that of its last token; none is asked twice (`ScriptedNoise`), none is the drafter's."""
     cases = every_proposal(build("block keys", 3, [A1] * 3))
-    for verdict, asked in run(RULE, cases, [{}] * len(cases)):
-        kept = len(verdict.path)
-        prefixes = [(Purpose.ACCEPT, length - 1, 0) for length in range(3, max(kept, 1) - 1, -1)]
-        final = Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS
-        assert asked == [*prefixes, (final, kept, 0)]
-        assert (verdict.final is Origin.BONUS) == (kept == 3)
+    for script in ({}, {(Purpose.ACCEPT, depth, 0): 0.3 for depth in range(3)}):
+        noise = [ScriptedNoise(script) for _ in cases]
+        verdicts = RULE.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
+        for verdict, own in zip(verdicts, noise, strict=True):
+            kept = len(verdict.path)
+            final = Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS
+            assert sorted(own.asked) == sorted([*((Purpose.ACCEPT, i, 0) for i in range(3)), (final, kept, 0)])
+            assert (verdict.final is Origin.BONUS) == (kept == 3)
 
 
 def test_a_token_that_would_be_rejected_alone_is_kept_by_those_behind_it() -> None:
@@ -176,8 +179,12 @@ def test_draft_laws_of_another_width_of_float(target: str, draft: str) -> None:
 def test_the_weights_of_a_device_are_those_of_the_host_to_the_bit() -> None:
     numbers = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 1 / 3, 0.5, 0.7, 1.0], dtype=torch.float64)
     above, p, q = (each.flatten() for each in torch.meshgrid(numbers, numbers, numbers, indexing="ij"))
-    expected = [RULE.weight(*each) for each in zip(above.tolist(), p.tolist(), q.tolist(), strict=True)]
-    assert RULE.weights(above, p, q).tolist() == expected
+    assert RULE.weight(above, p, q).tolist() == RULE.weight(above.numpy(), p.numpy(), q.numpy()).tolist()
+    by_hand = [
+        min(1.0, w * a / b) if w * a and b else float(w * a > 0)
+        for w, a, b in zip(*(each.tolist() for each in (above, p, q)), strict=True)
+    ]
+    assert RULE.weight(above, p, q).tolist() == pytest.approx(by_hand)
 
 
 def test_a_broken_part_breaks_both_ways_alike() -> None:
@@ -206,11 +213,11 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(transfers, "waits", lambda device: True)
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        prepared = RULE.prepare(hidden, laws, noise)
-    numbers = transfers.fetch(prepared.wanted)
+        decided = RULE.decide(hidden, laws, noise)
+    numbers = transfers.fetch(decided.wanted)
     for proposal in hidden:
         proposal.tree.learn(proposal.tree.tokens.tolist())
-    assert prepared.conclude(numbers) == expected
+    assert decided.verdicts(hidden, numbers) == expected
 
 
 def test_verify_changes_nothing_it_was_given() -> None:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from decision_cells import completed
@@ -30,12 +31,12 @@ from small_worlds import (
 )
 from torch import Tensor
 
-from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposals import DrawKind
+from truedraft.core.transfers import Array
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
-from truedraft.verification.block_looks import BlockLooks
 from truedraft.verification.exact import distance, emitted_law, target_law
 from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
+from truedraft.verification.walk import Batch
 
 EXACT, CAUGHT = 1e-12, 0.01
 RULE, ALONE = BlockVerification(), SpeculativeSampling()
@@ -207,32 +208,30 @@ class ResidualOfTheTarget(BlockVerification):
 class ProductOfRatios(BlockVerification):
     """Caps each ratio at 1 and not their running product: the weights of token by token."""
 
-    def weight(self, above: float, p_x: float, q_x: float) -> float:
+    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
         return above * self.accept_probability(p_x, q_x)
 
 
 class NeverCapped(BlockVerification):
     """A running product above 1 is kept for later tokens."""
 
-    def weight(self, above: float, p_x: float, q_x: float) -> float:
-        return above * p_x / q_x
+    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
+        return above * p_x / (q_x + 1e-300)
 
 
 class PassesByWeight(BlockVerification):
     """Each prefix passes with its weight, not with h."""
 
-    def pass_probability(self, weight: float, mass: float) -> float:
+    def pass_probability(self, weight: Array, mass: Array) -> Array:
         return weight
 
 
 class TokenByTokenButJointResidual(BlockVerification):
     """Accepts token by token, and recovers from the residual of the block."""
 
-    def _kept(self, block: Sequence[int], weights: Sequence[float], looks: BlockLooks, noise: Noise, depth: int) -> int:
-        for place, slot in enumerate(block):
-            if noise.uniform(Purpose.ACCEPT, depth + place) >= self.accept_probability(*looks.drawn(slot)):
-                return place
-        return len(block)
+    def _kept(self, batch: Batch, blocks: object, weights: Array) -> Array:
+        alone = SpeculativeSampling.first_stays(self, batch)[:, 0][blocks.slots] & blocks.is_filled  # type: ignore[attr-defined]
+        return (np.cumprod(alone, axis=-1)).sum(axis=-1)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         if not group[0].draws:

@@ -16,23 +16,23 @@ from torch import Tensor
 
 from truedraft.core.noise import Purpose
 from truedraft.core.proposals import Proposal
-from truedraft.core.verdicts import Verdict
+from truedraft.core.transfers import Array
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 EXACT, CAUGHT = 1e-12, 0.01
 
 
 class AcceptsAlways(SpeculativeSampling):
-    def accept_probability(self, p_x: float, q_x: float) -> float:
-        return 1.0
+    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        return p_x * 0.0 + 1.0
 
 
 class AcceptsWithoutRatio(SpeculativeSampling):
     """Accepts with p(x) alone, as if every candidate had been chosen and not drawn."""
 
-    def accept_probability(self, p_x: float, q_x: float) -> float:
+    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
         return p_x
 
 
@@ -42,14 +42,11 @@ class DrawsFromTarget(SpeculativeSampling):
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         return p
 
-    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
-        return p
-
 
 class ForgetsWhatLeft(SpeculativeSampling):
     """Judges each of several candidates as if those before it had not been rejected."""
 
-    def left_of_candidate(self, p_x: float, taken: float) -> float:
+    def left_of_candidate(self, p_x: Array, taken: Array) -> Array:
         return p_x
 
 
@@ -84,9 +81,9 @@ class JudgesAnotherLaw(SpeculativeSampling):
         flat = law.sqrt()
         return flat / flat.sum(dim=-1, keepdim=True)
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence) -> list[Verdict]:
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence) -> DeviceVerdicts:
         wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
-        return super().verify(wrong, laws, noise)
+        return super().decide(wrong, laws, noise)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         (slot,) = group
@@ -143,8 +140,8 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
             return SpeculativeSampling().outcomes(group)
 
     class HidesAcceptance(Hides):
-        def accept_probability(self, p_x: float, q_x: float) -> float:
-            return min(1.0, 1.1 * p_x / q_x)
+        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+            return 1.1 * p_x / (q_x + 1e-300)
 
     class HidesResidual(Hides):
         def rejected(self, p: Tensor, q: Tensor) -> Tensor:

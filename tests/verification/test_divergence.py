@@ -16,9 +16,9 @@ from truedraft.core.proposals import Draw, DrawKind, Proposal
 from truedraft.core.trees import TokenTree
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification import LenientSampling, SpeculativeSampling
-from truedraft.verification.divergence import NodeDraw, divergence_of_candidates, emitted_law
 from truedraft.verification.exact import PlannedDraw
 from truedraft.verification.exact import emitted_law as law_of_answers
+from truedraft.verification.lossy import NodeDraw, divergence_of_candidates, emitted_law
 
 EXACT = 1e-12
 

@@ -1,4 +1,4 @@
-"""Working everything out on the device gives, bit for bit, the verdicts of looking at numbers as they are needed."""
+"""What runs on a device, read once, gives the verdicts of the CPU, bit for bit, and reads nothing before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, Key, cell_laws, kernel_law, run, step_law
+from decision_cells import BELOW_ONE, ScriptedNoise, cell_laws, kernel_law, run, step_law
 from small_worlds import (
     A1,
     A2,
@@ -34,36 +34,22 @@ from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
 from truedraft.core.proposals import Draw, DrawKind, Proposal, merge
 from truedraft.core.sampling import SamplingParams
+from truedraft.core.transfers import Array
 from truedraft.core.trees import TokenTree, TreeShape
 from truedraft.core.verdicts import Origin, Verdict
-from truedraft.verification import CoupledSampling, SpeculativeSampling
-from truedraft.verification.deferred import DeferredRule, Prepared
+from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification.rule import DeviceVerdicts
 
 RULE = SpeculativeSampling()
 KINDS = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC)
 
 
-def eagerly(
-    rule: DeferredRule, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-) -> list[Verdict]:
-    """The verdicts by `prepare`, from tokens that were unknown until all was read at once."""
+def eagerly(rule: Rule, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    """The verdicts as on a device, from tokens that were unknown until all was read at once."""
     unknown = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.laws) for p in proposals]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
         return rule.verify(unknown, laws, noise)
-
-
-class Script:
-    """A script that may be asked for one key twice: a token is drawn for every slot, and siblings share a depth."""
-
-    def __init__(self, script: dict[Key, float]) -> None:
-        self._script = script
-
-    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        return self._script.get((purpose, depth, index), 0.5)
-
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
-        raise AssertionError("this rule needs no Gumbel noise")
 
 
 class Twice(SpeculativeSampling):
@@ -74,7 +60,7 @@ class Twice(SpeculativeSampling):
 
     def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
         verdicts = super().verify(proposals, laws, noise)
-        scripts = [Script(own.script) for own in noise]  # type: ignore[attr-defined]
+        scripts = [ScriptedNoise(own.script) for own in noise]  # type: ignore[attr-defined]
         if proposals:
             assert eagerly(RULE, proposals, laws, scripts) == verdicts
             self.judged += len(verdicts)
@@ -112,10 +98,10 @@ def test_in_every_decision_cell(name: str) -> None:
 
 
 class Eager(SpeculativeSampling):
-    """Always works everything out, with noise that may be asked twice."""
+    """Always judges as on a device."""
 
     def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        return eagerly(self, proposals, laws, noise)
+        return eagerly(RULE, proposals, laws, noise)
 
 
 def test_a_broken_part_breaks_both_ways_alike() -> None:
@@ -125,24 +111,20 @@ def test_a_broken_part_breaks_both_ways_alike() -> None:
         def rejected(self, p: Tensor, q: Tensor) -> Tensor:
             return p
 
-    class CandidatesStay(SpeculativeSampling):
-        def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
-            return p
-
     class AllRemoved(SpeculativeSampling):
         def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
             return torch.zeros_like(q)
 
     class NothingLeaves(SpeculativeSampling):
-        def left_of_candidate(self, p_x: float, taken: float) -> float:
-            return 0.0 if taken else p_x
+        def left_of_candidate(self, p_x: Array, taken: Array) -> Array:
+            return p_x * (taken == 0.0)
 
     class Accepts(SpeculativeSampling):
-        def accept_probability(self, p_x: float, q_x: float) -> float:
-            return 1.0
+        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+            return p_x * 0.0 + 1.0
 
-    for broken in (FromTarget(), CandidatesStay(), AllRemoved(), NothingLeaves(), Accepts()):
-        kinds = {CandidatesStay: [KINDS[2]], NothingLeaves: [KINDS[2]]}.get(type(broken), [KINDS[1]])
+    for broken, kind in ((FromTarget(), 1), (FromTarget(), 2), (AllRemoved(), 1), (NothingLeaves(), 2), (Accepts(), 1)):
+        kinds = [KINDS[kind]]
         proposals, laws, noise = batch(200, vocab=9, seed=5, of=kinds)
         eager = eagerly(broken, proposals, laws, noise)
         assert eager == broken.verify(proposals, laws, noise)
@@ -262,26 +244,15 @@ def test_candidates_drafted_twice_and_candidates_that_hold_all_mass() -> None:
             verdict = run(RULE, [case], [script])[0][0]
             assert verdict.path and verdict.tokens[0] in answers
             assert verdict.path != (1,)  # the second sibling with a rejected token has no mass left
-            assert eagerly(RULE, [case.proposal], [case.laws], [Script(script)]) == [verdict]
+            assert eagerly(RULE, [case.proposal], [case.laws], [ScriptedNoise(script)]) == [verdict]
 
 
-def test_eager_verdicts_follow_the_law() -> None:
+def test_verdicts_of_a_device_follow_the_law() -> None:
     """Summed over its own cells, found by its own answers: the law of a step, with no help from the other way."""
-
-    class Permissive(Eager):
-        def verify(
-            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> list[Verdict]:
-            here = RULE.verify(proposals, laws, noise)  # asks for the keys that the cells are made of
-            scripts = [Script(own.script) for own in noise]  # type: ignore[attr-defined]
-            eager = eagerly(RULE, proposals, laws, scripts)
-            assert len(here) == len(eager)
-            return eager
-
     for plans in ((A2, W1), (W3,), (F2, A1)):
         world = build("eager law", 3, plans)
         cases = every_proposal(world)
-        mine = step_law(cases, cell_laws(Permissive(), cases))
+        mine = step_law(cases, cell_laws(Eager(), cases))
         theirs = step_law(cases, [kernel_law(RULE, case) for case in cases])
         assert gap(mine, theirs) < 1e-12
 
@@ -300,30 +271,25 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden = [Proposal(tree, p.draws, p.laws) for tree, p in zip(unknown, proposals, strict=True)]
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        prepared: list[Prepared] = [RULE.prepare(hidden, laws, noise)]
+        decided: list[DeviceVerdicts] = [RULE.decide(hidden, laws, noise)]
         patch.setattr("truedraft.verification.coupled.most_likely", lambda scores: scores.argmax(dim=-1))
-        prepared.append(CoupledSampling().prepare(hidden, laws, coupled))
-        for name in ("tolist",):
-            original = torch.Tensor.__dict__.get(name) or getattr(torch._C.TensorBase, name)
+        decided.append(CoupledSampling().decide(hidden, laws, coupled))
 
-            def counted(tensor: Tensor, original=original):  # type: ignore[no-untyped-def]
-                read.append(tensor.numel())
-                return torch._C.TensorBase.tolist(tensor)
+        def counted(tensor: Tensor) -> object:
+            read.append(tensor.numel())
+            return torch._C.TensorBase.tolist(tensor)
 
-            patch.setattr(Tensor, name, counted)
-        wants = [*(tree.tokens for tree in unknown), *prepared[0].wanted, *prepared[1].wanted]
+        patch.setattr(Tensor, "tolist", counted)
+        wants = [*(tree.tokens for tree in unknown), *decided[0].wanted, *decided[1].wanted]
         numbers = transfers.fetch(wants)
         assert read == [sum(each.numel() for each in wants)]
     for tree, ids in zip(unknown, numbers, strict=False):
         tree.learn([int(token) for token in ids])
     numbers = numbers[len(unknown) :]
-    first = len(prepared[0].wanted)
-    assert prepared[0].conclude(numbers[:first]) == expected[0]
-    assert prepared[1].conclude(numbers[first:]) == expected[1]
+    first = len(decided[0].wanted)
+    assert decided[0].verdicts(hidden, numbers[:first]) == expected[0]
+    assert decided[1].verdicts(hidden, numbers[first:]) == expected[1]
 
 
-def test_a_rule_with_a_verify_of_its_own_does_not_defer() -> None:
-    assert RULE.defers
-    assert CoupledSampling().defers
-    assert not Eager().defers
-    assert eagerly(RULE, [], [], []) == []
+def test_no_requests_have_no_verdicts() -> None:
+    assert eagerly(RULE, [], [], []) == RULE.verify([], [], []) == []

@@ -17,7 +17,7 @@ from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError, OptionError
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.lenience import LenientArgmax
+from truedraft.verification.lossy import LenientArgmax
 from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 EXACT, CAUGHT = 1e-12, 0.01

@@ -21,7 +21,7 @@ from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import distance, emitted_law, target_law
-from truedraft.verification.lenience import LenientArgmax
+from truedraft.verification.lossy import LenientArgmax
 
 EXACT, CAUGHT = 1e-12, 0.01
 RULE = TypicalAcceptance()
@@ -247,4 +247,3 @@ def test_on_a_device_it_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "fetch", counted)
     monkeypatch.setattr(transfers, "waits", lambda device: True)
     assert RULE.verify(*asked) == here and len(reads) == 1
-    assert RULE.defers

@@ -17,19 +17,16 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.worlds import Case, Prefix
-from truedraft.core import transfers
-from truedraft.core.noise import Purpose
+from truedraft.core.noise import Noise, Purpose
 from truedraft.core.verdicts import Origin, Verdict
-from truedraft.errors import TruedraftError
 from truedraft.verification import Rule
-from truedraft.verification.deferred import DeferredRule
 from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
 
 Key = tuple[Purpose, int, int]
 """Purpose, depth and index of a decision."""
 Script = dict[Key, float]
 Answer = tuple[Verdict, list[Key]]
-"""A verdict, and the keys that the rule asked for, in order."""
+"""A verdict, and the keys of the decisions that led to it, in order."""
 VerdictProbs = dict[Verdict, float]
 BELOW_ONE = 1.0 - 2.0**-53
 NEAR = 2e-15
@@ -38,8 +35,8 @@ NEAR = 2e-15
 # ---------------------------------------------------------------------------------------- what ships, under a script
 
 
-class KeyReusedError(TruedraftError):
-    """A rule let one number decide twice, which biases the distribution of the answer."""
+def _rejecting(key: Key) -> float:
+    return BELOW_ONE if key[0] is Purpose.ACCEPT else 0.5
 
 
 class ScriptedNoise:
@@ -47,27 +44,21 @@ class ScriptedNoise:
 
     Args:
         script: numbers by key.
-        elsewhere: gives the number for any other key.
-        once: whether no key may be asked twice.
-
-    Raises:
-        KeyReusedError: when one is.
+        elsewhere: gives the number for any other key. By default nothing is accepted there that may be rejected, so
+            that what is accepted is known from the verdict alone: two draws may name one child.
     """
 
-    def __init__(self, script: Script, elsewhere: Callable[[], float] = lambda: 0.5, *, once: bool = True) -> None:
+    def __init__(self, script: Script, elsewhere: Callable[[Key], float] = _rejecting) -> None:
         self.script = dict(script)
         self.asked: list[Key] = []
         self._elsewhere = elsewhere
-        self._once = once
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         """The number for a key."""
         key = (purpose, depth, index)
-        if self._once and key in self.asked:
-            raise KeyReusedError(f"the number for {purpose.name.lower()} {index} at depth {depth} decides twice")
         self.asked.append(key)
         if key not in self.script:
-            self.script[key] = self._elsewhere()
+            self.script[key] = self._elsewhere(key)
         return self.script[key]
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
@@ -75,36 +66,22 @@ class ScriptedNoise:
         raise AssertionError("this rule needs no Gumbel noise")
 
 
-Ask = Callable[[Rule, Sequence[Case], Sequence[ScriptedNoise]], list[Verdict]]
-"""One batched call of what ships."""
-
-
-def verify(rule: Rule, cases: Sequence[Case], noise: Sequence[ScriptedNoise]) -> list[Verdict]:
-    """As everybody asks a rule."""
+def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> list[Verdict]:
+    """One batched call of the shipped `verify`."""
     return rule.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
 
 
-def verify_at_once(device: torch.device) -> Ask:
-    """By `prepare` and `conclude`, as steps on a device ask: all is worked out there, then read in one transfer."""
-    moved: dict[int, tuple[Case, Case]] = {}  # by identity; the first of a pair keeps it from being given to another
-
-    def ask(rule: Rule, cases: Sequence[Case], noise: Sequence[ScriptedNoise]) -> list[Verdict]:
-        assert isinstance(rule, DeferredRule)
-        for case in cases:
-            if id(case) not in moved:
-                moved[id(case)] = case, case.to(device)
-        there = [moved[id(case)][1] for case in cases]
-        anew = [ScriptedNoise(own.script, once=False) for own in noise]  # a final token is drawn at every slot
-        prepared = rule.prepare([case.proposal for case in there], [case.laws for case in there], anew)
-        return prepared.conclude(transfers.fetch(prepared.wanted))
-
-    return ask
-
-
 def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[Answer]:
-    """One batched call of the shipped `verify`: verdicts, and the keys that each request asked for, in order."""
+    """One batched call under scripts: verdicts, and the keys of the decisions that led to them, in order.
+
+    The rule may ask for more numbers than decide.
+    """
     noise = [ScriptedNoise(script) for script in scripts]
-    return [(verdict, own.asked) for verdict, own in zip(verify(rule, cases, noise), noise, strict=True)]
+    verdicts = verdicts_of(rule, cases, noise)
+    return [
+        (verdict, [key for key in decisions(rule, case, verdict) if key in own.asked])
+        for case, verdict, own in zip(cases, verdicts, noise, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------- what the kernels say
@@ -222,23 +199,21 @@ class _Edge:
     place: float = 0.0
 
 
-def decision_cells(rule: Rule, cases: Sequence[Case], ask: Ask = verify) -> list[Cell]:
+def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | None = None) -> list[Cell]:
     """All cells of some proposals, judged together in batched calls.
 
     Args:
         rule: its decisions are made by uniform numbers, each of which flips a verdict alone.
-        cases: proposals over one vocabulary.
-        ask: `verify`, or what `verify_at_once` gives.
-
-    Raises:
-        KeyReusedError: a number decides twice.
+        cases: proposals over one vocabulary, on the host.
+        device: where they are judged; None is where they lie.
     """
+    there = cases if device is None else [case.to(device) for case in cases]
     found: list[Cell] = []
     front = [Cell(i, {}, 1.0, Verdict((), (), Origin.BONUS)) for i in range(len(cases))]
     predicted = _Predicted(rule, cases)
     while front:
         scripts = [_middle(cell) for cell in front]
-        verdicts = ask(rule, [cases[cell.case] for cell in front], list(map(ScriptedNoise, scripts)))
+        verdicts = verdicts_of(rule, [there[cell.case] for cell in front], list(map(ScriptedNoise, scripts)))
         still: list[tuple[Cell, Key, list[_Edge]]] = []
         for cell, script, verdict in zip(front, scripts, verdicts, strict=True):
             decided = decisions(rule, cases[cell.case], verdict)
@@ -247,7 +222,7 @@ def decision_cells(rule: Rule, cases: Sequence[Case], ask: Ask = verify) -> list
                 found.append(Cell(cell.case, cell.sides, cell.mass, verdict))
             else:
                 still.append((cell, key, predicted.edges(cell.case, script, key, verdict)))
-        _find(rule, cases, ask, [edge for _, _, edges in still for edge in edges])
+        _find(rule, there, [edge for _, _, edges in still for edge in edges])
         front = [
             Cell(cell.case, {**cell.sides, key: (low, high)}, cell.mass * (high - low), cell.verdict)
             for cell, key, edges in still
@@ -257,9 +232,9 @@ def decision_cells(rule: Rule, cases: Sequence[Case], ask: Ask = verify) -> list
     return found
 
 
-def cell_probs(rule: Rule, cases: Sequence[Case], ask: Ask = verify) -> list[VerdictProbs]:
-    """For each case the distribution of the shipped verdict, all judged together; arguments as of `decision_cells`."""
-    return probs_of(decision_cells(rule, cases, ask), len(cases))
+def cell_probs(rule: Rule, cases: Sequence[Case]) -> list[VerdictProbs]:
+    """For each case the distribution of the shipped verdict, all judged together."""
+    return probs_of(decision_cells(rule, cases), len(cases))
 
 
 def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
@@ -270,19 +245,22 @@ def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
     return probs
 
 
-def mass_that_moves(rule: Rule, cases: Sequence[Case], cells: Sequence[Cell], ask: Ask = verify) -> float:
+def mass_that_moves(
+    rule: Rule, cases: Sequence[Case], cells: Sequence[Cell], device: torch.device | None = None
+) -> float:
     """Largest share of a case's noise in cells where the verdict at a random place is not that of the middle.
 
     The place is random in all numbers, also those that should not matter. The share is 0 where cells are cells.
     Otherwise decisions hang together in a way that boxes do not describe, or by numbers that are not theirs.
     """
     chance = random.Random(len(cells))
+    there = cases if device is None else [case.to(device) for case in cases]
     noise = []
     for cell in cells:
         script = {key: chance.uniform(low + 2 * NEAR, high - 2 * NEAR) for key, (low, high) in cell.sides.items()}
-        noise.append(ScriptedNoise(script, chance.random))
+        noise.append(ScriptedNoise(script, lambda key: chance.random()))
     moved = [0.0] * len(cases)
-    for cell, verdict in zip(cells, ask(rule, [cases[cell.case] for cell in cells], noise), strict=True):
+    for cell, verdict in zip(cells, verdicts_of(rule, [there[cell.case] for cell in cells], noise), strict=True):
         moved[cell.case] += cell.mass * (verdict != cell.verdict)
     return max(moved, default=0.0)
 
@@ -291,14 +269,14 @@ def _middle(cell: Cell) -> Script:
     return {key: (low + high) / 2 for key, (low, high) in cell.sides.items()}
 
 
-def _find(rule: Rule, cases: Sequence[Case], ask: Ask, edges: Sequence[_Edge]) -> None:
+def _find(rule: Rule, cases: Sequence[Case], edges: Sequence[_Edge]) -> None:
     """Set the place of every edge, all of them in the same batched calls."""
 
     def probe(of: Sequence[_Edge], places: Sequence[float]) -> list[bool]:
         if not of:
             return []
         noise = [ScriptedNoise({**edge.script, edge.key: place}) for edge, place in zip(of, places, strict=True)]
-        verdicts = ask(rule, [cases[edge.case] for edge in of], noise)
+        verdicts = verdicts_of(rule, [cases[edge.case] for edge in of], noise)
         return [edge.flipped(verdict) for edge, verdict in zip(of, verdicts, strict=True)]
 
     below = probe(edges, [max(edge.guess - NEAR, 0.0) for edge in edges])

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from truedraft.certify.cells import verdicts_of
 from truedraft.certify.worlds import Case, Choice, Prefix, World, build
-from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
 from truedraft.core.proposals import Draw, DrawKind, Proposal
 from truedraft.core.trees import TokenTree, shape_of
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.verification import Rule
-from truedraft.verification.deferred import DeferredRule
 from truedraft.verification.exact import distance, target_law
 
 _HOST = torch.device("cpu")
@@ -49,28 +48,6 @@ class JudgedCase:
     noise: KeyedNoise
     expected: Verdict
     greedy: bool
-
-
-Judge = Callable[[Sequence[Proposal], Sequence[Tensor], Sequence[Noise]], list[Verdict]]
-
-
-def judge_at_once(rule: DeferredRule, device: torch.device) -> Judge:
-    """Judge as steps on a device do: all is worked out there, then read in one transfer."""
-
-    def judge(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        moved = [Case(1.0, *each).to(device) for each in zip(proposals, probs, strict=True)]
-        prepared = rule.prepare([case.proposal for case in moved], [case.laws for case in moved], noise)
-        return prepared.conclude(transfers.fetch(prepared.wanted))
-
-    return judge
-
-
-def ways_to_judge(rule: Rule, device: torch.device) -> dict[str, Judge]:
-    """The ways in which steps ask a rule: `verify` on a CPU, and on a device also what a deferring rule prepares."""
-    ways: dict[str, Judge] = {"verify": rule.verify}
-    if isinstance(rule, DeferredRule) and rule.defers:
-        ways["prepare"] = judge_at_once(rule, device)
-    return ways
 
 
 def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
@@ -132,10 +109,9 @@ def wide_cases() -> list[JudgedCase]:
     return found
 
 
-def disagreements(cases: Sequence[JudgedCase], judge: Judge) -> list[tuple[JudgedCase, Verdict]]:
-    """Cases that the rule judges otherwise, with its verdicts; all are judged in one batch."""
-    probs = [each.case.laws for each in cases]
-    verdicts = judge([each.case.proposal for each in cases], probs, [each.noise for each in cases])
+def disagreements(rule: Rule, cases: Sequence[JudgedCase], device: torch.device) -> list[tuple[JudgedCase, Verdict]]:
+    """Cases that the rule judges otherwise, with its verdicts; all are judged in one batch on a device."""
+    verdicts = verdicts_of(rule, [each.case.to(device) for each in cases], [each.noise for each in cases])
     return [(each, verdict) for each, verdict in zip(cases, verdicts, strict=True) if verdict != each.expected]
 
 
@@ -245,7 +221,7 @@ class CoupledAnswers:
     moved: float
 
 
-def answer_probs(judge: Judge) -> CoupledAnswers:
+def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:
     """The distribution of whole answers over two tokens, for every proposal: the target's, whatever it guesses.
 
     Behind the step the target goes on under the same noise.
@@ -256,7 +232,7 @@ def answer_probs(judge: Judge) -> CoupledAnswers:
         expected = target_law(world.target.law, world.length)
         drawn = len(world.plans) > 0 and world.plans[0][0].kind is DrawKind.INDEPENDENT
         for case in (*world.every_proposal(), *([None] if drawn else [])):  # None: drafted under the noise that judges
-            probs, own_moved, count = _answers(judge, world, case)
+            probs, own_moved, count = _answers(rule, device, world, case)
             proposals, cells = proposals + 1, cells + count
             worst, moved = max(worst, distance(probs, expected)), max(moved, own_moved)
     return CoupledAnswers(proposals, cells, worst, moved)
@@ -273,7 +249,9 @@ def _over_two_tokens() -> list[World]:
     return worlds
 
 
-def _answers(judge: Judge, world: World, case: Case | None) -> tuple[dict[Prefix, float], float, int]:
+def _answers(
+    rule: Rule, device: torch.device, world: World, case: Case | None
+) -> tuple[dict[Prefix, float], float, int]:
     """The distribution of the answer, the probability of cells that are none, and the number of cells.
 
     Without a case a chain is drafted under the noise of each place.
@@ -287,8 +265,8 @@ def _answers(judge: Judge, world: World, case: Case | None) -> tuple[dict[Prefix
     found: list[list[Prefix]] = []
     for place in range(3):
         noise = [_LineNoise([stretch.places[place] for stretch in box]) for box in boxes]
-        cases = [case or drafted_with_noise(world, own, world.length - 1, 1) for own in noise]
-        verdicts = judge([each.proposal for each in cases], [each.laws for each in cases], noise)
+        cases = [(case or drafted_with_noise(world, own, world.length - 1, 1)).to(device) for own in noise]
+        verdicts = verdicts_of(rule, cases, noise)
         ends = [_gone_on(world, verdict, own) for verdict, own in zip(verdicts, noise, strict=True)]
         found.append(ends)
     probs: dict[Prefix, float] = {}

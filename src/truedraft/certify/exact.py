@@ -14,9 +14,6 @@ from typing import Any
 import torch
 
 from truedraft.certify.cells import (
-    Ask,
-    KeyReusedError,
-    VerdictProbs,
     completed,
     decision_cells,
     kernel_probs,
@@ -24,23 +21,13 @@ from truedraft.certify.cells import (
     probs_of,
     step_probs,
     verdict_distance,
-    verify,
-    verify_at_once,
 )
 from truedraft.certify.checks import Check, Context, Finding, Part, Status
-from truedraft.certify.coupled_cells import (
-    Judge,
-    JudgedCase,
-    answer_probs,
-    disagreements,
-    judged_cases,
-    ways_to_judge,
-    wide_cases,
-)
+from truedraft.certify.coupled_cells import JudgedCase, answer_probs, disagreements, judged_cases, wide_cases
 from truedraft.certify.worlds import Case, World, worlds_for
 from truedraft.core.proposals import DrawKind
+from truedraft.core.verdicts import Verdict
 from truedraft.verification import CoupledSampling, Rule
-from truedraft.verification.deferred import DeferredRule
 from truedraft.verification.exact import distance, emitted_law, target_law
 
 TOLERANCE = 1e-12
@@ -54,8 +41,8 @@ class Exact(Check):
     """Checks the stack's rules, for the kinds of draws that its drafter makes, in sums over all that chance decides.
 
     Coupled draws, if the rule does not judge them, are left to the coupled rule, as engines do; it is checked where it
-    judges greedy or coupled requests. A lossy rule is measured, at temperature 0 its greedy form. What ships for
-    devices is asked on the target's, what ships for the CPU on the CPU. It takes its own time.
+    judges greedy or coupled requests. A lossy rule is measured, at temperature 0 its greedy form. What ships is asked
+    on the target's device. It takes its own time.
 
     Raises:
         IncompatibleRuleError: the rule cannot judge such draws.
@@ -92,16 +79,11 @@ def _of_uniform_numbers(
 ) -> list[Callable[[Tell], list[Finding]]]:
     """The checks of a rule that decides by uniform numbers."""
     if not rule.lossless:
-        return [lambda tell: [_lossy(rule, worlds, tell)]]
-    batches = list(_batches(worlds))
-    jobs: list[Callable[[Tell], list[Finding]]] = [
+        return [lambda tell: [_lossy(rule, worlds, device, tell)]]
+    return [
         lambda tell: [_kernel(rule, worlds, tell)],
-        lambda tell: [_shipped(rule, batches, verify, "batched code, every decision cell", tell)],
+        lambda tell: [_shipped(rule, worlds, device, tell)],
     ]
-    if isinstance(rule, DeferredRule) and rule.defers:
-        name = "batched code for devices, every decision cell"
-        jobs.append(lambda tell: [_shipped(rule, batches, verify_at_once(device), name, tell)])
-    return jobs
 
 
 def _share(tell: Tell, number: int, of: int) -> Tell:
@@ -152,19 +134,8 @@ class _Largest:
         return {f"largest_{name}": self.distance, **({"world": self.world.name} if self.fails and self.world else {})}
 
 
-@dataclass(slots=True)
-class _Listed:
-    """A world, its proposals, and what the kernels say of each once they were asked."""
-
-    world: World
-    cases: list[Case]
-    _probs: list[VerdictProbs | None] | None = None
-
-    def kernel_probs(self, rule: Rule) -> list[VerdictProbs | None]:
-        """For each proposal the distribution of its verdict; None where kernels do not say it. Always of one rule."""
-        if self._probs is None:
-            self._probs = [kernel_probs(rule, case) if _composes(rule, case) else None for case in self.cases]
-        return self._probs
+Listed = tuple[World, list[Case]]
+"""A world and all its proposals."""
 
 
 @dataclass(slots=True)
@@ -172,6 +143,8 @@ class _Judged:
     """What came of judging proposals in every cell.
 
     Attributes:
+        rule: that judged.
+        device: where.
         proposals: how many.
         cells: how many they have.
         kernel: distance of verdicts from what the kernels say.
@@ -179,9 +152,10 @@ class _Judged:
         moved: share of noise in cells that are none.
         distances: of each world's answers.
         compared: proposals of which the kernels say all.
-        reused: what was said of a number that decides twice.
     """
 
+    rule: Rule
+    device: torch.device
     proposals: int = 0
     cells: int = 0
     kernel: _Largest = field(default_factory=_Largest)
@@ -189,22 +163,21 @@ class _Judged:
     moved: _Largest = field(default_factory=_Largest)
     distances: list[float] = field(default_factory=list)
     compared: int = 0
-    reused: str | None = None
 
-    def judge(self, rule: Rule, ask: Ask, batch: Sequence[_Listed]) -> None:
+    def judge(self, batch: Sequence[Listed]) -> None:
         """All proposals of some worlds side by side in one batch."""
-        cases = [case for listed in batch for case in listed.cases]
-        cells = decision_cells(rule, cases, ask)
+        cases = [case for _, own in batch for case in own]
+        cells = decision_cells(self.rule, cases, self.device)
         probs = iter(probs_of(cells, len(cases)))
         self.proposals, self.cells = self.proposals + len(cases), self.cells + len(cells)
-        self.moved.see(mass_that_moves(rule, cases, cells, ask), batch[0].world)
-        for listed in batch:
-            world, own = listed.world, list(itertools.islice(probs, len(listed.cases)))
-            for found, expected in zip(own, listed.kernel_probs(rule), strict=True):
-                if expected is not None:
+        self.moved.see(mass_that_moves(self.rule, cases, cells, self.device), batch[0][0])
+        for world, listed in batch:
+            own = list(itertools.islice(probs, len(listed)))
+            for case, found in zip(listed, own, strict=True):
+                if _composes(self.rule, case):
                     self.compared += 1
-                    self.kernel.see(verdict_distance(found, expected), world)
-            answers = completed(step_probs(listed.cases, own), world.target.law, world.length)
+                    self.kernel.see(verdict_distance(found, kernel_probs(self.rule, case)), world)
+            answers = completed(step_probs(listed, own), world.target.law, world.length)
             self.distances.append(distance(answers, target_law(world.target.law, world.length)))
             self.target.see(self.distances[-1], world)
 
@@ -224,27 +197,23 @@ class _Judged:
         }
 
 
-def _shipped(rule: Rule, batches: Sequence[list[_Listed]], ask: Ask, name: str, tell: Tell) -> Finding:
+def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
     """Shipped verdicts against the kernels, and answers against the target's distribution; stops at a failure."""
-    judged, done, worlds = _Judged(), 0, sum(map(len, batches))
+    name = "batched code, every decision cell"
+    judged, done = _Judged(rule, device), 0
     parts = (judged.kernel, judged.target, judged.moved)
-    for batch in batches:
-        try:
-            judged.judge(rule, ask, batch)
-        except KeyReusedError as error:
-            judged.reused = str(error)
+    for batch in _batches(worlds):
+        judged.judge(batch)
         done += len(batch)
-        tell(done / worlds)
-        if judged.reused or any(part.fails for part in parts):
+        tell(done / len(worlds))
+        if any(part.fails for part in parts):
             return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), {**judged.facts, "worlds": done})
     largest = max(part.distance for part in parts)
-    facts = {**judged.facts, "worlds": worlds, "largest_distance": largest}
+    facts = {**judged.facts, "worlds": len(worlds), "largest_distance": largest}
     return Finding(Part.EXACT, name, Status.HOLDS, f"{judged.counted}, largest distance {largest:.1e}", facts)
 
 
 def _what_failed(judged: _Judged) -> str:
-    if judged.reused:
-        return f"{judged.reused}, which biases the law; stopped there"
     said = [f"distance {judged.target.distance:.2g} from the target's law{judged.target.where}"]
     said.append(f"{judged.kernel.distance:.2g} from the kernel's{judged.kernel.where}")
     if judged.moved.fails:
@@ -252,13 +221,13 @@ def _what_failed(judged: _Judged) -> str:
     return f"{judged.counted}, stopped there: {', '.join(said)}"
 
 
-def _batches(worlds: Sequence[World]) -> Iterator[list[_Listed]]:
+def _batches(worlds: Sequence[World]) -> Iterator[list[Listed]]:
     """Worlds over one vocabulary, of several shapes, with some dozens of proposals together."""
     for _, group in itertools.groupby(worlds, key=lambda world: world.target.vocab):
-        batch: list[_Listed] = []
+        batch: list[Listed] = []
         for world in group:
-            batch.append(_Listed(world, world.every_proposal()))
-            if sum(len(listed.cases) for listed in batch) >= _TOGETHER:
+            batch.append((world, world.every_proposal()))
+            if sum(len(cases) for _, cases in batch) >= _TOGETHER:
                 yield batch
                 batch = []
         if batch:
@@ -276,12 +245,12 @@ def _composes(rule: Rule, case: Case) -> bool:
 # ---------------------------------------------------------------------------------------- lossy rules
 
 
-def _lossy(rule: Rule, worlds: Sequence[World], tell: Tell) -> Finding:
+def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
     """How far answers are from the target's distribution, by what ships, which must do what its kernels say."""
-    judged, done = _Judged(), 0
+    judged, done = _Judged(rule, device), 0
     drafted = [world for world in worlds if world.plans] or worlds
     for batch in _batches(drafted):
-        judged.judge(rule, verify, batch)
+        judged.judge(batch)
         done += len(batch)
         tell(done / len(drafted))
     name = "distance on tiny worlds"
@@ -303,17 +272,24 @@ def _lossy(rule: Rule, worlds: Sequence[World], tell: Tell) -> Finding:
 
 def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
     """What follows argmax(log p + G), case by case and in distribution, and the argmax where there is no noise."""
-    groups = [judged_cases(), wide_cases()]  # one vocabulary in a batch
-    ways = ways_to_judge(rule, device)
     sampled, greedy = _Followed("coupled walks"), _Followed("greedy walks")
-    for number, (judge, asked) in enumerate(itertools.product(ways.values(), groups)):
-        found = disagreements(asked, judge)
+    for number, asked in enumerate((judged_cases(), wide_cases())):  # one vocabulary in a batch
+        found = disagreements(rule, asked, device)
         for followed, is_greedy in ((sampled, False), (greedy, True)):
-            followed.walks += sum(case.greedy is is_greedy for case in asked)
+            followed.cases += sum(case.greedy is is_greedy for case in asked)
             followed.otherwise += [each for each in found if each[0].greedy is is_greedy]
-        tell((number + 1) / (4 * len(ways)))
-    answers = _answers(list(ways.values()), lambda done: tell(0.5 + done / 2))
-    return [sampled.finding(len(ways)), answers, greedy.finding(len(ways))]
+        tell((number + 1) / 4)
+    answers = answer_probs(rule, device)
+    largest = max(answers.distance, answers.moved)
+    facts = {
+        "proposals": answers.proposals,
+        "cells": answers.cells,
+        "largest_distance": largest,
+        "tolerance": TOLERANCE,
+    }
+    summary = f"{answers.proposals:,} proposals, {answers.cells:,} cells, largest distance {largest:.1e}"
+    law = Finding(Part.EXACT, "coupled law, every cell", _status(largest), summary, facts)
+    return [sampled.finding, law, greedy.finding]
 
 
 @dataclass(slots=True)
@@ -321,33 +297,22 @@ class _Followed:
     """Cases that were judged, and those that were judged otherwise than by plain Python."""
 
     name: str
-    walks: int = 0
-    otherwise: list[tuple[JudgedCase, Any]] = field(default_factory=list)
+    cases: int = 0
+    otherwise: list[tuple[JudgedCase, Verdict]] = field(default_factory=list)
 
-    def finding(self, ways: int) -> Finding:
-        facts: dict[str, Any] = {"walks": self.walks, "ways": ways, "otherwise": len(self.otherwise)}
+    @property
+    def finding(self) -> Finding:
+        facts: dict[str, Any] = {"walks": self.cases, "otherwise": len(self.otherwise)}
         if not self.otherwise:
-            return Finding(Part.EXACT, self.name, Status.HOLDS, f"{self.walks:,} walks, every one as it must be", facts)
+            return Finding(Part.EXACT, self.name, Status.HOLDS, f"{self.cases:,} walks, every one as it must be", facts)
         case, verdict = self.otherwise[0]
         facts |= {"expected": list(case.expected.tokens), "emitted": list(verdict.tokens)}
         summary = (
-            f"{len(self.otherwise):,} of {self.walks:,} walks are judged otherwise; the first emits "
+            f"{len(self.otherwise):,} of {self.cases:,} walks are judged otherwise; the first emits "
             f"{facts['emitted']} and must emit {facts['expected']}, "
             f"{len(verdict.path)} and {len(case.expected.path)} of them accepted"
         )
         return Finding(Part.EXACT, self.name, Status.FAILS, summary, facts)
-
-
-def _answers(ways: Sequence[Judge], tell: Tell) -> Finding:
-    found = []
-    for number, judge in enumerate(ways):
-        found.append(answer_probs(judge))
-        tell((number + 1) / len(ways))
-    largest = max(max(each.distance, each.moved) for each in found)
-    proposals, cells = sum(each.proposals for each in found), sum(each.cells for each in found)
-    facts = {"proposals": proposals, "cells": cells, "largest_distance": largest, "tolerance": TOLERANCE}
-    summary = f"{proposals:,} proposals, {cells:,} cells, largest distance {largest:.1e}"
-    return Finding(Part.EXACT, "coupled law, every cell", _status(largest), summary, facts)
 
 
 def _status(distance: float) -> Status:

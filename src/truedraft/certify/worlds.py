@@ -90,7 +90,9 @@ class Case:
     laws: Tensor
 
     def to(self, device: torch.device) -> Case:
-        """The same with its laws and tokens on a device; the host knows the tokens."""
+        """The same with its probabilities and tokens on a device; the host knows the tokens."""
+        if self.laws.device == device:
+            return self
         mine = self.proposal
         tree = TokenTree(mine.tree.tokens.to(device), mine.tree.shape)
         tree.learn(mine.tree.token_list)

@@ -7,6 +7,8 @@ integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -19,6 +21,8 @@ _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+_FEW = 24
+"""So many numbers are faster made one by one than all at once."""
 
 
 class Purpose(IntEnum):
@@ -43,6 +47,15 @@ class Noise(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UniformKeys:
+    """Decisions of a batch: of which request `[keys]`, at which depth, and which of those there; `[keys]` each."""
+
+    requests: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    indices: NDArray[np.int64]
+
+
 class KeyedNoise:
     """Noise of one request at one step.
 
@@ -59,14 +72,24 @@ class KeyedNoise:
         self._position = position
         self._step = step
         self.greedy = greedy
+        self._uniform_keys: dict[tuple[int, int], int] = {}  # by purpose and depth
         self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What all numbers are keyed by: 64 bits for seed and sample, the position and the step."""
+        return self._root, self._position & _MASK, self._step & _MASK
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         """A number in (0, 1), keyed by (seed, sample, position, purpose, step, index)."""
-        key = self._root
-        for part in (self._position + depth, int(purpose), self._step, index):
-            key = mix(key, part)
-        return open_unit(key)
+        place = (purpose, depth)
+        key = self._uniform_keys.get(place)
+        if key is None:
+            key = self._root
+            for part in (self._position + depth, int(purpose), self._step):
+                key = mix(key, part)
+            self._uniform_keys[place] = key
+        return open_unit(mix(key, index))
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
@@ -88,6 +111,19 @@ class KeyedNoise:
 
     def _gumbel_key(self, depth: int) -> int:
         return mix(mix(self._root, self._position + depth), int(Purpose.COUPLED))
+
+
+def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDArray[np.float64]:
+    """The numbers of some decisions `[keys]`, float64: those of `Noise.uniform`."""
+    if len(keys.requests) <= _FEW or not all(type(own) is KeyedNoise for own in noise):
+        asked = zip(keys.requests.tolist(), keys.depths.tolist(), keys.indices.tolist(), strict=True)
+        return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in asked])
+    roots, positions, steps = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
+    bits = roots[keys.requests]
+    places = positions[keys.requests] + keys.depths.view(np.uint64)
+    for part in (places, np.uint64(purpose), steps[keys.requests], keys.indices.view(np.uint64)):
+        bits = _finalise_each((bits ^ part) + np.uint64(GOLDEN))
+    return _open_units(bits)
 
 
 def is_greedy(noise: Noise, vocab: int, device: torch.device) -> bool:
@@ -129,12 +165,20 @@ def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArr
     For a few tokens most of the time goes into calls, which cost numpy a third of what they cost torch. The logarithms
     are torch's, so that no last digit differs.
     """
-    bits = (tokens.view(np.uint64) ^ keys) + np.uint64(GOLDEN)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(MIX_1)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(MIX_2)
-    uniform = (((bits ^ (bits >> np.uint64(31))) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    uniform = _open_units(_finalise_each((tokens.view(np.uint64) ^ keys) + np.uint64(GOLDEN)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
     return numbers
+
+
+def _finalise_each(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(MIX_1)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(MIX_2)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _open_units(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """See `open_unit`."""
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def _finalise_int(z: int) -> int:

@@ -6,11 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.transfers import Array
 from truedraft.core.trees import TokenTree, TreeShape
 
 
@@ -22,9 +25,10 @@ class DrawKind(Enum):
     DETERMINISTIC = "deterministic"
     COUPLED = "coupled"
 
+    __hash__ = object.__hash__  # draws are looked up at every step, and the hash of an Enum is written in Python
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+
+class Draw(NamedTuple):
     """One draw at a slot.
 
     Attributes:
@@ -80,7 +84,7 @@ class Proposal:
     @classmethod
     def deterministic(cls, tree: TokenTree) -> Proposal:
         """Candidates that were chosen, not drawn: beams, n-grams, top-k."""
-        return cls(tree, _deterministic_draws(tree.shape))
+        return cls(tree, deterministic_draws(tree.shape))
 
     @classmethod
     def chain(cls, tokens: Tensor, laws: Tensor, kind: DrawKind = DrawKind.INDEPENDENT) -> Proposal:
@@ -115,7 +119,8 @@ def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
+def deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
+    """The draws of each slot where every node is a candidate that was chosen."""
     return tuple(tuple(map(_candidate, nodes)) for nodes in shape.children)
 
 
@@ -128,67 +133,70 @@ _ROUNDING = 1e-4
 """How far the sum of a law in single precision may lie from 1; half precision adds its own unit."""
 
 
-class LawCheck:
-    """Whether draws could have been made from the laws they name: what a rule trusts, worked out on the laws' device.
+class DrawCheck:
+    """Whether draws could have been made from the distributions they name, worked out on a device.
 
-    Draws of other kinds are judged without a law, so theirs is not looked at; nor is one that no draw names.
+    Draws of other kinds are judged without a distribution, so theirs is not looked at; nor is one that no draw names.
 
     Args:
-        proposals: those with laws are looked at, all over one vocabulary. Ids that the host knows exist; others, where
-            they do not, count as their nearest.
-        device: where the laws are brought together.
+        proposals: all over one vocabulary. Ids that the host knows exist; others, where they do not, count as their
+            nearest.
+        device: where the distributions are brought together.
 
     Attributes:
-        wanted: what the host must read: the sums and least entries of the laws, and the drawn tokens' entries.
+        unsound: `[draws from a distribution]` bool: which could not. The distribution is finite, not negative and sums
+            to 1, and it gives something to the token drawn.
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
-        self._drawn: list[tuple[int, int, int]] = []  # proposal, slot, and row of all laws, of each draw from a law
-        self.wanted: Sequence[Tensor] = ()
-        nodes: list[int] = []
+        self._places: list[tuple[int, int]] = []  # proposal and slot of each draw
+        drafted = [(number, own, _from_laws(own.draws)) for number, own in enumerate(proposals) if own.laws is not None]
+        self.unsound = transfers.array(np.zeros(0, np.bool_), device)
+        if not any(drawn for _, _, drawn in drafted):
+            return
         tables: list[Tensor] = []
-        trees: list[TokenTree] = []
-        first_row = first_node = 0
-        for number, proposal in enumerate(proposals):
-            if proposal.laws is None:
-                continue
-            for slot, draws in enumerate(proposal.draws):
-                for draw in draws:
-                    if draw.kind is DrawKind.INDEPENDENT or draw.kind is DrawKind.WITHOUT_REPLACEMENT:
-                        self._drawn.append((number, slot, first_row + draw.law))
-                        nodes.append(first_node + draw.child)
-            tables.append(proposal.laws.to(device))
-            trees.append(proposal.tree)
-            first_row += len(proposal.laws)
-            first_node += len(proposal.tree)
-        if self._drawn:
-            laws = tables[0] if len(tables) == 1 else torch.cat(tables)
-            sum_in, self._slack = _precision(laws.dtype)
-            given = laws.take(self._places(nodes, trees, laws))
-            # Of a law with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
-            self.wanted = laws.sum(dim=-1, dtype=sum_in), laws.amin(dim=-1), given
+        places: list[tuple[int, int]] = []  # row and node of each draw
+        row = node = 0
+        for number, own, drawn in drafted:
+            assert own.laws is not None
+            self._places += [(number, slot) for slot, _, _ in drawn]
+            places += [(row + law, node + child) for _, law, child in drawn]
+            tables.append(own.laws.to(device))
+            row, node = row + len(own.laws), node + len(own.tree)
+        laws = tables[0] if len(tables) == 1 else torch.cat(tables)
+        sum_in, slack = _precision(laws.dtype)
+        rows, nodes = transfers.array(np.array(places).T.copy(), device)
+        # Of a row with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
+        off, least = (laws.sum(dim=-1, dtype=sum_in) - 1.0).abs(), laws.amin(dim=-1)
+        sound = transfers.as_array((off <= slack) & (least >= 0.0))
+        tokens = drafted_tokens([own.tree for _, own, _ in drafted], laws.shape[-1], device)
+        self.unsound = ~(sound[rows] & (transfers.entries(laws, rows, tokens[nodes]) > 0.0))
 
-    def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], laws: Tensor) -> Tensor:
-        """Where the entries of the drawn tokens are in all laws `[rows, vocab]`, one behind another."""
-        vocab, device = laws.shape[-1], laws.device
-        if all(tree.is_known for tree in trees):
-            ids = [token for tree in trees for token in tree.token_list]
-            places = [row * vocab + ids[node] for (_, _, row), node in zip(self._drawn, nodes, strict=True)]
-            return transfers.upload(places, device)
-        tokens = torch.cat([tree.tokens.to(device) for tree in trees])
-        rows, at = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
-        return rows * vocab + tokens[at].clamp(0, vocab - 1)
-
-    def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
-        """From the numbers in `wanted`: for each proposal with such draws the slots whose draws were not so made."""
+    def slots(self, flags: Sequence[float]) -> dict[int, set[int]]:
+        """From the flags in `unsound`: for each proposal with such draws the slots where they were made."""
         found: dict[int, set[int]] = {}
-        if not self._drawn:
-            return found
-        sums, least, given = numbers
-        for (proposal, slot, row), mass in zip(self._drawn, given, strict=True):
-            if not (abs(sums[row] - 1.0) <= self._slack and least[row] >= 0.0 and mass > 0.0):
+        for (proposal, slot), flag in zip(self._places, flags, strict=True):
+            if flag:
                 found.setdefault(proposal, set()).add(slot)
         return found
+
+
+@lru_cache(maxsize=4096)
+def _from_laws(draws: tuple[tuple[Draw, ...], ...]) -> tuple[tuple[int, int, int], ...]:
+    """Slot, row and child of each draw that was made from a distribution, and is judged by it."""
+    kinds = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT)
+    return tuple((slot, draw.law, draw.child) for slot, own in enumerate(draws) for draw in own if draw.kind in kinds)
+
+
+def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Array:
+    """The tokens of some trees `[nodes]`; ids that the host has not seen are the nearest that exist."""
+    if not transfers.waits(device):
+        return np.array([token for tree in trees for token in tree.token_list], np.int64)
+    parts = [
+        transfers.upload(tree.token_list, device) if tree.is_known else tree.tokens.to(device).clamp(0, vocab - 1)
+        for tree in trees
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @lru_cache

@@ -10,7 +10,6 @@ from typing import cast, overload
 import torch
 
 from truedraft.control import Controller, FixedBudget
-from truedraft.core import transfers
 from truedraft.core.counters import Counters, StepRecord
 from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import Drafter
@@ -87,7 +86,7 @@ class Engine:
         self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
         self._drafting = Drafting(self.drafter, controller, self.target, self._failures)
-        self._verifier = Verifier(self.rule, coupled, self._drafting, waits=transfers.waits(self.target.device))
+        self._verifier = Verifier(self.rule, coupled, self._drafting)
         self._step = Step(self.target, self._drafting, self._verifier, self.drafter.features)
         self._scheduler = Scheduler(max_batch)
         self._turns = Turns()  # of the threads that step

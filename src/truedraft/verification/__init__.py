@@ -2,10 +2,9 @@
 
 from truedraft.verification.block import BlockVerification
 from truedraft.verification.coupled import CoupledSampling
-from truedraft.verification.lenience import LenientSampling
+from truedraft.verification.lossy import LenientSampling, TypicalAcceptance
 from truedraft.verification.rule import Rule
 from truedraft.verification.speculative import SpeculativeSampling
-from truedraft.verification.typical import TypicalAcceptance
 
 __all__ = [
     "BlockVerification",

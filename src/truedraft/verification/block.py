@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core import transfers
+from truedraft.core.proposals import DrawKind
+from truedraft.core.transfers import Array
 from truedraft.errors import IncompatibleRuleError
-from truedraft.verification.block_batch import BlockBatch
-from truedraft.verification.block_looks import BlockLooks, HostBlockLooks, block_at, is_joint
-from truedraft.verification.deferred import Numbers, Prepared
-from truedraft.verification.looks import host_looks
 from truedraft.verification.rule import HasKind, JudgedSlot, Outcome
-from truedraft.verification.speculative import SpeculativeSampling, Walk, _draw_finals
+from truedraft.verification.speculative import SpeculativeSampling
+from truedraft.verification.walk import Batch, Chosen, WalkPlan, is_joint
+
+_TINY = float(np.finfo(np.float64).tiny)
 
 
 class BlockVerification(SpeculativeSampling):
@@ -66,90 +67,54 @@ class BlockVerification(SpeculativeSampling):
 
     # The further parts of the rule, beside those of `SpeculativeSampling`. Tests break them one at a time.
 
-    def weight(self, above: float, p_x: float, q_x: float) -> float:
-        """w_i of a token with target probability `p_x` and draft probability `q_x`; `above` is w_(i-1)."""
+    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
+        """w_i of tokens with target probability `p_x` and draft probability `q_x`; `above` is w_(i-1); float64 each."""
         return self.accept_probability(above * p_x, q_x)
 
-    def weights(self, above: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
-        """The same for several tokens, `[tokens]` float64 each, without a look at the numbers; to the same bits."""
-        scaled = above * p_x
-        # 0 / 0 is replaced: a token that the target forbids never stays, whatever its q.
-        ratio = torch.where(scaled >= q_x, torch.ones_like(scaled), scaled / q_x)
-        return torch.where(scaled <= 0.0, torch.zeros_like(scaled), ratio)
-
-    def scaled(self, p: Tensor, weight: Tensor) -> Tensor:
-        """The target's laws `[..., vocab]` times weights `[..., 1]`, in the laws' dtype."""
-        return p * weight.to(p.dtype)
-
     def beyond(self, p: Tensor, q: Tensor) -> Tensor:
-        """R: the mass `[...]`, float64, that scaled laws `[..., vocab]` have beyond the draft's."""
+        """R: the mass `[...]`, float64, that scaled distributions `[..., vocab]` have beyond the draft's."""
         return (p - q).clamp_min_(0.0).sum(dim=-1, dtype=torch.float64)
 
-    def pass_probability(self, weight: float, mass: float) -> float:
-        """h of a prefix of weight w, behind which the target has `mass` R beyond the draft."""
-        return 1.0 if weight >= 1.0 else mass / (mass + 1.0 - weight)
+    def pass_probability(self, weight: Array, mass: Array) -> Array:
+        """h of a prefix of weight w, behind which the target has `mass` R beyond the draft; float64 each."""
+        return transfers.where(weight >= 1.0, 1.0, mass / transfers.maximum(mass + 1.0 - weight, _TINY))
 
-    def verify_here(
-        self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-    ) -> list[Verdict]:
-        """Judge a batch, looking at laws as they are needed; see `Rule.verify`."""
-        looks = [HostBlockLooks(self, own) for own in host_looks(self, proposals, laws)]
-        walks = [self._walk_blocks(*each) for each in zip(proposals, looks, noise, strict=True)]
-        finals = _draw_finals(walks, [own.left for own in looks], noise)
-        return [walk.verdict(proposal, token) for walk, proposal, token in zip(walks, proposals, finals, strict=True)]
+    def first_stays(self, batch: Batch) -> Array:
+        stays, blocks = super().first_stays(batch), _blocks(batch.plan)
+        if blocks is None:
+            return stays
+        p_x, q_x = (each[:, 0][blocks.slots] for each in batch.first_looks())  # [blocks, tokens]
+        above, below = p_x * 0.0 + 1.0, p_x * 0.0  # w_0 to w_(n-1), w_1 to w_n
+        for place in range(p_x.shape[1]):
+            if place:
+                above[:, place] = below[:, place - 1]
+            below[:, place] = self.weight(above[:, place], p_x[:, place], q_x[:, place])
+        batch.weights = blocks.ones * 1.0
+        batch.weights[blocks.own] = above[blocks.rows, blocks.columns]
+        kept = self._kept(batch, blocks, below)[blocks.rows]
+        stays[blocks.own, 0] = blocks.columns < kept
+        return stays
 
-    def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
-        """All that any walk could look at, and the token that would end it at each slot; see `DeferredRule.prepare`."""
-        batch = BlockBatch(self, proposals, laws, noise)
+    def _kept(self, batch: Batch, blocks: _Blocks, weights: Array) -> Array:
+        """How many tokens of each block are kept, `[blocks]`.
 
-        def conclude(numbers: Numbers) -> list[Verdict]:
-            verdicts = []
-            for proposal, looks, own in zip(proposals, batch.looks(numbers), noise, strict=True):
-                walk = self._walk_blocks(proposal, looks, own)
-                verdicts.append(walk.verdict(proposal, looks.finals[walk.slot]))
-            return verdicts
-
-        return Prepared(batch.wanted, conclude)
-
-    def _walk_blocks(self, proposal: Proposal, looks: BlockLooks, noise: Noise) -> Walk:
-        """Walk from the root down, by blocks and by nodes with other draws, until something is rejected."""
-        path: list[int] = []
-        slot = 0
-        while True:
-            block = block_at(proposal, slot)
-            if block:
-                weights = self._weights(block, looks)
-                kept = self._kept(block, weights, looks, noise, len(path))
-                path += (proposal.draws[each][0].child for each in block[:kept])
-                if kept < len(block):
-                    looks.end(block[kept], weights[kept])
-                    return Walk(tuple(path), block[kept], Origin.RECOVERED)
-                slot = path[-1] + 1
-                continue
-            child = self.accepted_child(proposal, slot, looks, noise, len(path))
-            if child is None:
-                return Walk(tuple(path), slot, Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS)
-            path.append(child)
-            slot = child + 1
-
-    def _weights(self, block: Sequence[int], looks: BlockLooks) -> list[float]:
-        """w_0 to w_n of a block."""
-        drawn = (looks.drawn(slot) for slot in block)
-        return list(itertools.accumulate(drawn, lambda above, look: self.weight(above, *look), initial=1.0))
-
-    def _kept(self, block: Sequence[int], weights: Sequence[float], looks: BlockLooks, noise: Noise, depth: int) -> int:
-        """How many tokens of a block are kept, whose first decides the token at `depth`; the longest prefix first."""
-        for length in range(len(block), 0, -1):
-            # The number is keyed by the last token of the prefix that it lets pass or not.
-            uniform = noise.uniform(Purpose.ACCEPT, depth + length - 1)
-            # h <= w for every prefix, so most that fail do so without a look at a whole row.
-            if uniform >= weights[length]:
-                continue
-            if length == len(block):
-                return length
-            if uniform < self.pass_probability(weights[length], looks.mass(block[length], weights[length])):
-                return length
-        return 0
+        Args:
+            batch: that is judged.
+            blocks: its blocks.
+            weights: `[blocks, tokens]`: w_1 to w_n.
+        """
+        uniforms = batch.uniforms[batch.plan.key_of[blocks.slots, 0]]
+        # h <= w for every prefix, so most that fail do so without a look at a whole row.
+        passes = blocks.is_filled & (uniforms < weights)  # [blocks, tokens]
+        whole = (passes & blocks.is_last).any(-1)
+        asked = Chosen((passes & ~blocks.is_last & ~whole[:, None]).reshape(-1))
+        if not asked.are_none:
+            slots = asked.of(blocks.below.reshape(-1))  # whether a prefix passes is said by what is behind it
+            mass = self.beyond(batch.target(slots), batch.draft(slots, self.removed))
+            weight, number = asked.of(weights.reshape(-1)), asked.of(uniforms.reshape(-1))
+            found = number < self.pass_probability(weight, transfers.as_array(mass))
+            passes = asked.put(passes.reshape(-1), found).reshape(passes.shape)
+        return transfers.count_to_last(passes)
 
     def joins(self, draws: Sequence[HasKind]) -> bool:
         return is_joint(draws)
@@ -159,21 +124,74 @@ class BlockVerification(SpeculativeSampling):
             return super().outcomes(group)
         drawn = [slot.draws[0] for slot in group]
         tokens = tuple(draw.token for draw in drawn)
-        looks = (
-            (float(slot.p[draw.token]), float(draw.q[draw.token])) for slot, draw in zip(group, drawn, strict=True)
-        )
-        weights = list(itertools.accumulate(looks, lambda above, look: self.weight(above, *look), initial=1.0))
-        passes = min(1.0, weights[-1])
+        weights = [np.float64(1.0)]
+        for slot, draw in zip(group, drawn, strict=True):
+            weights.append(self.weight(weights[-1], np.float64(slot.p[draw.token]), np.float64(draw.q[draw.token])))
+        passes = min(1.0, float(weights[-1]))
         outcomes = [Outcome(passes, tokens, len(tokens))]
         reach = 1.0 - passes
         for length in range(len(tokens) - 1, -1, -1):
-            q = drawn[length].q
-            p = self.scaled(group[length].p, torch.tensor(weights[length], dtype=torch.float64))
-            mass = float(self.beyond(p, q))
-            passes = 1.0 if length == 0 else min(1.0, weights[length], self.pass_probability(weights[length], mass))
+            q, weight = drawn[length].q, weights[length]
+            p = group[length].p * float(weight)
+            passes = float(self.pass_probability(weight, np.float64(self.beyond(p, q))))
+            passes = 1.0 if length == 0 else min(1.0, float(weight), passes)
             outcomes.extend(
                 Outcome(reach * passes * float(each), (*tokens[:length], token), length)
                 for token, each in enumerate(self.rejected(p, q))
             )
             reach *= 1.0 - passes
         return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of a batch, side by side; each is filled up with its last slot.
+
+    Attributes:
+        slots: `[blocks, tokens]`.
+        below: `[blocks, tokens]`: the slot behind each in its block; of the last itself.
+        is_filled: `[blocks, tokens]` bool: False for what fills up.
+        is_last: `[blocks, tokens]` bool: the last slot of each.
+        own: `[slots of blocks]`: all of them.
+        rows: `[slots of blocks]`: the block of each.
+        columns: `[slots of blocks]`: its place there.
+        ones: `[slots]`: a 1 for each slot of the batch.
+    """
+
+    slots: Array
+    below: Array
+    is_filled: Array
+    is_last: Array
+    own: Array
+    rows: Array
+    columns: Array
+    ones: Array
+
+
+@lru_cache(maxsize=512)
+def _blocks(plan: WalkPlan) -> _Blocks | None:
+    """The blocks of a batch; None if there are none."""
+    joint = set(plan.joint)
+    block_of: dict[int, list[int]] = {}  # by the last slot found of it
+    for slot in plan.joint:  # a slot comes behind the one above it
+        block = block_of.pop(plan.parents[slot], []) if plan.parents[slot] in joint else []
+        block_of[slot] = [*block, slot]
+    blocks = list(block_of.values())
+    if not blocks:
+        return None
+    width = max(map(len, blocks))
+    slots = np.array([[*block, *block[-1:] * (width - len(block))] for block in blocks])
+    lengths = np.array([len(block) for block in blocks])[:, None]
+    is_filled = np.arange(width) < lengths
+    rows, columns = is_filled.nonzero()
+    tables = (
+        slots,
+        np.concatenate([slots[:, 1:], slots[:, -1:]], axis=1),
+        is_filled,
+        np.arange(width) == lengths - 1,
+        slots[is_filled],
+        rows,
+        columns,
+        np.ones(len(plan.depths)),
+    )
+    return _Blocks(*map(plan.array, tables))

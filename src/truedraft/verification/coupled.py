@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,10 +12,10 @@ from truedraft.core import transfers
 from truedraft.core.coupled_choice import Place, coupled_choices
 from truedraft.core.laws import most_likely
 from truedraft.core.noise import Noise, is_greedy
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Origin, Verdict
-from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.core.proposals import DrawKind, Proposal, drafted_tokens
+from truedraft.core.transfers import Array
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.walk import children_plan, jump_table
 
 
 def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -37,7 +36,7 @@ def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
     return most_likely(torch.log(laws.double()).add_(gumbel))
 
 
-class CoupledSampling(DeferredRule):
+class CoupledSampling(Rule):
     """Follow the child that carries argmax(log p + G(seed, sample, position, token)), if there is one.
 
     Daliri et al. 2408.07978. What is emitted never depends on the proposal, so proposals of every kind are judged
@@ -50,26 +49,23 @@ class CoupledSampling(DeferredRule):
     coupled: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def verify_here(
-        self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-    ) -> list[Verdict]:
-        """Judge a batch of proposals; see `Rule.verify`.
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        """See `Rule.decide`.
 
         Where a request is greedy (its noise has no Gumbel numbers), `laws` may hold for it any rows
         `[slots, vocab]` with the argmax of the laws, such as logits in the model's dtype. A row with NaN gives
         some token: the caller discards it.
         """
-        rows = _choices(proposals, laws, noise)
-        return _verdicts(proposals, rows, torch.cat(rows).tolist()) if rows else []
-
-    def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
-        """The tokens of all slots; see `DeferredRule.prepare`, and `verify_here` for what `laws` may hold."""
-        rows = _choices(proposals, laws, noise)
-
-        def conclude(numbers: Numbers) -> list[Verdict]:
-            return _verdicts(proposals, rows, [int(token) for each in numbers for token in each])
-
-        return Prepared(rows, conclude)
+        if not proposals:
+            return DeviceVerdicts.of([])
+        choices = _choices(proposals, laws, noise)  # [slots]
+        plan = children_plan([proposal.tree.shape for proposal in proposals], laws[0].device)
+        if not plan.drafts:
+            return DeviceVerdicts(plan.roots, choices, plan.first_slots)
+        tokens = drafted_tokens([own.tree for own in proposals], laws[0].shape[-1], laws[0].device)
+        stays = (tokens[plan.nodes] == choices[:, None]) & plan.is_token | plan.is_end
+        ends = jump_table(plan, stays)[plan.roots]
+        return DeviceVerdicts(ends, choices[ends], plan.first_slots)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         """A slot ends with a token of p, accepted where a child carries it; see `Rule.outcomes`.
@@ -82,8 +78,8 @@ class CoupledSampling(DeferredRule):
         return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(slot.p)]
 
 
-def _choices(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Tensor]:
-    """The tokens `[slots]` of each proposal: a slot at depth d decides the d-th token of the step, d from 0."""
+def _choices(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Array:
+    """The tokens `[slots]` of all proposals: a slot at depth d decides the d-th token of the step, d from 0."""
     chosen: dict[int, Tensor] = {}
     sampled: list[int] = []
     places: list[Place] = []
@@ -99,29 +95,5 @@ def _choices(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Seque
         last = transfers.upload([row.shape[-1] - 1 for row in rows for _ in range(len(row))], rows[0].device)
         tokens = torch.minimum(coupled_choices(rows, places)[:, 0], last)
         chosen.update(zip(sampled, tokens.split([len(row) for row in rows]), strict=True))
-    return [chosen[number] for number in range(len(proposals))]
-
-
-def _verdicts(proposals: Sequence[Proposal], rows: Sequence[Tensor], choices: Sequence[int]) -> list[Verdict]:
-    """The verdicts that follow from the tokens of all requests' slots, one behind another."""
-    tokens = iter(choices)
-    return [
-        _follow(proposal, list(itertools.islice(tokens, len(row))))
-        for proposal, row in zip(proposals, rows, strict=True)
-    ]
-
-
-def _follow(proposal: Proposal, choices: Sequence[int]) -> Verdict:
-    """Walk down from the root along the children that carry the slots' tokens."""
-    ids = proposal.tree.token_list
-    path: list[int] = []
-    slot = 0
-    while True:
-        token = choices[slot]
-        children = proposal.tree.shape.children[slot]
-        child = next((node for node in children if ids[node] == token), None)
-        if child is None:
-            final = Origin.RECOVERED if children else Origin.BONUS
-            return Verdict(tuple(path), (*(ids[node] for node in path), token), final)
-        path.append(child)
-        slot = child + 1
+    tokens = chosen[0] if len(chosen) == 1 else torch.cat([chosen[number] for number in range(len(proposals))])
+    return transfers.as_array(tokens)

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.divergence import TokenDivergence
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.transfers import Array
 from truedraft.core.verdicts import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 
@@ -75,22 +76,25 @@ class DeviceVerdicts:
     Attributes:
         ends: `[requests]`, int64: the slot where the walk ends; its node and those above it are accepted.
         finals: `[requests]`, int64: the token that ends the walk.
+        first_slots: of each request the number of its root, where slots are numbered through the batch.
         divergence: `[requests, tokens, 3]`, float64, of a lossy rule: total variation, KL (nats) and max p of each
             emitted token; what stands behind the last one is not looked at.
     """
 
-    ends: Tensor
-    finals: Tensor
-    divergence: Tensor | None = None
+    ends: Array
+    finals: Array
+    first_slots: Sequence[int]
+    divergence: Array | None = None
 
     @classmethod
     def of(cls, verdicts: Sequence[Verdict]) -> DeviceVerdicts:
         """What verdicts say that were made on the host."""
         ends = [verdict.path[-1] + 1 if verdict.path else 0 for verdict in verdicts]
-        return cls(torch.tensor(ends), torch.tensor([verdict.tokens[-1] for verdict in verdicts]))
+        finals = [verdict.tokens[-1] for verdict in verdicts]
+        return cls(np.array(ends, np.int64), np.array(finals, np.int64), [0] * len(ends))
 
     @property
-    def wanted(self) -> tuple[Tensor, ...]:
+    def wanted(self) -> tuple[Array, ...]:
         """The tensors that the host must read to say the verdicts."""
         return (self.ends, self.finals) if self.divergence is None else (self.ends, self.finals, self.divergence)
 
@@ -104,8 +108,9 @@ class DeviceVerdicts:
         measured: list[float] = list(numbers[2]) if self.divergence is not None else []
         width = len(measured) // max(1, len(proposals))
         verdicts = []
-        for request, (proposal, end, final) in enumerate(zip(proposals, numbers[0], numbers[1], strict=True)):
-            slot, ids = int(end), proposal.tree.token_list
+        ended = zip(proposals, self.first_slots, numbers[0], numbers[1], strict=True)
+        for request, (proposal, root, end, final) in enumerate(ended):
+            slot, ids = int(end) - root, proposal.tree.token_list
             path = proposal.tree.shape.path(slot - 1)
             tokens = (*(ids[node] for node in path), int(final))
             divergence = None
@@ -188,7 +193,8 @@ class Rule(ABC):
         numbers = transfers.fetch([*decision.wanted, *(tree.tokens for tree in unknown)])
         for tree, ids in zip(unknown, numbers[len(decision.wanted) :], strict=True):
             tree.learn([int(token) for token in ids])
-        return decision.verdicts(proposals, numbers[: len(decision.wanted)])
+        verdicts = decision.verdicts(proposals, numbers[: len(decision.wanted)])
+        return self.measured(verdicts, proposals, laws, noise)
 
     @abstractmethod
     def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
@@ -197,6 +203,16 @@ class Rule(ABC):
         The host need not know the proposals' tokens yet. An id outside the vocabulary gives some decision: the caller
         discards it.
         """
+
+    def measured(
+        self,
+        verdicts: list[Verdict],
+        proposals: Sequence[Proposal],
+        laws: Sequence[Tensor],
+        noise: Sequence[Noise],
+    ) -> list[Verdict]:
+        """The verdicts with each token's divergence, of a lossy rule that did not decide about it; arguments alike."""
+        return verdicts
 
     # The kernel: slots that are judged together are a group, and the distribution of an answer follows from the
     # outcomes of groups by recursion (`truedraft.verification.exact`).

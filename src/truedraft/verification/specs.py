@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number
 from truedraft.verification.block import BlockVerification
-from truedraft.verification.lenience import LenientSampling
+from truedraft.verification.lossy import LenientSampling, TypicalAcceptance
 from truedraft.verification.rule import Rule
 from truedraft.verification.speculative import SpeculativeSampling
-from truedraft.verification.typical import TypicalAcceptance
 
 Options = Mapping[str, float]
 

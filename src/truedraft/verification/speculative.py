@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from truedraft.core import laws as L
-from truedraft.core.noise import Noise, Purpose
+from truedraft.core import transfers
+from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.removal import residual_of_candidates, without_tokens
-from truedraft.core.verdicts import Origin, Verdict
-from truedraft.verification.deferred import DeferredRule, Numbers, Prepared
-from truedraft.verification.eager import EagerBatch
-from truedraft.verification.looks import Looks, host_looks, is_reduced
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.core.removal import without_tokens
+from truedraft.core.transfers import Array
+from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.walk import Batch, Chosen, jump_table
 
+_TINY = float(np.finfo(np.float64).tiny)
 _ENTRIES_TOGETHER = 1 << 16
 """Sums over so many entries stay in the processor's cache; memory for larger ones is asked of the system each time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """A walk down one proposal: the accepted path, and the slot where no draw stayed."""
-
-    path: tuple[int, ...]
-    slot: int
-    final: Origin
-
-    def verdict(self, proposal: Proposal, token: int) -> Verdict:
-        """The verdict, once the token that ends the walk was drawn."""
-        ids = proposal.tree.token_list
-        return Verdict(self.path, (*(ids[node] for node in self.path), token), self.final)
-
-
-class SpeculativeSampling(DeferredRule):
+class SpeculativeSampling(Rule):
     """Accept a drafted x with probability min(1, p(x)/q(x)); on rejection go on with norm(max(0, p - q)).
 
     Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. With several draws at a node they are judged
@@ -53,77 +39,122 @@ class SpeculativeSampling(DeferredRule):
         {DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC}
     )
 
-    # The five parts of the rule. Tests break them one at a time, and must notice. Those that change laws take one law
-    # `[vocab]` or many `[..., vocab]`, and look at no number in them, so that they also run on a device.
+    # The four parts of the rule. Tests break them one at a time, and must notice.
 
-    def accept_probability(self, p_x: float, q_x: float) -> float:
-        """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`."""
-        if p_x <= 0.0:
-            return 0.0  # also where q_x is 0: a token that the target forbids never stays
-        return 1.0 if p_x >= q_x else p_x / q_x
+    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`; float64 each."""
+        larger = transfers.maximum(transfers.maximum(p_x, q_x), _TINY)
+        return p_x / larger  # min(1, p/q); 0 where p is 0, whatever q is
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
-        """What is left of the target's laws `[..., vocab]` after draws from `q` were rejected."""
+        """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
+
+        Several candidates of one slot are rejected at once, with q 1 at each of them: that takes them out of p.
+        """
         return L.residual(p, q)
 
-    def rejected_candidate(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """The same for deterministic candidates `[..., candidates]`: `rejected` with q one-hot at one after another."""
-        return residual_of_candidates(p, tokens)
+    def left_of_candidate(self, p_x: Array, taken: Array) -> Array:
+        """What is left of a candidate's probability `p_x` after others of its slot, of `taken` together, were rejected.
 
-    def left_of_candidate(self, p_x: float, taken: float) -> float:
-        """The entry of `rejected_candidate` at another token, of target probability `p_x`.
-
-        Args:
-            p_x: before anything was rejected.
-            taken: the same of all rejected candidates together.
+        Both are of the target before anything was rejected, float64.
         """
         left = 1.0 - taken
-        return p_x / left if left > 0.0 else float(p_x > 0.0)
+        return transfers.where(left > 0.0, p_x / transfers.maximum(left, _TINY), (p_x > 0.0) * 1.0)
 
     def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
-        """The draft's laws `[..., vocab]` after `tokens` `[..., 1]` were taken out, without replacement."""
+        """The draft's distributions `[..., vocab]` without `tokens` `[..., tokens]`, drawn without replacement."""
         return without_tokens(q, tokens)
 
-    def verify_here(
-        self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
-    ) -> list[Verdict]:
-        """Judge a batch, looking at laws as they are needed; see `Rule.verify`."""
-        looks = host_looks(self, proposals, laws)
-        walks = [self._walk(*each) for each in zip(proposals, looks, noise, strict=True)]
-        finals = _draw_finals(walks, [own.left for own in looks], noise)
-        return [walk.verdict(proposal, token) for walk, proposal, token in zip(walks, proposals, finals, strict=True)]
+    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        if not proposals:
+            return DeviceVerdicts.of([])
+        batch = Batch.of(proposals, laws, noise)
+        plan = batch.plan
+        jump = jump_table(plan, self.first_stays(batch)) if plan.drafts else plan.own
+        ends = jump[plan.roots]
+        together = plan.requests
+        if not transfers.waits(batch.device):
+            together = max(1, _ENTRIES_TOGETHER // batch.p.vocab)
+        found = []
+        for first in range(0, plan.requests, together):
+            own, left = self._end(batch, jump, ends[first : first + together])
+            requests = range(first, first + len(own))
+            found.append((own, L.draw(left, batch.final_uniforms(requests, own))))
+        slots = [own for own, _ in found]
+        finals = [tokens for _, tokens in found]
+        if len(found) == 1:
+            return DeviceVerdicts(slots[0], finals[0], plan.first_slots)
+        return DeviceVerdicts(np.concatenate(slots), torch.cat(finals), plan.first_slots)
 
-    def prepare(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Prepared:
-        """All that any walk could look at, and the token that would end it at each slot; see `DeferredRule.prepare`."""
-        batch = EagerBatch(self, proposals, laws, noise)
+    def first_stays(self, batch: Batch) -> Array:
+        """Which draws `[slots, width + 1]` would stay among those that are judged first at their slots."""
+        plan = batch.plan
+        p_x, q_x = batch.first_looks()
+        if plan.width > 1:  # candidates of one slot: each is judged by what is left of p without those before it
+            p_x = transfers.where(batch.is_repeated(), 0.0, p_x)
+            taken = transfers.full(p_x.shape, 0.0, batch.device)
+            taken[:, 1:] = p_x.cumsum(-1)[:, :-1]
+            p_x = self.left_of_candidate(p_x, taken)
+        return batch.uniforms[plan.key_of[: len(plan.depths)]] < self.accept_probability(p_x, q_x)
 
-        def conclude(numbers: Numbers) -> list[Verdict]:
-            verdicts = []
-            for proposal, looks, own in zip(proposals, batch.looks(numbers), noise, strict=True):
-                walk = self._walk(proposal, looks, own)
-                verdicts.append(walk.verdict(proposal, looks.finals[walk.slot]))
-            return verdicts
+    def _end(self, batch: Batch, jump: Array, ends: Array) -> tuple[Array, Tensor]:
+        """Go on from where first runs were rejected, until walks have no more to judge.
 
-        return Prepared(batch.wanted, conclude)
+        Args:
+            batch: that is judged.
+            jump: `[slots]`: where first runs lead.
+            ends: `[requests]`: slots whose first run was rejected, or where nothing was drawn.
 
-    def _walk(self, proposal: Proposal, looks: Looks, noise: Noise) -> Walk:
-        """Walk from the root down, accepting one child at each node, until no draw of a node stays."""
-        path: list[int] = []
-        slot = 0
-        while True:
-            child = self.accepted_child(proposal, slot, looks, noise, len(path))
-            if child is None:
-                return Walk(tuple(path), slot, Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS)
-            path.append(child)
-            slot = child + 1
+        Returns:
+            The slots where walks end `[requests]`, and what is left of p there `[requests, vocab]`.
+        """
+        plan, left = batch.plan, batch.target(ends)
+        if not plan.drafts:
+            return ends, left
+        run = transfers.where(plan.is_drawn[ends], ends, -1)  # that was rejected; -1 where nothing is left to reject
+        for _ in range(plan.rounds):
+            going = Chosen(run >= 0)
+            if going.are_none:
+                break
+            rejected = going.of(run).clip(0)
+            left = going.put(left, self.rejected(going.of(left), batch.draft(rejected, self.removed)))
+            run = going.put(run, plan.following[rejected])
+            judged = Chosen(run >= 0)
+            if plan.rounds > 1 and not judged.are_none:
+                ends, left, run = self._judge_next(batch, jump, judged, (ends, left, run))
+        return ends, left
 
-    def accepted_child(self, proposal: Proposal, slot: int, looks: Looks, noise: Noise, depth: int) -> int | None:
-        """The child of a slot whose draw stays, its draws judged one after another; None where none does."""
-        # Looks first: they go on past the last rejection, to the law of the token that ends the walk.
-        for index, ((p_x, q_x), draw) in enumerate(zip(looks.node(slot), proposal.draws[slot], strict=True)):
-            if noise.uniform(Purpose.ACCEPT, depth, index) < self.accept_probability(p_x, q_x):
-                return draw.child
-        return None
+    def _judge_next(
+        self, batch: Batch, jump: Array, judged: Chosen, state: tuple[Array, Tensor, Array]
+    ) -> tuple[Array, Tensor, Array]:
+        """Judge the next draw of some walks against what is left of p; those that accept it go on below it.
+
+        Args:
+            batch: that is judged.
+            jump: `[slots]`: where first runs lead.
+            judged: walks with a draw to judge.
+            state: of all walks: slot, what is left of p there, and the run to judge.
+
+        Returns:
+            The state after it; the run is one that was rejected, or -1.
+        """
+        plan = batch.plan
+        ends, left, run = state
+        runs = judged.of(run).clip(0)
+        tokens = batch.tokens[plan.nodes[runs, 0]]
+        rows = transfers.array(np.arange(len(runs)), batch.device)
+        p_x = transfers.entries(judged.of(left), rows, tokens)
+        q_x = transfers.entries(batch.draft(runs, self.removed), rows, tokens)
+        accept = self.accept_probability(p_x, q_x)
+        stays = (batch.uniforms[plan.key_of[runs, 0]] < accept) & (judged.of(run) >= 0)
+        moved = transfers.where(stays, jump[plan.child[runs, 0]], judged.of(ends))
+        lead = transfers.where(plan.is_drawn[moved], moved, -1)
+        ends = judged.put(ends, moved)
+        run = judged.put(run, transfers.where(stays, lead, runs))
+        moving = Chosen(judged.put(run < -1, stays))
+        if not moving.are_none:
+            left = moving.put(left, batch.target(moving.of(ends)))
+        return ends, left, run
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         (slot,) = group
@@ -132,8 +163,9 @@ class SpeculativeSampling(DeferredRule):
         reach = 1.0
         reduced: dict[int, Tensor] = {}
         for draw in slot.draws:
-            q = reduced[draw.law] if is_reduced(draw, reduced) else draw.q
-            accept = self.accept_probability(float(p[draw.token]), float(q[draw.token]))
+            again = draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.law in reduced
+            q = reduced[draw.law] if again else draw.q
+            accept = float(self.accept_probability(np.float64(p[draw.token]), np.float64(q[draw.token])))
             outcomes.append(Outcome(reach * accept, (draw.token,), accepted=1))
             reach *= 1.0 - accept
             if reach == 0.0:
@@ -143,21 +175,3 @@ class SpeculativeSampling(DeferredRule):
                 reduced[draw.law] = self.removed(q, torch.tensor([draw.token]))
         outcomes.extend(Outcome(reach * float(mass), (token,), accepted=0) for token, mass in enumerate(p))
         return outcomes
-
-
-def _draw_finals(walks: Sequence[Walk], left: Sequence[Tensor], noise: Sequence[Noise]) -> list[int]:
-    """Draw the token that ends each walk, some walks at once, from the laws `[vocab]` that are left there."""
-    if not walks:
-        return []
-    purposes = {Origin.RECOVERED: Purpose.RECOVERED, Origin.BONUS: Purpose.BONUS}
-    uniforms = [each.uniform(purposes[walk.final], len(walk.path)) for walk, each in zip(walks, noise, strict=True)]
-    together = max(1, _ENTRIES_TOGETHER // left[0].shape[-1])
-    drawn = [
-        L.draw(
-            torch.stack(list(left[first : first + together])),
-            torch.tensor(uniforms[first : first + together], dtype=torch.float64),
-        )
-        for first in range(0, len(left), together)
-    ]
-    tokens: list[int] = (torch.cat(drawn) if len(drawn) > 1 else drawn[0]).tolist()
-    return tokens
