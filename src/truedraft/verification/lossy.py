@@ -197,9 +197,8 @@ def _paths(plan: WalkPlan) -> _Paths:
     places = [number * size + own for number, count in enumerate(plan.slots) for own in range(count)]
     filled = [[*own, *own[-1:] * (longest - len(own))] for own in above]
     depths = np.array(plan.depths)
-    return _Paths(
-        *(plan.array(each) for each in (parents, np.array(filled), depths, depths == 0, np.array(places))), size=size
-    )
+    at = plan.array
+    return _Paths(at(parents), at(np.array(filled)), at(depths), at(depths == 0), at(np.array(places)), size)
 
 
 def _deepest(plan: WalkPlan, paths: _Paths, stays: Array, p_x: Array) -> Array:
