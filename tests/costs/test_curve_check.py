@@ -20,7 +20,7 @@ from truedraft.costs import (
     Effort,
     Measured,
     ReadBandwidth,
-    judge_target_cost,
+    StepCosts,
     parts,
     target_cost,
 )
@@ -63,7 +63,7 @@ class Kept:
 
     def steps_take(self, ratio: float, after_s: float) -> None:
         self.clock.now += after_s
-        judge_target_cost(self.model, ratio, self.store)
+        StepCosts(self.model, store=self.store).judge(ratio)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_steps_that_always_part_do_not_have_it_measured_for_ever(kept: Kept) -> 
 
 def test_nothing_is_kept_and_nothing_is_judged(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "none")
-    judge_target_cost(MarkovModel.random(5, 0, context_length=64), 9.0, store)
+    StepCosts(MarkovModel.random(5, 0, context_length=64), store=store).judge(9.0)
     assert not store.folder.exists()
 
 

@@ -13,14 +13,15 @@ from support.records import step_record
 from support.tiny_models import VOCAB, packed
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.sampling import SamplingParams
-from truedraft.costs import CostStore, Effort, StepCosts, drafter_cost, kept_target_cost, target_cost
+from truedraft.costs import CostStore, Effort, StepCosts, drafter_cost, target_cost
+from truedraft.costs.store import target_key
 from truedraft.drafters import PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.errors import ModelError, OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
-from truedraft.planning import choose_nodes, nodes_for, sized
-from truedraft.theory import AcceptanceCurve, DraftCost, DraftPoint, TargetCost
+from truedraft.planning import node_options, nodes_for, sized
+from truedraft.theory import AcceptanceCurve, DraftCost, DraftPoint, TargetCost, best_option
 
 CHANCES = ((0.6, 0.1, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.05))
 
@@ -53,32 +54,31 @@ DRAFTING = DraftCost((DraftPoint(1, 3, 0.0005), DraftPoint(2, 12, 0.0006), Draft
 @pytest.mark.parametrize("requests", [1, 4])
 def test_it_is_the_best_of_all_budgets(row_s: float, requests: int) -> None:
     tree, cost = counted_tree(), forwards(row_s)
-    choice = choose_nodes(curve_of(tree), cost, DRAFTING, context=256, requests=requests)
+    options = node_options(curve_of(tree), cost, DRAFTING, context=256, requests=requests)
     contexts = [256] * requests
     plain_s = cost(requests, contexts)
     for nodes in range(1, len(tree) + 1):
         part = tree.first(nodes)
         step_s = cost((nodes + 1) * requests, contexts) + DRAFTING(part.depth)
-        assert choice.table[nodes].expected_tokens == pytest.approx(part.expected_tokens)
-        assert choice.table[nodes].speedup == pytest.approx(part.expected_tokens * plain_s / step_s)
-        assert choice.table[nodes].speedup <= choice.best.speedup
-    assert choice.table[0].speedup == 1.0
+        assert options[nodes].expected_tokens == pytest.approx(part.expected_tokens)
+        assert options[nodes].speedup == pytest.approx(part.expected_tokens * plain_s / step_s)
+    assert options[0].speedup == 1.0 and len(options) == len(tree) + 1
 
 
 def test_a_batch_and_dear_rows_leave_room_for_fewer_nodes() -> None:
     curve = curve_of(counted_tree())
     alone, together = (
-        choose_nodes(curve, forwards(2e-4), DRAFTING, requests=requests).best.nodes for requests in (1, 16)
+        best_option(node_options(curve, forwards(2e-4), DRAFTING, requests=requests)).nodes for requests in (1, 16)
     )
     assert alone > together > 0
-    assert choose_nodes(curve, forwards(2e-2), DRAFTING).best.nodes == 0
+    assert best_option(node_options(curve, forwards(2e-2), DRAFTING)).nodes == 0
 
 
 def test_nodes_that_nobody_measured() -> None:
     by_hand = medusa(tree=RankTree.cartesian((2, 2)))
     with pytest.raises(OptionError, match="give the number of nodes"):
         nodes_for(packed("llama"), by_hand)
-    assert choose_nodes(AcceptanceCurve((), (0,)), forwards(1e-4), DRAFTING).best.nodes == 0
+    assert best_option(node_options(AcceptanceCurve((), (0,)), forwards(1e-4), DRAFTING)).nodes == 0
 
 
 def medusa(nodes: int | None = None, tree: RankTree | None = None) -> Medusa:
@@ -103,10 +103,13 @@ def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeyp
     again = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
     assert again.costs.measuring_s == 0.0 and again.choice == first.choice
     assert nodes_for(target, medusa(), costs=StepCosts(target, store=store, refresh=True)).costs.measuring_s > 0.0
-    assert kept_target_cost(target, store) is None  # a short curve does not stand in for a long one
+    assert store.load(target_key(target), TargetCost.from_dict) == (
+        None,
+        None,
+    )  # a short curve does not stand in for a long one
 
     kept = target_cost(target, effort=once, store=store)
-    assert kept_target_cost(target, store) == kept.value
+    assert store.load(target_key(target), TargetCost.from_dict) == (kept.value, None)
     by_kept = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
     given = nodes_for(target, medusa(), costs=StepCosts(target, store=store, forwards=kept.value))
     assert by_kept.choice == given.choice and by_kept.costs.measuring_s == 0.0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from truedraft.errors import OptionError
-from truedraft.theory import AcceptanceCurve, best_node_budget, predicted_speedup
+from truedraft.theory import AcceptanceCurve, best_option, predicted_speedup, size_options
 
 GAINS = (0.7, 0.45, 0.2, 0.15, 0.1, 0.05, 0.02, 0.01)
 
@@ -63,10 +63,10 @@ def curve(*gains: float) -> AcceptanceCurve:
 
 def test_the_worked_choice() -> None:
     seconds = {1: 0.010, 2: 0.011, 3: 0.020}
-    choice = best_node_budget(curve(0.6, 0.3), seconds.__getitem__, lambda depth: 0.001)
-    assert choice.best.nodes == 1
-    assert [option.speedup for option in choice.table] == pytest.approx([1.0, 16 / 12, 19 / 21])
-    assert [option.expected_tokens for option in choice.table] == pytest.approx([1.0, 1.6, 1.9])
+    options = size_options(curve(0.6, 0.3), seconds.__getitem__, lambda depth: 0.001)
+    assert best_option(options).nodes == 1
+    assert [option.speedup for option in options] == pytest.approx([1.0, 16 / 12, 19 / 21])
+    assert [option.expected_tokens for option in options] == pytest.approx([1.0, 1.6, 1.9])
 
 
 @pytest.mark.parametrize("row_s", [0.0, 0.0002, 0.002, 0.02])
@@ -74,26 +74,27 @@ def test_no_other_budget_predicts_more(row_s: float) -> None:
     def verify_s(rows: int) -> float:
         return 0.01 + row_s * (rows - 1)
 
-    choice = best_node_budget(curve(*GAINS), verify_s, lambda depth: 0.0005)
+    options = size_options(curve(*GAINS), verify_s, lambda depth: 0.0005)
     for nodes in range(1, len(GAINS) + 1):
         factor = predicted_speedup(1 + sum(GAINS[:nodes]), verify_s(1), verify_s(nodes + 1), 0.0005)
-        assert choice.table[nodes].speedup == pytest.approx(factor)
-        assert factor <= choice.best.speedup
-    assert choice.best in choice.table
+        assert options[nodes].speedup == pytest.approx(factor)
+        assert factor <= best_option(options).speedup
 
 
 def test_dearer_rows_take_fewer_nodes_and_none_is_an_answer() -> None:
     chosen = [
-        best_node_budget(curve(*GAINS), lambda rows, row_s=row_s: 0.01 + row_s * rows, lambda depth: 0.001).best.nodes
+        best_option(
+            size_options(curve(*GAINS), lambda rows, row_s=row_s: 0.01 + row_s * rows, lambda depth: 0.001)
+        ).nodes
         for row_s in (0.0, 0.0003, 0.002, 0.02)
     ]
     assert chosen[0] == len(GAINS) and chosen[-1] == 0
     assert chosen == sorted(chosen, reverse=True) and len(set(chosen)) == 4
-    assert best_node_budget(curve(), lambda rows: 1.0, lambda depth: 0.0).best.speedup == 1.0
+    assert best_option(size_options(curve(), lambda rows: 1.0, lambda depth: 0.0)).speedup == 1.0
 
 
 def test_the_fewest_of_equals() -> None:
-    assert best_node_budget(curve(0.5, 0.0, 0.0), lambda rows: 1.0, lambda depth: 0.0).best.nodes == 1
+    assert best_option(size_options(curve(0.5, 0.0, 0.0), lambda rows: 1.0, lambda depth: 0.0)).nodes == 1
 
 
 def test_drafting_costs_by_the_depth_of_trees() -> None:
@@ -103,9 +104,9 @@ def test_drafting_costs_by_the_depth_of_trees() -> None:
         asked.append(depth)
         return 0.1 * depth
 
-    choice = best_node_budget(AcceptanceCurve((0.5, 0.4, 0.4), (0, 1, 1, 2)), lambda rows: 1.0, draft_s)
+    options = size_options(AcceptanceCurve((0.5, 0.4, 0.4), (0, 1, 1, 2)), lambda rows: 1.0, draft_s)
     assert sorted(asked) == [1, 2], "each once, and nothing for an empty tree"
-    assert [option.speedup for option in choice.table] == pytest.approx([1.0, 1.5 / 1.1, 1.9 / 1.1, 2.3 / 1.2])
+    assert [option.speedup for option in options] == pytest.approx([1.0, 1.5 / 1.1, 1.9 / 1.1, 2.3 / 1.2])
 
 
 def test_what_is_no_curve_or_no_cost() -> None:
@@ -114,4 +115,4 @@ def test_what_is_no_curve_or_no_cost() -> None:
     with pytest.raises(OptionError, match="one more depths than nodes"):
         AcceptanceCurve((0.2,), (0,))
     with pytest.raises(OptionError, match="verify_s"):
-        best_node_budget(curve(0.5), lambda rows: 1.0 if rows == 1 else 0.0, lambda depth: 0.0)
+        size_options(curve(0.5), lambda rows: 1.0 if rows == 1 else 0.0, lambda depth: 0.0)

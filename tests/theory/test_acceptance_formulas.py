@@ -12,7 +12,6 @@ from truedraft.errors import OptionError
 from truedraft.theory import (
     acceptance_rate,
     expected_tokens_if_independent,
-    expected_tokens_of_paths,
     least_coupled_acceptance,
     replay_factor,
     replayed_tokens,
@@ -94,11 +93,6 @@ def test_replay_at_temperature_0_counts_agreeing_tokens() -> None:
     assert replayed_tokens(factors) == 3.0
 
 
-def test_paths_of_a_tree() -> None:
-    assert expected_tokens_of_paths([0.6, 0.2, 0.4]) == pytest.approx(2.2)
-    assert expected_tokens_of_paths([]) == 1.0
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -112,7 +106,6 @@ def test_paths_of_a_tree() -> None:
         (lambda: replay_factor(1.5, 0.5), "got 1.5"),
         (lambda: replay_factor(0.5, 1.5), "q must be"),
         (lambda: replayed_tokens([1.2]), "got 1.2"),
-        (lambda: expected_tokens_of_paths([2.0]), "each path frequency"),
     ],
 )
 def test_bad_arguments(call: object, message: str) -> None:

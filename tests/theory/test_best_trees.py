@@ -186,7 +186,7 @@ def test_one_rank_and_a_cost_make_the_best_chain() -> None:
     verify_s, step_s = (lambda rows: 1.0 + 0.03 * rows), 0.04
     tree = best_tree_for_cost([[0.8]], verify_s, lambda depth, nodes: step_s * depth, max_nodes=16)
     chain = best_length(0.8, verify_s, lambda length: step_s * length, limit=16)
-    assert tree.tree.nodes == tree.tree.depth == chain.length > 1
+    assert tree.tree.nodes == tree.tree.depth == chain.nodes > 1
     assert tree.speedup == pytest.approx(chain.speedup)
 
 

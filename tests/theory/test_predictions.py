@@ -7,7 +7,7 @@ import pytest
 from truedraft.errors import OptionError
 from truedraft.theory import (
     GoodputChoice,
-    LengthChoice,
+    SizeOption,
     best_gamma,
     best_length,
     best_length_under_load,
@@ -28,17 +28,17 @@ def test_worked_value() -> None:
 def test_where_rows_are_free_it_is_the_published_speedup(alpha: float, c: float) -> None:
     plain_s = 0.02
     choice = best_length(alpha, lambda rows: plain_s, lambda length: length * c * plain_s, limit=40)
-    assert choice.length == best_gamma(alpha, c, limit=40)
-    assert choice.speedup == pytest.approx(speedup(alpha, choice.length, c))
-    assert choice.expected_tokens == pytest.approx(expected_tokens(alpha, choice.length))
+    assert choice.nodes == best_gamma(alpha, c, limit=40)
+    assert choice.speedup == pytest.approx(speedup(alpha, choice.nodes, c))
+    assert choice.expected_tokens == pytest.approx(expected_tokens(alpha, choice.nodes))
 
 
 def test_rows_that_cost_shorten_the_draft() -> None:
     free = best_length(0.8, lambda rows: 1.0, lambda length: 0.02 * length)
     dear = best_length(0.8, lambda rows: 1.0 + 0.2 * (rows - 1), lambda length: 0.02 * length)
     full = best_length(0.8, lambda rows: float(rows), lambda length: 0.02 * length)
-    assert free.length > dear.length > full.length
-    assert full == LengthChoice(0, 1.0, 1.0)
+    assert free.nodes > dear.nodes > full.nodes
+    assert full == SizeOption(0, 1.0, 1.0)
 
 
 def test_goodput_by_hand() -> None:

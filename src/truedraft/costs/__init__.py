@@ -6,8 +6,6 @@ from truedraft.costs.kept import (
     Measured,
     StepCosts,
     drafter_cost,
-    judge_target_cost,
-    kept_target_cost,
     parts,
     target_cost,
 )
@@ -26,8 +24,6 @@ __all__ = [
     "ReadBandwidth",
     "StepCosts",
     "drafter_cost",
-    "judge_target_cost",
-    "kept_target_cost",
     "measure_drafter",
     "measure_target",
     "parts",

@@ -127,16 +127,6 @@ def _kept_or_measured(
     return Measured(cost, False, seconds, store.path(key), tuple(each for each in warnings if each is not None))
 
 
-def kept_target_cost(model: LanguageModel, store: CostStore | None = None) -> TargetCost | None:
-    """What `target_cost` kept for a model on this machine; None where it would have to measure."""
-    return (store or CostStore()).load(target_key(model), TargetCost.from_dict)[0]
-
-
-def judge_target_cost(model: LanguageModel, ratio: float, store: CostStore | None = None) -> None:
-    """Take note that a model's steps take `ratio` times the kept V; see `CostStore.judge`."""
-    (store or CostStore()).judge(target_key(model), ratio, parts(ratio))
-
-
 class StepCosts:
     """What the steps of a target cost on this machine, found out when it is first asked for.
 
@@ -183,7 +173,7 @@ class StepCosts:
             ModelError: the model failed.
         """
         if self._forwards is None and not self._refresh:
-            self._forwards = kept_target_cost(self.target, self._store)
+            self._forwards = self._store.load(target_key(self.target), TargetCost.from_dict)[0]
         if self._forwards is None:
             found = target_cost(
                 self.target,
@@ -230,12 +220,12 @@ class StepCosts:
         """
         if self.target.device.type != "cpu":
             return None
+        return CurveCheck(self.forwards(), self.judge)
 
-        def tell(ratio: float) -> None:
-            for store in (self._store, self._short):
-                judge_target_cost(self.target, ratio, store)
-
-        return CurveCheck(self.forwards(), tell)
+    def judge(self, ratio: float) -> None:
+        """Take note that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`."""
+        for store in (self._store, self._short):
+            store.judge(target_key(self.target), ratio, parts(ratio))
 
 
 class CurveCheck:

@@ -5,7 +5,7 @@ from truedraft.planning.guesses import HeadGuesses
 from truedraft.planning.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
 from truedraft.planning.rank_paths import RankTable, choose_tree
 from truedraft.planning.replay import CURVE_NODES, Trace, TraceReplay
-from truedraft.planning.sizes import NodeBudget, choose_nodes, nodes_for, ratio_of_steps, sized
+from truedraft.planning.sizes import NodeBudget, node_options, nodes_for, ratio_of_steps, sized
 
 __all__ = [
     "BUDGETS",
@@ -19,10 +19,10 @@ __all__ = [
     "ReplayedBeams",
     "Trace",
     "TraceReplay",
-    "choose_nodes",
     "choose_tree",
     "count_trees",
     "facts_of",
+    "node_options",
     "nodes_for",
     "ratio_of_steps",
     "replay_beams",

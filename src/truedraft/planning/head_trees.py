@@ -180,8 +180,8 @@ def cross_replayed(
 def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: float = 0.01) -> bool:
     """Whether trees are chosen by the heads' own probabilities.
 
-    At temperature 1 heads learned the very distributions that tokens are drawn from, so there these stay unless calibration
-    brings a hundredth more; at other temperatures unless it brings less.
+    At temperature 1 heads learned the very distributions that tokens are drawn from, so there these stay unless
+    calibration brings a hundredth more; at other temperatures unless it brings less.
 
     Args:
         compared: see `CountedTree.compared`.

@@ -10,7 +10,7 @@ from truedraft.drafters.base import Drafter, SizePlan
 from truedraft.engine import Engine
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.theory import AcceptanceCurve, DraftCost, NodeChoice, TargetCost, best_node_budget
+from truedraft.theory import AcceptanceCurve, DraftCost, SizeOption, TargetCost, best_option, size_options
 
 _CONTEXT = 512
 _PROMPT_TOKENS = 128
@@ -22,22 +22,22 @@ class NodeBudget:
 
     Attributes:
         plan: the best of the drafter's plans.
-        choice: the node budget, and all that were considered for this plan.
+        choice: the number of nodes, and what it is predicted to gain.
         costs: what it was chosen by.
     """
 
     plan: SizePlan
-    choice: NodeChoice
+    choice: SizeOption
     costs: StepCosts
 
     @property
     def nodes(self) -> int:
         """How many nodes; 0 where drafting does not pay."""
-        return self.choice.best.nodes
+        return self.choice.nodes
 
     def describe(self) -> str:
         """In one line."""
-        best = self.choice.best
+        best = self.choice
         if not best.nodes:
             return (
                 "0 nodes by the cost curve: no tree is predicted to pay here, so nothing is drafted; if the machine was"
@@ -51,12 +51,10 @@ class NodeBudget:
         )
 
 
-def choose_nodes(
+def node_options(
     curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
-) -> NodeChoice:
-    """The node budget with the largest predicted speed-up; 0 nodes where none pays.
-
-    tau(n) V(1) / (V(n + 1) + draft cost), for each request of a batch of `requests`.
+) -> list[SizeOption]:
+    """What 0, 1, ... nodes are predicted to gain, for each request of a batch of `requests`; see `size_options`.
 
     Args:
         curve: what each node is expected to bring.
@@ -69,7 +67,7 @@ def choose_nodes(
         OptionError: there is no request.
     """
     contexts = [context] * requests
-    return best_node_budget(curve, lambda rows: forwards(rows * requests, contexts), drafting)
+    return size_options(curve, lambda rows: forwards(rows * requests, contexts), drafting)
 
 
 def nodes_for(
@@ -101,14 +99,12 @@ def nodes_for(
             "of nodes"
         )
     context = max(1, min(_CONTEXT, target.context_length // 2))
-    choices = [
-        choose_nodes(
-            plan.curve, costs.forwards(), costs.drafting(plan.timed, params), context=context, requests=requests
-        )
-        for plan in plans
-    ]
-    best = max(range(len(plans)), key=lambda number: choices[number].best.speedup)  # of equal ones the first
-    return NodeBudget(plans[best], choices[best], costs)
+    found = []
+    for plan in plans:
+        drafting = costs.drafting(plan.timed, params)
+        options = node_options(plan.curve, costs.forwards(), drafting, context=context, requests=requests)
+        found.append((plan, best_option(options)))
+    return NodeBudget(*max(found, key=lambda each: each[1].speedup), costs)  # of equal ones the first
 
 
 def sized(

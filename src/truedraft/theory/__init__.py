@@ -1,6 +1,6 @@
 """Closed forms of speculative decoding, and cost curves to put into them. Plain numbers: needs no torch, no numpy."""
 
-from truedraft.theory.acceptance_curve import AcceptanceCurve, NodeChoice, NodeOption, best_node_budget
+from truedraft.theory.acceptance_curve import AcceptanceCurve, SizeOption, best_length, best_option, size_options
 from truedraft.theory.chains import (
     acceptance_rate,
     best_gamma,
@@ -16,21 +16,13 @@ from truedraft.theory.chains import (
     total_variation,
 )
 from truedraft.theory.cost_curves import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
-from truedraft.theory.speedup import (
-    GoodputChoice,
-    LengthChoice,
-    best_length,
-    best_length_under_load,
-    goodput,
-    predicted_speedup,
-)
+from truedraft.theory.speedup import GoodputChoice, best_length_under_load, goodput, predicted_speedup
 from truedraft.theory.trees import (
     BestTree,
     TreeChoice,
     best_tree,
     best_tree_for_cost,
     expected_tokens_if_independent,
-    expected_tokens_of_paths,
 )
 
 __all__ = [
@@ -42,22 +34,19 @@ __all__ = [
     "DraftCost",
     "DraftPoint",
     "GoodputChoice",
-    "LengthChoice",
-    "NodeChoice",
-    "NodeOption",
+    "SizeOption",
     "TargetCost",
     "TreeChoice",
     "acceptance_rate",
     "best_gamma",
     "best_length",
     "best_length_under_load",
-    "best_node_budget",
+    "best_option",
     "best_tree",
     "best_tree_for_cost",
     "expected_tokens",
     "expected_tokens_by_position",
     "expected_tokens_if_independent",
-    "expected_tokens_of_paths",
     "goodput",
     "least_coupled_acceptance",
     "least_speedup",
@@ -66,6 +55,7 @@ __all__ = [
     "predicted_speedup",
     "replay_factor",
     "replayed_tokens",
+    "size_options",
     "speedup",
     "total_variation",
 ]

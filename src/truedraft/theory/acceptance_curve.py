@@ -75,6 +75,17 @@ class AcceptanceCurve:
             gains += [(more - fewer) / (right - left)] * (right - left)
         return cls(tuple(gains), (0, *(depth_of(nodes) for nodes in range(1, len(gains) + 1))), text)
 
+    @classmethod
+    def of_chain(cls, alpha: float, length: int) -> AcceptanceCurve:
+        """Chains of up to `length` tokens, each accepted with probability alpha, independently.
+
+        Raises:
+            OptionError: an argument is out of range.
+        """
+        check_share("alpha", alpha)
+        check_whole("limit", length, lowest=0)
+        return cls(tuple(alpha**place for place in range(1, length + 1)), tuple(range(length + 1)))
+
     @property
     def measured_on(self) -> str:
         """The text, in words that say so where nobody knows."""
@@ -92,11 +103,11 @@ def _is_below(middle: tuple[int, float], left: tuple[int, float], right: tuple[i
 
 
 @dataclass(frozen=True, slots=True)
-class NodeOption:
-    """One node budget.
+class SizeOption:
+    """One number of nodes, and what it is predicted to gain.
 
     Attributes:
-        nodes: of the tree; 0 is plain decoding.
+        nodes: of the tree, the length of a chain; 0 is plain decoding.
         expected_tokens: tokens emitted per target call.
         speedup: predicted factor over plain decoding.
     """
@@ -106,23 +117,10 @@ class NodeOption:
     speedup: float
 
 
-@dataclass(frozen=True, slots=True)
-class NodeChoice:
-    """The best of several node budgets.
-
-    Attributes:
-        best: with the largest predicted speed-up, the fewest nodes of several.
-        table: all that were considered, from 0 nodes up.
-    """
-
-    best: NodeOption
-    table: tuple[NodeOption, ...]
-
-
-def best_node_budget(
+def size_options(
     curve: AcceptanceCurve, verify_s: Callable[[int], float], draft_s: Callable[[int], float]
-) -> NodeChoice:
-    """The number of nodes n with the largest tau(n) V(1) / (V(n + 1) + draft cost), tau(n) = 1 + the first n gains.
+) -> list[SizeOption]:
+    """For 0, 1, ... nodes tau(n) V(1) / (V(n + 1) + draft cost), tau(n) = 1 + the first n gains.
 
     Worked example: gains (0.6, 0.3), V = 10, 11 and 20 ms for 1, 2 and 3 rows and 1 ms of drafting predict 1.6 * 10 /
     12 = 1.33 with one node and 1.9 * 10 / 21 = 0.90 with two: one node it is.
@@ -138,9 +136,31 @@ def best_node_budget(
     """
     plain_s = verify_s(1)
     by_depth = {depth: draft_s(depth) for depth in set(curve.depths[1:])}
-    table = [NodeOption(0, 1.0, 1.0)]
+    found = [SizeOption(0, 1.0, 1.0)]
     tau = 1.0
     for nodes, (gain, depth) in enumerate(zip(curve.marginal_gains, curve.depths[1:], strict=True), 1):
         tau += gain
-        table.append(NodeOption(nodes, tau, predicted_speedup(tau, plain_s, verify_s(nodes + 1), by_depth[depth])))
-    return NodeChoice(max(table, key=lambda option: option.speedup), tuple(table))
+        found.append(SizeOption(nodes, tau, predicted_speedup(tau, plain_s, verify_s(nodes + 1), by_depth[depth])))
+    return found
+
+
+def best_option(options: Iterable[SizeOption]) -> SizeOption:
+    """The one with the largest predicted speed-up, the first of several."""
+    return max(options, key=lambda option: option.speedup)
+
+
+def best_length(
+    alpha: float, verify_s: Callable[[int], float], draft_s: Callable[[int], float], limit: int = 16
+) -> SizeOption:
+    """The chain of 0 to `limit` tokens with the largest predicted speed-up, the shortest of several.
+
+    Args:
+        alpha: acceptance rate, a fraction.
+        verify_s: seconds of the target's forward by its rows; a chain of k tokens takes k + 1 rows.
+        draft_s: seconds of drafting a chain by its length; not asked for length 0, which costs nothing.
+        limit: longest chain to consider.
+
+    Raises:
+        OptionError: an argument or a cost is out of range.
+    """
+    return best_option(size_options(AcceptanceCurve.of_chain(alpha, limit), verify_s, draft_s))

@@ -17,21 +17,6 @@ from truedraft.theory.arguments import check_not_negative, check_positive, check
 from truedraft.theory.chains import expected_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class LengthChoice:
-    """How many tokens to draft.
-
-    Attributes:
-        length: drafted tokens; 0 is plain decoding.
-        expected_tokens: tokens emitted per target call.
-        speedup: predicted factor over plain decoding.
-    """
-
-    length: int
-    expected_tokens: float
-    speedup: float
-
-
 def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: float) -> float:
     """tau V(1) / (V(nodes + 1) + draft cost): the factor over plain decoding that the costs allow.
 
@@ -49,31 +34,6 @@ def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: floa
     check_positive("verify_s", verify_s)
     check_not_negative("draft_s", draft_s)
     return tau * plain_s / (verify_s + draft_s)
-
-
-def best_length(
-    alpha: float, verify_s: Callable[[int], float], draft_s: Callable[[int], float], limit: int = 16
-) -> LengthChoice:
-    """The chain of 0 to `limit` tokens with the largest predicted speed-up, the shortest of several.
-
-    Args:
-        alpha: acceptance rate, a fraction.
-        verify_s: seconds of the target's forward by its rows; a chain of k tokens takes k + 1 rows.
-        draft_s: seconds of drafting a chain by its length; not asked for length 0, which costs nothing.
-        limit: longest chain to consider.
-
-    Raises:
-        OptionError: an argument or a cost is out of range.
-    """
-    check_whole("limit", limit, lowest=0)
-    best = LengthChoice(0, 1.0, 1.0)
-    plain_s = verify_s(1)
-    for length in range(1, limit + 1):
-        tau = expected_tokens(alpha, length)
-        factor = predicted_speedup(tau, plain_s, verify_s(length + 1), draft_s(length))
-        if factor > best.speedup:
-            best = LengthChoice(length, tau, factor)
-    return best
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What token trees bring: by counts of rank paths, and the best tree for measured acceptance by depth and rank.
 
-Paths: Medusa (arXiv 2401.10774). A node of a tree of candidates is a path of ranks from the root.
+Paths: Medusa (arXiv 2401.10774).
 
 Best tree: Sequoia (arXiv 2402.12374), section on tree construction, with acceptance that may change with depth.
 `acceptance[depth][rank]` is the probability that the child of that rank (from 0, in the order in which the drafter
@@ -212,30 +212,12 @@ def _depth_limit(acceptance: Acceptance, nodes: int, max_depth: int | None) -> i
     return limit
 
 
-def expected_tokens_of_paths(frequencies: Iterable[float]) -> float:
-    """1 + the sum of path frequencies: tokens per target call of a tree of candidates.
-
-    A node of the tree is a path of ranks from the root; its frequency is the share of places, on held-out text, where
-    the true continuation follows that very path. Such counts see that heads err together; the product of per-head
-    accuracies does not.
-
-    Args:
-        frequencies: one for each node, a fraction.
-
-    Raises:
-        OptionError: a frequency lies outside [0, 1].
-    """
-    total = 1.0
-    for frequency in frequencies:
-        check_share("each path frequency", frequency)
-        total += frequency
-    return total
-
-
 def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
-    """1 + the sum over paths of the product of accuracies: the same if heads erred independently of each other.
+    """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
 
-    They err together, so this is off; it stands beside the counted length to show by how much.
+    A node of a tree of candidates is a path of ranks from the root, and brings the share of places, on held-out text,
+    where the true continuation follows that very path. Heads err together, which such counts see and the product of
+    accuracies does not; it stands beside the counted length to show by how much.
 
     Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
     one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.
