@@ -17,7 +17,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.trees import chain_shape
 from truedraft.drafters import Medusa
 from truedraft.heads import MedusaHeads
-from truedraft.heads.original import published_tree
+from truedraft.heads.published import published_tree
 from truedraft.models.base import Segment
 from truedraft.models.bodies import BodyMaker
 from truedraft.models.fastest import fastest_body

@@ -10,7 +10,7 @@ from transformers import Gemma2Config, LlamaConfig
 
 from support.head_models import MarkovWithHead, hidden_of, random_heads
 from support.tiny_models import build
-from truedraft.heads.medusa_runner import MedusaRunner
+from truedraft.heads.medusa import MedusaRunner
 from truedraft.models.bodies import BodyMaker
 from truedraft.models.fastest import fastest_body
 from truedraft.models.fused import FusedBody
