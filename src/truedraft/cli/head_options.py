@@ -109,14 +109,14 @@ class Common:
             OptionError: an unusable value.
         """
         from truedraft.models.dtypes import pick_device
+        from truedraft.training.answer_writer import WritingConfig
         from truedraft.training.optimizer import OptimizerConfig
-        from truedraft.training.self_writing import SelfTextConfig
 
         check_rate("--learning-rate", self.learning_rate)
         temperatures = tuple(self.temperature) if self.temperature else (0.0, 1.0)
         return {
             **self.plain,
-            "writing": SelfTextConfig(self.answer_tokens, temperatures, seed=max(0, self.plain["seed"])),
+            "writing": WritingConfig(self.answer_tokens, temperatures, seed=max(0, self.plain["seed"])),
             "optimizer": OptimizerConfig(self.learning_rate, self.learning_rate),
             "device": str(pick_device(self.device)),
         }

@@ -23,7 +23,7 @@ from truedraft.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.distill import DraftConfig, DraftResult
+    from truedraft.training.drafts import DraftConfig, DraftResult
     from truedraft.training.loop import StepRecord
 
 _CHECKPOINT = Path(WORK) / "checkpoint.pt"
@@ -140,10 +140,9 @@ def _check_numbers(numbers: dict[str, int], learning_rate: float, seed: int) -> 
 
 def _config(sizes: dict[str, Any], run: dict[str, int], rate: float, seed: int, device: str) -> DraftConfig:
     from truedraft.models.dtypes import pick_device
-    from truedraft.training.curriculum import Curriculum
-    from truedraft.training.distill import DraftConfig
-    from truedraft.training.optimizer import OptimizerConfig
-    from truedraft.training.schedule import WarmupStableDecay
+    from truedraft.training.data import Curriculum
+    from truedraft.training.drafts import DraftConfig
+    from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 
     steps = run["steps"]
     decay = round(steps * _DECAY_SHARE)
@@ -160,7 +159,7 @@ def _config(sizes: dict[str, Any], run: dict[str, int], rate: float, seed: int, 
 def _train(job: Job, config: DraftConfig, json: bool) -> int:
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.distill import train_draft
+    from truedraft.training.drafts import train_draft
 
     terminal = Terminal()
     try:
@@ -202,7 +201,7 @@ def _remark(record: StepRecord) -> str:
 
 
 def _report(terminal: Terminal, job: Job, result: DraftResult) -> None:
-    from truedraft.training.budget import duration
+    from truedraft.training.workspace import duration
 
     report = result.report
     lines = (
@@ -213,7 +212,7 @@ def _report(terminal: Terminal, job: Job, result: DraftResult) -> None:
         f"loss {report.draft_loss:.3f} nats per token",
         *(
             f"tokens per target call, measured in the engine at temperature {each.temperature:g} with "
-            f"{each.num_speculative_tokens} drafted tokens: {each.mean_acceptance_length:.2f}"
+            f"{each.about['num_speculative_tokens']} drafted tokens: {each.stats.mean_acceptance_length:.2f}"
             for each in result.served
         ),
         f'try it: truedraft generate "PROMPT" --model {job.model} --drafter draft:{result.folder} --compare',
@@ -234,6 +233,6 @@ def _record(model: str, result: DraftResult) -> dict[str, Any]:
         "elapsed_s": result.elapsed_s,
         "tokens_per_s": result.tokens / result.elapsed_s if result.elapsed_s else 0.0,
         "held_out": result.report.as_dict(),
-        "served": [each.as_dict() for each in result.served],
+        "served": [each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in result.served],
         "machine": machine_facts(),
     }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 Train: TypeAlias = Callable[..., _Result]
-"""`train_medusa` or `train_redrafter`."""
+"""`training.heads.train_heads`."""
 _PLACES = (Path(WORK) / "joint", Path("stage-1") / WORK, Path(WORK))  # of checkpoints, the latest stage first
 _QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
 
@@ -48,6 +48,7 @@ def run(
     """
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
+    from truedraft.training.heads import Callbacks
 
     terminal = Terminal()
     try:
@@ -58,10 +59,7 @@ def run(
                 job.out,
                 config,
                 held_out=job.held_out,
-                on_progress=bars.show,
-                on_note=notes(terminal),
-                on_plan=notes(terminal),
-                on_checkpoint=checkpoint_lines(terminal),
+                callbacks=Callbacks(bars.show, notes(terminal), notes(terminal), checkpoint_lines(terminal)),
                 budget=job.budget,
             )
     except OptionError as error:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.budget import TimeBudget
-    from truedraft.training.checkpoints import Saved
+    from truedraft.training.loop import Saved
+    from truedraft.training.workspace import TimeBudget
 
 WORK = "work"
 """What is in the folder that is written once a training has started."""
@@ -61,7 +61,7 @@ def check_folder(out: Path, resume: bool, work: Path) -> None:
     Raises:
         OptionError: says what is in the way: also another process that is training there.
     """
-    from truedraft.training.disk import refuse_busy
+    from truedraft.training.workspace import refuse_busy
 
     if out.exists() and not out.is_dir():
         raise OptionError(f"--out {str(out)!r} is a file; name a folder")
@@ -81,7 +81,7 @@ def time_budget(minutes: float | None) -> TimeBudget:
     Raises:
         OptionError: the minutes are no number above 0.
     """
-    from truedraft.training.budget import TimeBudget
+    from truedraft.training.workspace import TimeBudget
 
     try:
         return TimeBudget(minutes)
@@ -96,7 +96,7 @@ def clean_folder(out: Path, json: bool) -> int:
         OptionError: there are none, or a process is training there.
     """
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.disk import clear_work, in_bytes
+    from truedraft.training.workspace import clear_work, in_bytes
 
     freed, terminal = clear_work(out), Terminal()
     terminal.out.print(f"removed the working files of the training in {out}: {in_bytes(freed)} freed", soft_wrap=True)
@@ -112,7 +112,7 @@ def notes(terminal: Terminal) -> Callable[[str], None]:
 
 def checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
     """Says a line for each checkpoint where there is no terminal; one shows a bar."""
-    from truedraft.training.budget import duration
+    from truedraft.training.workspace import duration
 
     def line(saved: Saved) -> None:
         if not terminal.err.is_terminal:
@@ -132,7 +132,7 @@ def saved_words(job: Job, places: Sequence[Path]) -> str | None:
         job: what was typed.
         places: folders of its checkpoints, the latest first.
     """
-    from truedraft.training.checkpoints import CHECKPOINT, checkpoint_of
+    from truedraft.training.loop import CHECKPOINT, checkpoint_of
 
     for place in places:
         try:

@@ -13,7 +13,7 @@ from truedraft.cli.train_job import WORK, Job, check_folder, clean_folder, time_
 from truedraft.errors import OptionError
 
 if TYPE_CHECKING:
-    from truedraft.training.medusa_config import MedusaTrainingConfig
+    from truedraft.training.medusa import MedusaTrainingConfig
 
 _HEADS_FILE = "heads.safetensors"
 _STAGE_1 = "stage-1"  # the folder of the heads before stage 2, inside that of stage 2
@@ -141,7 +141,8 @@ def _check_stage(out: Path, resume: bool, stage: int) -> None:
 
 
 def _config(common: heads_opt.Common, backbone_rate: float, second: dict[str, Any]) -> MedusaTrainingConfig:
-    from truedraft.training.medusa_config import JointConfig, MedusaTrainingConfig
+    from truedraft.training.head_config import JointConfig
+    from truedraft.training.medusa import MedusaTrainingConfig
     from truedraft.training.optimizer import OptimizerConfig
 
     heads_opt.check_rate("--backbone-rate", backbone_rate)
@@ -151,6 +152,6 @@ def _config(common: heads_opt.Common, backbone_rate: float, second: dict[str, An
 
 def _train(job: Job, config: MedusaTrainingConfig, json: bool) -> int:
     from truedraft.cli.medusa_report import print_result, record_of
-    from truedraft.training.medusa import train_medusa
+    from truedraft.training.heads import train_heads
 
-    return run(job, config, train_medusa, print_result, record_of, _TYPED, json)
+    return run(job, config, train_heads, print_result, record_of, _TYPED, json)

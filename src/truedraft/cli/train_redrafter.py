@@ -12,7 +12,7 @@ from truedraft.cli.train_heads import naming_options, run
 from truedraft.cli.train_job import WORK, Job, check_folder, clean_folder, time_budget
 
 if TYPE_CHECKING:
-    from truedraft.training.redrafter_config import RedrafterTrainingConfig
+    from truedraft.training.redrafter import RedrafterTrainingConfig
 
 _OWN = {
     "length": "--length",
@@ -139,13 +139,13 @@ def redrafter(
 
 
 def _config(common: heads_opt.Common) -> RedrafterTrainingConfig:
-    from truedraft.training.redrafter_config import RedrafterTrainingConfig
+    from truedraft.training.redrafter import RedrafterTrainingConfig
 
     return RedrafterTrainingConfig(**common.fields())
 
 
 def _train(job: Job, config: RedrafterTrainingConfig, json: bool) -> int:
     from truedraft.cli.redrafter_report import print_result, record_of
-    from truedraft.training.redrafter import train_redrafter
+    from truedraft.training.heads import train_heads
 
-    return run(job, config, train_redrafter, print_result, record_of, _TYPED, json)
+    return run(job, config, train_heads, print_result, record_of, _TYPED, json)
