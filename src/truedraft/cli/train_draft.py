@@ -233,6 +233,8 @@ def _record(model: str, result: DraftResult) -> dict[str, Any]:
         "elapsed_s": result.elapsed_s,
         "tokens_per_s": result.tokens / result.elapsed_s if result.elapsed_s else 0.0,
         "held_out": result.report.as_dict(),
-        "served": [each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in result.served],
+        "served": [
+            each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in result.served
+        ],
         "machine": machine_facts(),
     }
