@@ -16,7 +16,7 @@ from truedraft.cli import export, generate, info
 from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.training import distill
+from truedraft.training import drafts
 
 Run = Callable[..., Result]
 
@@ -47,7 +47,7 @@ def test_an_error(run: Run, words: list[str], command: str, field: str | None) -
 
 
 def test_an_interrupted_training(run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "train_draft", interrupt)
+    monkeypatch.setattr(drafts, "train_draft", interrupt)
     (tmp_path / "text.txt").write_text("some text\n" * 9)
     words = ("--model", target, "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "new"), "--json")
     result = run("train", "draft", *words)

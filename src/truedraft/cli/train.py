@@ -20,9 +20,10 @@ from truedraft.options import MachineOptions, flag, group, option
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
-    from truedraft.training.budget import TimeBudget
-    from truedraft.training.checkpoints import Saved
-    from truedraft.training.loop import StepRecord
+    from truedraft.training.head_config import HeadTrainingConfig
+    from truedraft.training.loop import Saved, StepRecord
+    from truedraft.training.report import HeadResult
+    from truedraft.training.workspace import TimeBudget
 
 _Result = TypeVar("_Result")
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
@@ -292,10 +293,9 @@ def draft(options: DraftOptions) -> int:
 
     def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
         from truedraft.machine import pick_device
-        from truedraft.training.curriculum import Curriculum
-        from truedraft.training.distill import DraftConfig, train_draft
-        from truedraft.training.optimizer import OptimizerConfig
-        from truedraft.training.schedule import WarmupStableDecay
+        from truedraft.training.data import Curriculum
+        from truedraft.training.drafts import DraftConfig, train_draft
+        from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 
         decay = round(run.steps * _DECAY_SHARE)
         config = DraftConfig(
@@ -347,8 +347,8 @@ def medusa(options: MedusaOptions) -> int:
     _check_stage(job, options.stage)
 
     def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
-        from truedraft.training.medusa import train_medusa
-        from truedraft.training.medusa_config import JointConfig, MedusaTrainingConfig
+        from truedraft.training.head_config import JointConfig
+        from truedraft.training.medusa import MedusaTrainingConfig
         from truedraft.training.optimizer import OptimizerConfig
 
         common = _head_config(options.text, options.run, options.machine)
@@ -365,8 +365,7 @@ def medusa(options: MedusaOptions) -> int:
             law_share=options.run.law_share,
             joint=joint,
         )
-        with _Bars(terminal) as bars:
-            return train_medusa(job.model, job.data, job.out, config, on_progress=bars.show, budget=budget, **calls)
+        return _train_heads(terminal, job, config, budget, calls)
 
     return _run("medusa", options, train)
 
@@ -383,18 +382,29 @@ def redrafter(options: RedrafterOptions) -> int:
     _check_folder(job, job.out / _WORK)
 
     def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
-        from truedraft.training.redrafter import train_redrafter
-        from truedraft.training.redrafter_config import RedrafterTrainingConfig
+        from truedraft.training.redrafter import RedrafterTrainingConfig
 
         sizes, run = dataclasses.asdict(options.size), options.run
         common = _head_config(options.text, run, options.machine)
         config = RedrafterTrainingConfig(
             **common, rnn=sizes.pop("recurrent"), **sizes, loss=run.loss, laws=run.laws, self_fed=run.self_fed
         )
-        with _Bars(terminal) as bars:
-            return train_redrafter(job.model, job.data, job.out, config, on_progress=bars.show, budget=budget, **calls)
+        return _train_heads(terminal, job, config, budget, calls)
 
     return _run("redrafter", options, train)
+
+
+def _train_heads(
+    terminal: Terminal, job: JobOptions, config: HeadTrainingConfig, budget: TimeBudget, calls: Mapping[str, Any]
+) -> HeadResult:
+    from truedraft.training.heads import Callbacks, train_heads
+
+    told = {name: calls[name] for name in ("on_note", "on_plan", "on_checkpoint")}
+    with _Bars(terminal) as bars:
+        callbacks = Callbacks(bars.show, **told)
+        return train_heads(
+            job.model, job.data, job.out, config, held_out=job.held_out, callbacks=callbacks, budget=budget
+        )
 
 
 def _head_config(text: TextOptions, run: HeadRunOptions, machine: MachineOptions) -> dict[str, Any]:
@@ -404,14 +414,14 @@ def _head_config(text: TextOptions, run: HeadRunOptions, machine: MachineOptions
         OptionError: an unusable value.
     """
     from truedraft.machine import pick_device
+    from truedraft.training.answer_writer import WritingConfig
     from truedraft.training.optimizer import OptimizerConfig
-    from truedraft.training.self_writing import SelfTextConfig
 
     rate = _check_rate("learning_rate", run.learning_rate)
     return {
         "tokens": text.tokens,
         "prompt_tokens": text.prompt_tokens,
-        "writing": SelfTextConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
+        "writing": WritingConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
         "epochs": run.epochs,
         "steps": run.steps,
         "optimizer": OptimizerConfig(rate, rate),
@@ -469,7 +479,7 @@ def _time_budget(run: RunOptions) -> TimeBudget:
     Raises:
         OptionError: the minutes are no number above 0.
     """
-    from truedraft.training.budget import TimeBudget
+    from truedraft.training.workspace import TimeBudget
 
     return TimeBudget(run.minutes)
 
@@ -495,7 +505,7 @@ def _check_folder(job: JobOptions, work: Path) -> None:
     Raises:
         OptionError: says what is in the way: also another process that is training there.
     """
-    from truedraft.training.disk import refuse_busy
+    from truedraft.training.workspace import refuse_busy
 
     out, resume = job.out, job.resume
     problem = None
@@ -535,7 +545,7 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
         OptionError: there are none, or a process is training there.
     """
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.disk import clear_work, in_bytes
+    from truedraft.training.workspace import clear_work, in_bytes
 
     freed, terminal, out = clear_work(job.out), Terminal(), job.out
     terminal.out.print(f"removed the working files of the training in {out}: {in_bytes(freed)} freed", soft_wrap=True)
@@ -551,7 +561,7 @@ def _notes(terminal: Terminal) -> Callable[[str], None]:
 
 def _checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
     """Says a line for each checkpoint where there is no terminal; one shows a bar."""
-    from truedraft.training.budget import duration
+    from truedraft.training.workspace import duration
 
     def line(saved: Saved) -> None:
         if not terminal.err.is_terminal:
@@ -571,7 +581,7 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
         job: what was typed.
         keeps_answers: whether answers of the target are kept where there is no checkpoint yet.
     """
-    from truedraft.training.checkpoints import CHECKPOINT, checkpoint_of
+    from truedraft.training.loop import CHECKPOINT, checkpoint_of
 
     same = "the same command" if job.resume else "the same command with --resume"
     for place in (job.out / each for each in _CHECKPOINTS):

@@ -217,7 +217,7 @@ def tokens_of_tree(
     found, replay = [], table.replay(tree)
     for nodes in sorted({min(nodes, len(tree)) for nodes in budgets}):
         paths = tree.first(nodes).paths
-        counted = sum((table.counted.get(path, 0.0) for path in paths), start=1.0)
+        counted = 1.0 + math.fsum(table.counted.get(path, 0.0) for path in paths)
         product = expected_tokens_if_independent(paths, table.accuracy)
         found.append(TreeTokens(nodes, replay.mean_acceptance_length(nodes), counted, product))
     return [each for each in found if not math.isnan(each.replayed)]

@@ -1,0 +1,275 @@
+"""Let a target write the text that heads are trained on (self-distillation, Medusa 2401.10774, section 2.3.2).
+
+The answers come from our own engine, in batches. The vectors from which it draws pass through it anyway, so they are
+kept as the answers are written, and no second pass over the text is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.core.sampling import SamplingParams
+from truedraft.core.trees import chain_shape
+from truedraft.drafters.base import DraftRequest, Features, StepOutcome
+from truedraft.drafters.none import NoDrafter
+from truedraft.engine import Engine
+from truedraft.engine.request import Request
+from truedraft.errors import OptionError, TrainingError
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.training.identity import identity_of
+from truedraft.training.prompts import prompts_hash
+from truedraft.training.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
+
+_TRIED_STEPS = 25  # that are timed together
+_TRIED_TURNS = 3
+_PACED = 32  # steps after which it is said how long the rest will take
+_CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
+
+
+@dataclass(frozen=True)
+class WritingConfig:
+    """How a target writes.
+
+    Attributes:
+        answer_tokens: most tokens of an answer.
+        temperatures: taken in turn, prompt by prompt; 0 is greedy.
+        batch: answers written at once; decides the speed only.
+        seed: of the noise; answer number i has noise of its own, whatever was written before.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    answer_tokens: int = 192
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batch: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what writes nothing."""
+        for name in ("answer_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"must be 1 or more, got {getattr(self, name)}", field=name)
+        if not self.temperatures:
+            raise OptionError("temperatures must hold at least one; 0 is greedy")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # refuses an unusable one
+
+    def params(self, number: int) -> SamplingParams:
+        """Of answer number `number`, from 0."""
+        temperature = float(self.temperatures[number % len(self.temperatures)])
+        seed = (self.seed * 1_000_003 + number) % (1 << 63)
+        return SamplingParams(max_tokens=self.answer_tokens, temperature=temperature, seed=seed)
+
+
+def write_answers(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+    name: str,
+    config: WritingConfig,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_forecast: Callable[[float], None] = lambda left_s: None,
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> SelfDistillationData:
+    """Let the target answer the prompts, or go on where an interruption stopped; the files come out the same.
+
+    Args:
+        target: writes.
+        prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
+        folder: where the files lie.
+        name: of the files, see `AnswerFiles`.
+        config: how it writes.
+        on_progress: called with the number of answers that are on disk, and of all.
+        on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
+        time_is_up: asked after each step; where it says so, what is written then is all, an answer at each temperature
+            at the least.
+
+    Raises:
+        OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
+        TrainingError: the target failed, or the files cannot be written.
+    """
+    about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
+    about.pop("batch")
+    files = AnswerFiles(folder, name, target.head_width, about)
+    for record in files.records[files.covered :]:
+        files.append_vectors(hidden_of(target, record))
+    writer = _Writer(target, _fitting(prompts, target, config), config, files)
+    trial, pace = ThreadTrial(target.device), _Pace(on_forecast)
+    on_progress(len(files.records), len(prompts))
+    try:
+        while len(files.records) < len(prompts):
+            if time_is_up() and len(files.records) >= len(config.temperatures):
+                break
+            if trial.run(writer.step):
+                on_progress(len(files.records), len(prompts))
+            pace.stepped(writer.steps_left)
+    finally:
+        trial.stop()
+        writer.stop()
+    return files.read()
+
+
+@torch.inference_mode()
+def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
+    """The vectors from which the tokens of a written answer were drawn, computed anew: `[tokens, width]`."""
+    ids = torch.tensor([*record.prompt, *record.answer][:-1], device=target.device)
+    first = len(record.prompt) - 1
+    cache = target.new_cache()
+    found = []
+    for start in range(0, len(ids), _CHUNK):
+        tokens = ids[start : start + _CHUNK]
+        rows = range(max(0, first - start), len(tokens))
+        output = target.forward([Segment(cache, tokens, chain_shape(len(tokens)), rows)])
+        cache.commit(range(len(tokens)))
+        found.append(output.hidden[:, : target.head_width].clone())
+    target.release_cache(cache)
+    return torch.cat(found)[: len(record.answer)]
+
+
+class ThreadTrial:
+    """Runs the steps of a loop on all of torch's threads and on one, in turns, and then on whichever was faster.
+
+    A step of a small model is a few hundred microseconds in many parts, and threads meet after each; where they share a
+    processor core, or wait for one, a second thread makes it slower.
+
+    Args:
+        device: only on the CPU there is anything to try.
+        clock: seconds.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._all = torch.get_num_threads()
+        self._clock = clock
+        self._times: dict[int, list[float]] = {self._all: [], 1: []}
+        self._turns = [self._all, 1] * _TRIED_TURNS if device.type == "cpu" and self._all > 1 else []
+        self._spent = 0.0
+        self._steps = 0
+
+    def run(self, step: Callable[[], int]) -> int:
+        """One step; returns what it returns."""
+        if not self._turns:
+            return step()
+        torch.set_num_threads(self._turns[0])
+        began = self._clock()
+        found = step()
+        self._spent += self._clock() - began
+        self._steps += 1
+        if self._steps == _TRIED_STEPS:
+            self._times[self._turns.pop(0)].append(self._spent)
+            self._spent, self._steps = 0.0, 0
+            if not self._turns:
+                # The best turn of each: the first of all also warms up, and a neighbour may disturb any.
+                torch.set_num_threads(min(self._times, key=lambda threads: min(self._times[threads])))
+        return found
+
+    def stop(self) -> None:
+        """Give torch its threads back."""
+        torch.set_num_threads(self._all)
+
+
+class _Pace:
+    """Says once how long the steps to come will take, as the first ones did that read no prompts."""
+
+    def __init__(self, on_forecast: Callable[[float], None]) -> None:
+        self._on_forecast = on_forecast
+        self._times: list[float] = []
+
+    def stepped(self, steps_left: int) -> None:
+        """A step is over."""
+        if len(self._times) <= _PACED:
+            self._times.append(time.perf_counter())
+            if len(self._times) == _PACED:
+                half = self._times[_PACED // 2 :]
+                self._on_forecast((half[-1] - half[0]) / (len(half) - 1) * steps_left)
+
+
+class _VectorKeeper(NoDrafter):
+    """Never drafts; keeps the vector of every step of every request."""
+
+    features: ClassVar[Features | None] = Features()
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Keep what the last token was drawn from; a part of a prompt that is not its last gave none."""
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if outcome.hidden is not None and not outcome.partial:
+                self._kept.setdefault(request.id, []).append(outcome.hidden[-1, : self._width].clone())
+
+    def take(self, request: Request) -> Tensor:
+        """The vectors `[steps, width]` of a finished request, which are then forgotten."""
+        return torch.stack(self._kept.pop(request.id))
+
+
+class _Writer:
+    """Keeps a batch full, and writes answers in the order of their prompts."""
+
+    def __init__(
+        self, target: LanguageModel, prompts: Sequence[Sequence[int]], config: WritingConfig, files: AnswerFiles
+    ) -> None:
+        self._keeper = _VectorKeeper(target.head_width)
+        self._engine = Engine(target, self._keeper, max_batch=config.batch)
+        self._prompts = prompts
+        self._config = config
+        self._files = files
+        self._stop_ids = target.eos_token_ids
+        self._next = len(files.records)
+        self._running: dict[int, Request] = {}
+        self._finished: dict[int, tuple[WrittenAnswer, Tensor]] = {}
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until all prompts are answered, if all answers are as long as they may be and each batch is full."""
+        batches = -(-(len(self._prompts) - len(self._files.records)) // self._config.batch)
+        return batches * self._config.answer_tokens
+
+    def step(self) -> int:
+        """One step of the engine; returns how many answers were written to disk."""
+        while len(self._running) < self._config.batch and self._next < len(self._prompts):
+            params = self._config.params(self._next)
+            self._running[self._next] = self._engine.submit(list(self._prompts[self._next]), params)
+            self._next += 1
+        self._engine.step()
+        for number in [number for number, request in self._running.items() if request.closed]:
+            self._finished[number] = self._written(self._running.pop(number))
+        before = len(self._files.records)
+        while len(self._files.records) in self._finished:
+            self._files.append(*self._finished.pop(len(self._files.records)))
+        return len(self._files.records) - before
+
+    def stop(self) -> None:
+        """Give back what is still running."""
+        for request in self._running.values():
+            self._engine.cancel(request)
+
+    def _written(self, request: Request) -> tuple[WrittenAnswer, Tensor]:
+        if request.error is not None:
+            raise TrainingError(
+                f"the target failed while it wrote text to train on: {request.error}"
+            ) from request.error
+        if request.warnings:
+            raise TrainingError(f"the vectors of the target could not be kept: {request.warnings[0]}")
+        hidden = self._keeper.take(request)
+        answer = request.tokens[request.prompt_tokens :]
+        stopped = len(hidden) > len(answer)  # the last vector gave the token that ended the answer
+        if stopped:
+            answer = [*answer, self._stop_ids[0]]
+        prompt = request.tokens[: request.prompt_tokens]
+        return WrittenAnswer(prompt, answer, float(request.params.temperature), stopped), hidden
+
+
+def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
+    """The prompts, cut at the front where no room for the answer would be left."""
+    most = max(1, target.context_length - config.answer_tokens)
+    return [list(prompt)[-most:] for prompt in prompts]

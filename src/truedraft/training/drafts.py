@@ -1,0 +1,364 @@
+"""`truedraft train draft`: a small Llama that learns a target's distributions on given text."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from truedraft.drafters.draft_model import DraftModel
+from truedraft.errors import DataError, OptionError, UnsupportedModelError, VocabularyMismatchError
+from truedraft.models.architecture import (
+    LlamaShape,
+    load_causal_lm,
+    new_llama,
+    save_llama,
+    use_training_attention,
+)
+from truedraft.models.loading import load_model, resolve_source
+from truedraft.planning import TREE_TEMPERATURES
+from truedraft.training.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
+from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
+from truedraft.training.identity import LENGTHS, WARMUP, describe_machine, identity_of, weights_fingerprint
+from truedraft.training.language_models import StreamObjective
+from truedraft.training.loop import (
+    CHECKPOINT_EVERY_S,
+    Progress,
+    RunFolder,
+    Saved,
+    StepRecord,
+    TrainingLoop,
+    checkpoint_of,
+)
+from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
+from truedraft.training.report import Card, base_name, made_by, pair_facts, served_facts, training_facts
+from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HELD_OUT_FRACTION = 0.05
+_EVALUATED_TOKENS = 65_536
+_TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
+_GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
+_LONGEST_CONTEXT = 2048  # of a draft whose target names no limit
+_PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What decides the draft, but for the target and the data.
+
+    The default loss is half forward KL, which learns from everything the target knows, and half total variation,
+    which is what speculative sampling pays for.
+    """
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 1
+    intermediate: int = 512
+    start_from: Path | None = None  # a folder with a draft to train on; then the sizes above are not used
+    loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
+    schedule: WarmupStableDecay = field(default_factory=lambda: WarmupStableDecay(20, 800, 200))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(2e-3, 2e-3))
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    seed: int = 0
+    device: str = "cpu"
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise OptionError(f"the heads ({self.heads}) must be a multiple of the kv heads ({self.kv_heads})")
+        if self.width % (2 * self.heads):
+            raise OptionError(
+                f"the width ({self.width}) must be a multiple of twice the heads ({2 * self.heads}), "
+                "so that every head has an even size"
+            )
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """A trained draft: where it lies, what it is worth on held-out text, and what it took."""
+
+    folder: Path
+    report: PairReport
+    steps: int
+    tokens: int
+    elapsed_s: float
+    served: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
+
+    def as_dict(self) -> dict[str, Any]:
+        """For records."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "elapsed_s": self.elapsed_s,
+            "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0,
+            "held_out": self.report.as_dict(),
+            "served": [
+                each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in self.served
+            ],
+        }
+
+
+def train_draft(
+    target: str | Path,
+    data: Sequence[Path],
+    out: Path,
+    config: DraftConfig | None = None,
+    *,
+    held_out: Sequence[Path] = (),
+    on_step: Callable[[StepRecord], None] | None = None,
+    on_note: Callable[[str], None] = warnings.warn,
+    on_plan: Callable[[str], None] = lambda sentence: None,
+    on_checkpoint: Callable[[Saved], None] = lambda saved: None,
+    budget: TimeBudget | None = None,
+) -> DraftResult:
+    """Distil a draft for the target into the folder `out`, an ordinary model folder.
+
+    Called again after an interruption, it goes on from the last checkpoint in `out/work`.
+
+    Args:
+        target: an embedded name, a folder, or a name on the Hugging Face hub.
+        data: text files, and .jsonl files with a "text" field.
+        out: the folder to write.
+        config: sizes, loss, schedule.
+        held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
+        on_step: called after every step.
+        on_note: called with a sentence where something is done otherwise than asked for.
+        on_plan: called with a sentence on the disk and the time that it will take.
+        on_checkpoint: called after each checkpoint.
+        budget: the time for all of it, measuring included; None is as long as it takes.
+
+    Raises:
+        ModelError: the target cannot be loaded or has no tokenizer.
+        DataError: the data cannot be read, or is too short.
+        OptionError: `out` holds a training with another configuration, or another process is training there.
+        TrainingError: the loss is not finite.
+    """
+    config, budget = config or DraftConfig(), budget or TimeBudget()
+    tokenizer = load_tokenizer(resolve_source(str(target)))
+    with alone_in(out / WORK):
+        train, test = _streams(data, held_out, tokenizer, out / WORK)
+        teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
+        draft = starting_draft(config, teacher, tokenizer)
+        config = _fitting(config, teacher, draft, on_note)
+        config = _planned(config, teacher, draft, train, out / WORK, budget, on_plan)
+        _check_amount(config, train, on_note)
+        loop = distillation_loop(config, teacher, draft, train, out / WORK)
+        progress = loop.run(on_step=on_step, on_checkpoint=on_checkpoint, time_is_up=lambda: budget.over(_TRAINED))
+        if progress.step < loop.total_steps:
+            on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+        save_llama(draft, out)
+        copy_tokenizer(target, out)
+        result = _measured(target, teacher, test, out, config, progress, budget, on_note)
+        _card(target, data, draft, result, config.device).write(out)
+    return result
+
+
+def _planned(
+    config: DraftConfig,
+    teacher: PreTrainedModel,
+    draft: PreTrainedModel,
+    stream: NDArray[np.uint32],
+    work: Path,
+    budget: TimeBudget,
+    on_plan: Callable[[str], None],
+) -> DraftConfig:
+    """The configuration with as many steps as there is time for, which is said; one that goes on keeps its number."""
+    before = checkpoint_of(work)
+    if before is not None:
+        numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
+        return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
+    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
+        step_s, size = distillation_loop(config, teacher, copy.deepcopy(draft), stream, Path(place)).trial()
+    steps = budget.steps(config.schedule.total_steps, step_s)
+    within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
+    on_plan(
+        f"{steps:,} steps of training take about {duration(steps * step_s)} ({step_s:.2g} s each), and checkpoints up "
+        f"to {in_bytes(2 * size)} of the disk of {str(work)!r}, of which {in_bytes(free_bytes(work))} are free{within}"
+    )
+    return replace(config, schedule=config.schedule.shortened(steps))
+
+
+def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Callable[[str], None]) -> None:
+    """Say where a text is read often, and refuse one that is read so often that it teaches nothing more.
+
+    Repeated up to four times text is nearly as good as new, from forty times on worth nothing (Muennighoff et al.
+    2305.16264).
+    """
+    asked = config.schedule.total_steps * config.curriculum.tokens_per_step
+    times = asked / len(stream)
+    got = f"the text has {len(stream):,} tokens, and the training reads {asked:,}, each of them {times:.0f} times"
+    if times > _MOST_PASSES:
+        raise DataError(f"{got}; beyond {_MOST_PASSES} times it learns nothing more: give more text, or fewer steps")
+    if times > _GOOD_PASSES:
+        on_note(f"{got}; beyond {_GOOD_PASSES} times new text teaches more than old")
+
+
+def _measured(
+    target: str | Path,
+    teacher: PreTrainedModel,
+    held_out: NDArray[np.uint32],
+    out: Path,
+    config: DraftConfig,
+    progress: Progress,
+    budget: TimeBudget,
+    on_note: Callable[[str], None],
+) -> DraftResult:
+    """What the saved draft is worth."""
+    most = _EVALUATED_TOKENS
+    if budget.limited and progress.elapsed_s:  # a step runs both models too, and goes back through one of them
+        most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
+    saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
+    report = evaluate_pair(teacher, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
+    served: Sequence[EngineEvaluation] = ()
+    try:
+        served = _measure_in_engine(target, out, held_out, config.device, budget.left_s() if budget.limited else None)
+    except UnsupportedModelError as error:
+        on_note(f"the draft was not measured in the engine: {error}")
+    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, served)
+
+
+def _measure_in_engine(
+    target: str | Path, draft: Path, held_out: NDArray[np.uint32], device: str, within_s: float | None
+) -> list[EngineEvaluation]:
+    """Continue pieces of held-out text, greedily and at temperature 1, with the chain that is the default.
+
+    Raises:
+        UnsupportedModelError: the engine cannot run the target.
+        TrainingError: the engine failed.
+    """
+    model = load_model(target, device=device)
+    drafter = DraftModel(load_model(draft, device=device))
+    count = min(_PROMPTS, max(1, len(held_out) // _PROMPT_TOKENS))
+    starts = [number * len(held_out) // count for number in range(count)]
+    prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
+    about = {"num_speculative_tokens": drafter.limits.depth}
+    rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
+    return measure_in_engine(model, rounds, prompts, within_s=within_s)
+
+
+def distillation_loop(
+    config: DraftConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    stream: NDArray[np.uint32],
+    folder: Path,
+) -> TrainingLoop:
+    """The loop that trains the draft towards the target's distributions along the stream."""
+    more = {"data_sha256": stream_hash(stream), "target": weights_fingerprint(target)}
+    if config.start_from is not None:
+        more["start_from"] = weights_fingerprint(draft)
+    target.requires_grad_(False)
+    use_training_attention(draft)
+    phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
+    return TrainingLoop(
+        draft,
+        MixedOptimizer(draft, config.optimizer),
+        StreamObjective(draft, config.loss, target),
+        phases,
+        config.schedule,
+        RunFolder(folder, identity_of(config, **more), config.device, config.checkpoint_every_s),
+    )
+
+
+def _fitting(
+    config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
+) -> DraftConfig:
+    """The configuration with sequences that fit the context of both models; says so where they were longer."""
+    context = min(_context(target), _context(draft))
+    fitted = config.curriculum.fitting(context)
+    if fitted != config.curriculum:
+        on_note(
+            f"the context is {context:,} tokens, so training uses sequences of {fitted.stable_length:,}, "
+            f"and of {fitted.decay_length:,} while the rate decays"
+        )
+    return replace(config, curriculum=fitted)
+
+
+def _context(model: PreTrainedModel) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST_CONTEXT
+
+
+def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult, device: str) -> Card:
+    facts = training_facts(
+        parameters=draft.num_parameters(),
+        data=", ".join(path.name for path in data),
+        steps=result.steps,
+        tokens=result.tokens,
+        elapsed_s=result.elapsed_s,
+        machine=describe_machine(device),
+    )
+    facts["finished"] = time.strftime("%Y-%m-%d")
+    name = base_name(str(target))
+    return Card(
+        title=f"A draft for {name}",
+        summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
+        facts=facts | pair_facts(result.report) | served_facts(each.as_dict() for each in result.served),
+        license="other",
+        notes=made_by(),
+        base_model=name,
+        tags=("speculative-decoding", "draft-model", "truedraft"),
+    )
+
+
+def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new draft of the configured sizes, or the one to start from, if it fits the target."""
+    vocab_size = target.config.get_text_config().vocab_size
+    if config.start_from is None:
+        shape = LlamaShape(
+            vocab_size=vocab_size,
+            width=config.width,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            intermediate=config.intermediate,
+            context=_context(target),
+            head_size=config.width // config.heads,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        return new_llama(shape, seed=config.seed).to(config.device)
+    draft = load_causal_lm(config.start_from)
+    if load_tokenizer(config.start_from).get_vocab() != tokenizer.get_vocab():
+        raise VocabularyMismatchError(
+            f"the draft in {config.start_from} has another tokenizer than the target: start from a draft that "
+            "was made for this target's tokenizer, or from none"
+        )
+    if draft.config.vocab_size != vocab_size:
+        raise VocabularyMismatchError(
+            f"the draft in {config.start_from} has {draft.config.vocab_size} logits, the target {vocab_size}: "
+            "start from a draft that was made for this target"
+        )
+    return draft.to(config.device)
+
+
+def _streams(
+    data: Sequence[Path],
+    held_out: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The token streams to train on and to measure on."""
+    if not data:
+        raise DataError("no training data was given: name at least one text file")
+    write_stream(read_texts(data), tokenizer, folder / "train.bin")
+    train = read_stream(folder / "train.bin")
+    if held_out:
+        write_stream(read_texts(held_out), tokenizer, folder / "held_out.bin")
+        return train, read_stream(folder / "held_out.bin")
+    cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
+    return train[:cut], train[cut:]

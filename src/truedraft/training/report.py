@@ -1,0 +1,254 @@
+"""What trainings give back, and the model cards of trained folders, made from measured numbers only."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from truedraft.drafters.calibration import PROMISED_ON
+from truedraft.training.evaluate import EngineEvaluation, PairReport
+from truedraft.training.identity import describe_machine, typed_command
+from truedraft.training.workspace import duration, write_whole
+
+_TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)"}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a training took.
+
+    Attributes:
+        written_tokens: that the target wrote to be trained on.
+        steps: updates of the last stage.
+        positions: that they saw, counted as often as they were seen.
+        elapsed_s: of those steps.
+    """
+
+    written_tokens: int
+    steps: int
+    positions: int
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What heads are worth after a stage.
+
+    Attributes:
+        facts: found on held-out text, which differs from kind to kind; kept with the heads.
+        served: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
+        promised_on: the held-out text, in words; what drafters expect of their sizes was found on it.
+    """
+
+    facts: Mapping[str, Any]
+    served: Sequence[EngineEvaluation]
+    promised_on: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        served = [each.as_dict() for each in self.served]
+        return {**self.facts, "served": served, PROMISED_ON: self.promised_on}
+
+
+@dataclass(frozen=True)
+class JointReport:
+    """What stage 2 did.
+
+    Attributes:
+        target: the folder of the new target.
+        lora_rank: of the adapters that were merged into it; 0 where all weights were trained.
+        loss_before: of the target on held-out text before, in nats per token.
+        loss_after: the same of the new target.
+        loss_tokens: how many tokens that is the mean of.
+        before: the heads before, with the target before.
+    """
+
+    target: Path
+    lora_rank: int
+    loss_before: float
+    loss_after: float
+    loss_tokens: int
+    before: HeadReport
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "target": str(self.target),
+            "lora_rank": self.lora_rank,
+            "loss_before": self.loss_before,
+            "loss_after": self.loss_after,
+            "loss_tokens": self.loss_tokens,
+            "before": self.before.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Trained heads: where they lie, what they are worth, and what it took.
+
+    Attributes:
+        folder: with the heads.
+        report: what they are worth.
+        effort: what it took.
+        joint: of stage 2; None after stage 1.
+    """
+
+    folder: Path
+    report: HeadReport
+    effort: Effort
+    joint: JointReport | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        joint = {} if self.joint is None else {"joint": self.joint.as_dict()}
+        return self.effort.as_dict() | self.report.as_dict() | joint
+
+
+@dataclass(frozen=True)
+class Card:
+    """A title, a sentence, and facts; written as a table under a front matter that model hubs read.
+
+    Attributes:
+        title: of the page.
+        summary: what it is.
+        facts: rows of the table.
+        license: as hubs name it.
+        notes: below the table.
+        base_model: the target that it drafts for, as hubs name models; None says nothing.
+        tags: that it is found by.
+        library: that loads it.
+    """
+
+    title: str
+    summary: str
+    facts: Mapping[str, str]
+    license: str = "apache-2.0"
+    notes: str = ""
+    base_model: str | None = None
+    tags: tuple[str, ...] = ()
+    library: str = "transformers"
+
+    def text(self) -> str:
+        """The card in Markdown."""
+        rows = "\n".join(f"| {name} | {value} |" for name, value in self.facts.items())
+        front = [f"license: {self.license}", "pipeline_tag: text-generation", f"library_name: {self.library}"]
+        if self.base_model is not None:
+            front.append(f"base_model: {json.dumps(self.base_model)}")
+        if self.tags:
+            front += ["tags:", *(f"- {tag}" for tag in self.tags)]
+        notes = f"\n{self.notes.strip()}\n" if self.notes else ""
+        head = "\n".join(("---", *front, "---", "", f"# {self.title}", "", self.summary))
+        return f"{head}\n\n| | |\n|---|---|\n{rows}\n{notes}"
+
+    def write(self, folder: Path) -> None:
+        """Write README.md into the folder.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        write_whole(folder / "README.md", self.text())
+
+
+def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
+    """Write the card of trained heads.
+
+    Args:
+        result: of the training.
+        kind: "medusa" or "redrafter", as `--drafter` names it.
+        target: that they were trained for.
+        data: what the prompts were cut from, in words.
+        device: where they were trained.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    own = "" if result.joint is None else " The target was trained with them: it lies in `target`."
+    effort = result.effort
+    rows = training_facts(
+        parameters=_parameters(result.folder),
+        data=f"{effort.written_tokens:,} tokens that the target wrote, asked with pieces of {data}",
+        steps=effort.steps,
+        tokens=effort.positions,
+        elapsed_s=effort.elapsed_s,
+        machine=describe_machine(device),
+    )
+    served = served_facts(each.as_dict() for each in result.report.served)
+    Card(
+        title=f"{_TITLES.get(kind, kind)} for {base_name(target)}",
+        summary=f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
+        f"`--drafter {kind}:FOLDER`. Trained with truedraft.{own}",
+        facts=rows | {"finished": time.strftime("%Y-%m-%d")} | served,
+        license="other",
+        notes=f"Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n{made_by()}",
+        base_model=base_name(target),
+        tags=("speculative-decoding", kind, "truedraft"),
+        library="truedraft",
+    ).write(result.folder)
+
+
+def base_name(target: str) -> str:
+    """A target as hubs name models: a name of a hub as it is, a folder by its own name."""
+    name = target.replace(":", "-")
+    return Path(name).resolve().name if name.count("/") != 1 or Path(name).is_dir() else name
+
+
+def made_by() -> str:
+    """The command of this process, for a card."""
+    return f"Made by\n\n    {shlex.join(word for word in typed_command() if word != '--resume')}"
+
+
+def served_facts(served: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Rows of what the engine measured."""
+    return dict(map(_served_row, served))
+
+
+def _served_row(served: Mapping[str, Any]) -> tuple[str, str]:
+    """What the engine measured of drafts of one kind and size."""
+    trees = f", {served['trees']} trees" if "trees" in served else ""
+    size = f"{served['nodes']} nodes" if "nodes" in served else f"{served['num_speculative_tokens']} drafted tokens"
+    promised = f" (promised {served['promised']:.2f})" if served.get("promised") is not None else ""
+    name = f"tokens per target call, temperature {served['temperature']:g}, {size}{trees}"
+    return name, f"{served['mean_acceptance_length']:.2f}{promised}"
+
+
+def _parameters(folder: Path) -> int:
+    found = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found += sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118  (no mapping)
+    return found
+
+
+def training_facts(
+    *, parameters: int, data: str, steps: int, tokens: int, elapsed_s: float, machine: str
+) -> dict[str, str]:
+    """The rows that every card has; the time is that of the training steps alone."""
+    return {
+        "parameters": f"{parameters:,}",
+        "data": data,
+        "steps": f"{steps:,}",
+        "tokens seen in training": f"{tokens:,}",
+        "training time": duration(elapsed_s),
+        "machine": machine,
+    }
+
+
+def pair_facts(report: PairReport) -> dict[str, str]:
+    """The rows of a draft: what it is worth to its target on held-out text."""
+    return {
+        "held-out tokens": f"{report.tokens:,}",
+        "alpha = E[sum min(p, q)] at temperature 1": f"{report.alpha:.4f}",
+        "greedy agreement with the target": f"{report.greedy_agreement:.4f}",
+        "validation loss (nats per token)": f"{report.draft_loss:.4f}",
+    }

@@ -1,0 +1,199 @@
+"""The folder and the time of a training: a disk that may be full, one process at a time, what may be removed, minutes.
+
+Also how bytes and seconds are said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from truedraft.errors import OptionError, TrainingError
+
+WORK = "work"
+"""Working files, inside the folder that a training writes."""
+WRITTEN, TRAINED = 0.4, 0.75
+"""Shares of the time: by then the target has written, and training is over; the rest is for measuring."""
+_MARGIN = 0.9  # of the time for steps: now and then something is measured between them
+_LOCK, _OWNER = "lock", "pid"  # of who trains in a folder
+_PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the folder that a training writes
+_WORKING = ("checkpoint.pt*", "log.jsonl*", "run.json", "train.*", "tree.*", "tree-*.*", "held_out.*", _OWNER)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write into an error of ours. Whatever was complete before stays as it is.
+
+    Args:
+        path: what is being written, for the message.
+
+    Raises:
+        TrainingError: the disk is full, the folder is read-only, ...; says what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write {str(path)!r}: {error.strerror or error}; what was finished before is kept: make room, or "
+            "whatever else it takes, and go on with the same command"
+        ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a kill or a full disk leaves the old one or the new one, never half of it.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with writing(path):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone_in(work: Path) -> Iterator[None]:
+    """Keep every other process out of a training's working folder, by a lock that the system drops with the process.
+
+    Args:
+        work: is made if it does not exist.
+
+    Raises:
+        OptionError: another process is training there; names it.
+        TrainingError: the folder cannot be written.
+    """
+    made = [folder for folder in (work, work.parent) if not folder.exists()]
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(work / _LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise OptionError(_busy(work)) from error
+    try:
+        write_whole(work / _OWNER, f"{os.getpid()}\n")
+        yield
+    finally:
+        if {path.name for path in work.glob("*")} <= {_LOCK, _OWNER}:
+            for path in list(work.glob("*")):
+                path.unlink()
+        lock.release()
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only an empty one goes: then nothing was begun
+
+
+def refuse_busy(work: Path) -> None:
+    """Refuse a working folder in which another process is training.
+
+    Raises:
+        OptionError: names the folder and the process.
+    """
+    if (work / _LOCK).is_file():
+        with alone_in(work):
+            pass
+
+
+def clear_work(out: Path) -> int:
+    """Remove the working files of a finished or given-up training, and nothing else; returns the freed bytes.
+
+    Args:
+        out: the folder that the training writes.
+
+    Raises:
+        OptionError: there are none, or another process is training there.
+        TrainingError: they cannot be removed.
+    """
+    places = [out / place for place in _PLACES if (out / place).is_dir()]
+    files = [path for place in places for pattern in _WORKING for path in place.glob(pattern) if path.is_file()]
+    if not files:
+        raise OptionError(f"{str(out)!r} holds no working files of a training; there is nothing to remove")
+    work = out / _PLACES[-1]
+    with alone_in(work):
+        freed = sum(path.stat().st_size for path in files)
+        with writing(out):
+            for path in (*files, work / _OWNER, work / _LOCK):
+                path.unlink(missing_ok=True)
+    for place in (*places, out / "stage-1", out):
+        with contextlib.suppress(OSError):
+            place.rmdir()  # only an empty one goes
+    return freed
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes in words."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _busy(work: Path) -> str:
+    try:
+        owner = f"process {int((work / _OWNER).read_text())}"
+    except (OSError, ValueError):
+        owner = "another process"
+    return f"{owner} is training in {str(work.parent)!r}: wait until it ends, end it, or name a new folder"
+
+
+class TimeBudget:
+    """The minutes that a whole command may take, counted from when this is made.
+
+    Args:
+        minutes: None is as long as it takes.
+        clock: seconds.
+
+    Raises:
+        OptionError: minutes is no number above 0.
+    """
+
+    def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        if minutes is not None and not 0.0 < minutes < math.inf:
+            raise OptionError(f"minutes must be a number above 0, got {minutes}")
+        self.minutes = minutes
+        self._clock = clock
+        self._began = clock()
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self.minutes is not None
+
+    def left_s(self, share: float = 1.0) -> float:
+        """Seconds until a share of the budget is spent, 0 at the least; without a limit infinitely many."""
+        if self.minutes is None:
+            return math.inf
+        return max(0.0, self._began + share * self.minutes * 60.0 - self._clock())
+
+    def over(self, share: float = 1.0) -> bool:
+        """Whether a share of the budget is spent."""
+        return self.left_s(share) <= 0.0
+
+    def steps(self, most: int, step_s: float) -> int:
+        """Training steps of so many seconds that fit, 1 at the least and `most` at the most."""
+        left_s = self.left_s(TRAINED)
+        return most if left_s == math.inf else max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"

@@ -1,0 +1,204 @@
+"""Text that the target writes: the engine's own answers with their vectors, the same after every interruption."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.errors import DataError, OptionError, TrainingError
+from truedraft.training import answer_writer
+from truedraft.training.answer_writer import WritingConfig, hidden_of, write_answers
+
+CONFIG = WritingConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)
+PROMPTS = [[5 + number, 40, 7 * number + 1, 33] for number in range(8)]
+FILES = ("train.jsonl", "train.hidden", "train.json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_for_all():
+    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(target_folder):
+    return load_model(target_folder)
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A folder that was written without an interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_answers(model, PROMPTS, folder, "train", CONFIG)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+def copied(whole: Path, folder: Path) -> Path:
+    for name in FILES:
+        (folder / name).write_bytes((whole / name).read_bytes())
+    return folder
+
+
+def test_answers_are_those_of_the_engine_whatever_the_batch(model, tmp_path):
+    text = write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    for number, record in enumerate(text.records):
+        assert record.prompt == PROMPTS[number] and record.temperature == number % 2
+        alone = Engine(model).generate(PROMPTS[number], CONFIG.params(number))
+        assert record.answer[: len(record.answer) - record.stopped] == alone.token_ids
+        assert record.stopped == (alone.finish_reason == "stop")
+        if record.stopped:
+            assert record.answer[-1] in model.eos_token_ids
+    assert len(text.tokens) == text.starts[-1] == len(text.bits)
+
+
+def test_the_vectors_are_those_that_the_tokens_were_drawn_from(model, whole):
+    text = write_answers(model, PROMPTS, whole, "train", CONFIG)  # finished already: only read
+    for record, first, end in zip(text.records, text.starts, text.starts[1:], strict=False):
+        vectors = text.hidden(slice(first, end))
+        assert torch.equal(vectors, hidden_of(model, record).to(torch.bfloat16))
+        if record.temperature == 0.0 and not record.stopped:
+            assert model.unembed(vectors.to(model.dtype)).argmax(-1).tolist() == record.answer
+
+
+def test_traces_by_temperature(model, whole):
+    text = write_answers(model, PROMPTS, whole, "train", CONFIG)
+    traces = text.traces(1.0)
+    assert [trace.tokens.tolist() for trace in traces] == [r.answer for r in text.records if r.temperature == 1.0]
+    assert torch.equal(traces[0].hidden, text.hidden(slice(text.starts[1], text.starts[2])))
+
+
+def test_a_long_prompt_keeps_its_end(model, tmp_path):
+    long = list(range(1, 200))
+    text = write_answers(model, [long], tmp_path, "train", CONFIG)
+    assert text.records[0].prompt == long[-(model.context_length - CONFIG.answer_tokens) :]
+    assert torch.equal(text.hidden(slice(0, 12)), hidden_of(model, text.records[0]).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkeypatch, kept):
+    class KilledError(Exception):
+        pass
+
+    append = answer_writer.AnswerFiles.append
+
+    def kill(files, record, hidden):
+        if len(files.records) == kept:
+            files.append_vectors(hidden)  # the vectors are there, the line is not
+            raise KilledError
+        append(files, record, hidden)
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(answer_writer.AnswerFiles, "append", kill)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    done = []
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG, on_progress=lambda *counts: done.append(counts))
+    assert contents(tmp_path) == contents(whole)
+    assert done[0] == (kept, len(PROMPTS)) and done[-1] == (len(PROMPTS), len(PROMPTS))
+
+
+def test_a_torn_last_line_is_written_again(model, whole, tmp_path):
+    lines = copied(whole, tmp_path) / "train.jsonl"
+    lines.write_bytes(lines.read_bytes()[:-9])
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    assert contents(tmp_path) == contents(whole)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_lost_vectors_are_computed_again(model, whole, tmp_path, size):
+    vectors = copied(whole, tmp_path) / "train.hidden"
+    vectors.write_bytes(vectors.read_bytes()[:size])
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_other_prompts_or_options_are_refused_and_nothing_is_lost(model, whole, tmp_path):
+    before = contents(copied(whole, tmp_path))
+    with pytest.raises(OptionError, match=r"prompts_sha256 was .* and is now"):
+        write_answers(model, PROMPTS[:-1], tmp_path, "train", CONFIG)
+    with pytest.raises(OptionError, match="answer_tokens was 12 and is now 13"):
+        write_answers(model, PROMPTS, tmp_path, "train", replace(CONFIG, answer_tokens=13))
+    write_answers(model, PROMPTS, tmp_path, "train", replace(CONFIG, batch=8))  # decides the speed only
+    assert contents(tmp_path) == before
+
+
+def test_a_broken_line_is_named(model, whole, tmp_path):
+    lines = copied(whole, tmp_path) / "train.jsonl"
+    lines.write_text('{"prompt": [1]}\n' + lines.read_text())
+    with pytest.raises(DataError, match=r"train\.jsonl, line 1: not an answer"):
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_written(model, whole, tmp_path, monkeypatch):
+    opened = Path.open
+    writes = []
+
+    def full(path, mode="r", *rest, **more):
+        if path.suffix == ".hidden":
+            writes.append(path)
+            if len(writes) == 4:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, mode, *rest, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device; what was fini"):
+        patch.setattr(Path, "open", full)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 3
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_going_on_while_the_disk_is_full_loses_nothing(model, whole, tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(path, mode="r", *rest, **more):
+        file = opened(path, mode, *rest, **more)  # a full disk still empties a file that is opened to be written
+        if "r" not in mode:
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+
+    lines = copied(whole, tmp_path) / "train.jsonl"
+    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:3]))
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
+        patch.setattr(Path, "open", full)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_lines_are_json_that_others_can_read(whole):
+    record = json.loads((whole / "train.jsonl").read_text().splitlines()[1])
+    assert record.keys() == {"prompt", "answer", "temperature", "stopped"} and record["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answer_tokens": 0}, "answer_tokens must be 1 or more, got 0"),
+        ({"batch": 0}, "batch must be 1 or more"),
+        ({"temperatures": ()}, "at least one"),
+        ({"temperatures": (-1.0,)}, "temperature must be a number, 0 or more"),
+    ],
+)
+def test_unusable_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        WritingConfig(**options)
+
+
+def test_seeds_go_by_number():
+    seeds = {WritingConfig(seed=seed).params(number).seed for seed in range(3) for number in range(50)}
+    assert len(seeds) == 150
+    assert isinstance(WritingConfig().params(0), SamplingParams)

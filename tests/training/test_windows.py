@@ -1,0 +1,54 @@
+"""Windows cover every place that teaches something, once an epoch, and packs line up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from truedraft.errors import DataError
+from truedraft.training.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer, collate
+
+HEADS = 2
+
+
+@pytest.fixture
+def text():
+    lengths = [7, 3, 0, 2, 12]
+    rows = sum(lengths)
+    tokens = iter(range(100, 100 + rows))
+    records = [WrittenAnswer([1], [next(tokens) for _ in range(length)], 0.0, False) for length in lengths]
+    bits = torch.arange(rows, dtype=torch.bfloat16)[:, None].repeat(1, 3).view(torch.int16).numpy().view(np.uint16)
+    return SelfDistillationData(records, bits)
+
+
+def test_every_place_whose_guesses_lie_in_its_answer_comes_once_an_epoch(text):
+    sampler = WindowSampler(text, HEADS, 4, seed=3)
+    expected = [row for first, end in ((0, 7), (7, 10), (12, 24)) for row in range(first, end - HEADS)]
+    assert sampler.positions == len(expected)
+    count = len(sampler.windows)
+    for epoch in range(3):
+        windows = sampler.batch(epoch * count, count).tolist()
+        assert sorted(row for first, length in windows for row in range(first, first + length)) == expected
+    orders = {tuple(map(tuple, sampler.batch(epoch * count, count).tolist())) for epoch in range(6)}
+    assert len(orders) > 1
+
+
+def test_a_batch_is_a_function_of_its_index_alone(text):
+    sampler = WindowSampler(text, HEADS, 4, seed=3)
+    whole = sampler.batch(0, 20)
+    for first, count in ((0, 3), (4, 5), (17, 3)):  # also over ends of epochs
+        assert torch.equal(sampler.batch(first, count), whole[first : first + count])
+
+
+def test_a_pack_has_the_tokens_and_vectors_that_heads_reach(text):
+    packed = collate(text, torch.tensor([[14, 3], [0, 2]]), HEADS)
+    assert packed.tokens.tolist() == [114, 115, 116, 117, 118, 100, 101, 102, 103]
+    assert packed.hidden[:, 0].tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
+    assert packed.places.tolist() == [0, 1, 2, 5, 6]
+    assert packed.rows.tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
+
+
+def test_answers_shorter_than_the_reach_are_refused(text):
+    with pytest.raises(DataError, match=r"longest answer .* has 12 tokens, and heads that reach 12 .* 13: let"):
+        WindowSampler(text, 12, 4, seed=0)
