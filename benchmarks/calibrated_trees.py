@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.calibration import FACT
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.embedded import embedded_heads
-from truedraft.heads.checkpoint import load_medusa
-from truedraft.heads.redrafter_checkpoint import load_redrafter
+from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.models.loading import load_model
 from truedraft.training.acceptance import count_answers
 from truedraft.training.machine import describe_machine
@@ -36,17 +36,21 @@ BUDGETS, TEMPERATURES = (8, 32), (0.0, 1.0)
 
 def ways(medusa: Path, redrafter: Path, nodes: int) -> Iterator[tuple[str, str, Drafter]]:
     """Kind of heads, way to draft, drafter."""
-    kept = load_medusa(medusa)
-    count = kept.heads.config.heads
+    kept = MedusaHeads.load(medusa)
+    count = kept.config.heads
     chain = RankTree(tuple((0,) * depth for depth in range(1, count + 1)))
-    yield "medusa", "calibrated", Medusa.of(kept, nodes=nodes)
-    yield "medusa", "raw", Medusa.of(kept, nodes=nodes, trees=LikeliestTrees(count))
-    yield "medusa", "counted", Medusa.of(kept, nodes=nodes, trees=FixedTrees(kept.trees))
-    yield "medusa", "chain", Medusa.of(kept, nodes=count, trees={"greedy": chain})
-    found = load_redrafter(redrafter)
-    raw: Mapping[str, Any] = {name: fact for name, fact in found.facts.items() if name != FACT}
-    for way, facts, beams in (("calibrated", found.facts, nodes), ("raw", raw, nodes), ("chain", raw, 1)):
-        yield "redrafter", way, Redrafter(found.head, beams=beams, nodes=nodes, facts=facts)
+    yield "medusa", "calibrated", Medusa(kept, nodes=nodes)
+    yield "medusa", "raw", Medusa(kept, LikeliestTrees(count), nodes=nodes)
+    yield "medusa", "counted", Medusa(kept, FixedTrees(kept.record.trees), nodes=nodes)
+    yield "medusa", "chain", Medusa(kept, {"greedy": chain}, nodes=count)
+    found = RedrafterHead.load(redrafter)
+    raw: Mapping[str, Any] = {name: fact for name, fact in found.record.facts.items() if name != FACT}
+    for way, facts, beams in (("calibrated", found.record.facts, nodes), ("raw", raw, nodes), ("chain", raw, 1)):
+        yield (
+            "redrafter",
+            way,
+            Redrafter(found.with_record(replace(found.record, facts=facts)), beams=beams, nodes=nodes),
+        )
 
 
 def measure(name: str, target: str, prompts: list[list[int]], heads: tuple[Path, Path]) -> Iterator[dict[str, Any]]:

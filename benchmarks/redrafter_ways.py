@@ -20,13 +20,12 @@ from typing import Any
 import torch
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.beams import Beams, merge, trees_of
 from truedraft.core.trees import chain_shape
 from truedraft.costs import this_machine
 from truedraft.drafters import Drafter, NoDrafter, Redrafter
-from truedraft.drafters.beam_search import beam_search, with_dropped
+from truedraft.drafters.beams import Beams, beam_search, merge, trees_of, with_dropped
 from truedraft.embedded import embedded_heads, heldout_prompts_file
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.heads.redrafter import RedrafterRunner
 from truedraft.models.base import LanguageModel, Segment
 
 _LISTED = (45, 4)

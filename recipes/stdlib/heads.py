@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipes.stdlib.head_recipe import TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
-from truedraft.heads import load_medusa
+from truedraft.heads import MedusaHeads
 from truedraft.training.medusa import train_medusa
 from truedraft.training.medusa_config import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
@@ -30,7 +30,7 @@ def settings(device: str = "cpu") -> MedusaTrainingConfig:
 
 def published(folder: Path) -> Published:
     """Trained heads, with what is said about them."""
-    checkpoint = load_medusa(folder)
+    checkpoint = MedusaHeads.load(folder)
     return Published(
         folder,
         name="medusa",
@@ -38,8 +38,8 @@ def published(folder: Path) -> Published:
         title="truedraft embedded Medusa heads",
         summary="Heads on the embedded target's last vector, and trees of their guesses: `--drafter medusa`.",
         files=("config.json", "heads.safetensors", "trees.json"),
-        parameters=sum(weight.numel() for weight in checkpoint.heads.parameters()),
-        facts=checkpoint.facts,
+        parameters=sum(weight.numel() for weight in checkpoint.parameters()),
+        facts=checkpoint.record.facts,
     )
 
 

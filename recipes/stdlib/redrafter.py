@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipes.stdlib.head_recipe import ROOT, TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
-from truedraft.heads import load_redrafter
+from truedraft.heads import RedrafterHead
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.redrafter import train_redrafter
 from truedraft.training.redrafter_config import RedrafterTrainingConfig
@@ -35,7 +35,7 @@ def settings(device: str = "cpu") -> RedrafterTrainingConfig:
 
 def published(folder: Path) -> Published:
     """A trained head, with what is said about it."""
-    checkpoint = load_redrafter(folder)
+    checkpoint = RedrafterHead.load(folder)
     return Published(
         folder,
         name="redrafter",
@@ -43,8 +43,8 @@ def published(folder: Path) -> Published:
         title="truedraft embedded recurrent head",
         summary="A recurrent head on the embedded target's last vector (ReDrafter): `--drafter redrafter`.",
         files=("config.json", "heads.safetensors", "facts.json"),
-        parameters=sum(weight.numel() for weight in checkpoint.head.parameters()),
-        facts=checkpoint.facts,
+        parameters=sum(weight.numel() for weight in checkpoint.parameters()),
+        facts=checkpoint.record.facts,
     )
 
 

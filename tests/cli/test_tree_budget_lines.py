@@ -13,8 +13,7 @@ from cli.tiny import Result
 from truedraft.bench import costs
 from truedraft.core.rank_tree import RankTree
 from truedraft.costs import Effort, kept
-from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.heads.checkpoint import save_medusa
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
 
 Run = Callable[..., Result]
@@ -37,7 +36,7 @@ def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def heads(target: str, tmp_path: Path) -> str:
     fingerprint = load_model(target, dtype="float32").fingerprint
     made = MedusaHeads(MedusaConfig(64, 257, heads=2))
-    save_medusa(tmp_path / "heads", made, target, fingerprint, {"greedy": TREE, "sampled": TREE})
+    made.save(tmp_path / "heads", HeadRecord(target, fingerprint, {"greedy": TREE, "sampled": TREE}))
     return str(tmp_path / "heads")
 
 

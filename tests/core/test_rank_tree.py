@@ -11,7 +11,7 @@ import torch
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.trees import TreeShape
 from truedraft.errors import OptionError
-from truedraft.heads.original import published_tree
+from truedraft.heads.published import published_tree
 
 CHAIN = RankTree(((0,), (0, 0), (0, 0, 0)))
 STAR = RankTree(((0,), (1,), (2,), (3,)))

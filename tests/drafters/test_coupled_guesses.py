@@ -7,7 +7,7 @@ import torch
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
-from truedraft.drafters.coupled_guesses import coupled_guesses, noise_weight
+from truedraft.drafters.guess_trees import coupled_guesses, noise_weight
 from truedraft.models.ranking import Likeliest
 from truedraft.verification.coupled import coupled_choice
 

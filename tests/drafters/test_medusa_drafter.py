@@ -30,8 +30,8 @@ from truedraft.errors import (
     OptionError,
     UnknownOptionError,
 )
-from truedraft.heads import MedusaConfig, MedusaHeads, save_medusa
-from truedraft.heads.original import published_tree
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
+from truedraft.heads.published import published_tree
 from truedraft.testing import MarkovModel
 
 VOCAB = 6
@@ -290,10 +290,10 @@ def test_at_budget_zero_the_heads_do_not_run(
 
 
 def test_heads_of_another_target_are_refused_with_both_names(heads: MedusaHeads, target: MarkovWithHead) -> None:
-    drafter = Medusa(heads, {"greedy": TREE}, target_name="some/model", fingerprint="0123")
+    drafter = Medusa(heads.with_record(HeadRecord("some/model", "0123")), {"greedy": TREE})
     with pytest.raises(CompositionError, match=r"some/model \(fingerprint 0123\).*markov \(fingerprint markov-"):
         drafter.check(target)
-    known = Medusa(heads, {"greedy": TREE}, target_name="markov", fingerprint=target.fingerprint)
+    known = Medusa(heads.with_record(HeadRecord("markov", target.fingerprint)), {"greedy": TREE})
     known.check(target)
     other = MarkovWithHead.random(VOCAB, seed=2)
     with pytest.raises(CompositionError, match="take heads that were trained for it"):
@@ -337,7 +337,7 @@ def test_a_drafter_that_was_never_checked_says_so(heads: MedusaHeads, target: Ma
 
 @pytest.fixture
 def folder(tmp_path: Path, heads: MedusaHeads, target: MarkovWithHead) -> Path:
-    save_medusa(tmp_path / "heads", heads, target.name, target.fingerprint, {"greedy": TREE, "sampled": STAR})
+    heads.save(tmp_path / "heads", HeadRecord(target.name, target.fingerprint, {"greedy": TREE, "sampled": STAR}))
     return tmp_path / "heads"
 
 
@@ -372,7 +372,7 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(
     tmp_path: Path, heads: MedusaHeads, target: MarkovWithHead
 ) -> None:
     facts = {"trees": {"greedy": {"likeliest": {"nodes": [1, 2], "tokens": [1.5, 1.8]}}}}
-    save_medusa(tmp_path, heads, target.name, target.fingerprint, {"greedy": TREE}, facts)
+    heads.save(tmp_path, HeadRecord(target.name, target.fingerprint, {"greedy": TREE}, facts))
     drafter = Medusa.load(tmp_path)
     curve, older = drafter.acceptance_curve(GREEDY), drafter.acceptance_curve(SAMPLED)
     assert curve is not None and curve.marginal_gains == pytest.approx((0.5, 0.3)) and curve.depths == (0, 1, 2)
@@ -380,7 +380,7 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(
         "where it was not measured, the counted tree stands in"
     )
     facts["trees"]["greedy"]["likeliest"]["tokens"] = [1.5]
-    save_medusa(tmp_path, heads, target.name, target.fingerprint, {"greedy": TREE}, facts)
+    heads.save(tmp_path, HeadRecord(target.name, target.fingerprint, {"greedy": TREE}, facts))
     with pytest.raises(ModelError, match="damaged"):
         Medusa.load(tmp_path)
 

@@ -25,8 +25,7 @@ from truedraft.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
-from truedraft.heads.redrafter import RedrafterHead
-from truedraft.heads.redrafter_checkpoint import save_redrafter
+from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.testing import MarkovModel
 
 VOCAB = 6
@@ -131,7 +130,7 @@ def test_nothing_is_drafted_without_a_vector_or_a_budget(target: MarkovWithEmbed
 
 def test_a_batch_makes_what_each_makes_alone(target: MarkovWithEmbedding, head: RedrafterHead) -> None:
     facts = {"survival": {"greedy": SHARPENED}}  # for chosen beams of all but drawn ones
-    drafter = Redrafter(head, beams=4, length=3, nodes=8, sampled=True, facts=facts)
+    drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=4, length=3, nodes=8, sampled=True)
     drafter.check(target)
     vectors = [target.vector_after([1, token]) for token in range(4)]
     params = [GREEDY, SAMPLED, COUPLED, GREEDY]
@@ -155,7 +154,7 @@ def test_sizes_and_targets_that_do_not_fit(target: MarkovWithEmbedding, head: Re
         Redrafter(head).check(MarkovModel.random(VOCAB, seed=1))
     with pytest.raises(CompositionError, match="36 numbers"):
         Redrafter(head).check(MarkovWithEmbedding.random(5, seed=1))
-    save_redrafter(tmp_path, head.bfloat16(), "first", target.fingerprint)
+    head.bfloat16().save(tmp_path, HeadRecord("first", target.fingerprint))
     Redrafter.load(tmp_path).check(target)
     other = MarkovWithEmbedding.random(VOCAB, seed=2)
     other.name = "second"
@@ -166,7 +165,7 @@ def test_sizes_and_targets_that_do_not_fit(target: MarkovWithEmbedding, head: Re
 
 
 def test_words_make_drafters(target: MarkovWithEmbedding, head: RedrafterHead, tmp_path: Path) -> None:
-    save_redrafter(tmp_path, head, "first", target.fingerprint)
+    head.save(tmp_path, HeadRecord("first", target.fingerprint))
     made = from_spec(f"redrafter:{tmp_path},beams=3,length=2,nodes=5", target)
     assert isinstance(made, Redrafter)
     assert (made.beams, made.length, made.nodes, made.sampled, made.sizes_chosen) == (3, 2, 5, False, True)

@@ -26,7 +26,7 @@ from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.calibration import Calibration
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.heads import MedusaHeads
-from truedraft.heads.original import published_tree
+from truedraft.heads.published import published_tree
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
@@ -247,7 +247,7 @@ class Watched(Medusa):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
-            vector = self._vectors.get(request)
+            vector = self._vectors.get(request.id)
             if outcome.partial:
                 continue  # a part of a prompt that is not its last: no token is drawn behind it
             assert vector is not None
@@ -277,7 +277,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
     assert not any(answer.warnings for answer in answers)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
-    assert not drafter._vectors._of, "every request gave its vector back"
+    assert not drafter._vectors, "every request gave its vector back"
     if budgets != [NO_DRAFT]:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
@@ -303,7 +303,7 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) 
     assert [a.token_ids for a in engine.generate(PROMPTS, SamplingParams(max_tokens=30))] == [
         a.token_ids for a in plain
     ]
-    assert not drafter._vectors._of
+    assert not drafter._vectors
 
 
 def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithHead) -> None:

@@ -154,7 +154,7 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
 
 def likeliest(target: HuggingFaceModel) -> Medusa:
     """Trees that the heads' own probabilities choose at each step, which the host must see."""
-    return Medusa(medusa(target).heads, LikeliestTrees(3), nodes=9)
+    return Medusa(medusa(target).head, LikeliestTrees(3), nodes=9)
 
 
 def beams(target: HuggingFaceModel) -> Redrafter:

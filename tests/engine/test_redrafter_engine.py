@@ -17,6 +17,7 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.drafters import Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.heads import HeadRecord
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import SpeculativeSampling
@@ -53,7 +54,7 @@ def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
     for sampled in (False, True):
         trees = []
         for facts in ({}, CALIBRATED):
-            drafter = Redrafter(head, beams=3, length=3, nodes=4, sampled=sampled, facts=facts)
+            drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=3, length=3, nodes=4, sampled=sampled)
             drafter.check(world)
             made = [proposal_after(drafter, world, (first, last)) for first in range(4) for last in range(4)]
             trees.append([(each.tree.token_list, each.tree.shape.parents) for each in made])
@@ -101,7 +102,7 @@ def test_beams_emit_the_targets_law_exactly(
     beams: int, length: int, nodes: int, facts: dict[str, dict[str, list[list[float]]]]
 ) -> None:
     world, head = small()
-    drafter = Redrafter(head, beams=beams, length=length, nodes=nodes, facts=facts)
+    drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=beams, length=length, nodes=nodes)
 
     def law(prefix: Prefix) -> Tensor:
         return world.law_after((0, *prefix))

@@ -18,7 +18,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.trees import chain_shape
 from truedraft.drafters import Medusa
 from truedraft.heads import MedusaHeads
-from truedraft.heads.original import published_tree
+from truedraft.heads.published import published_tree
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from truedraft.errors import ModelError, ModelNotFoundError
-from truedraft.heads import load_redrafter
+from truedraft.heads import RedrafterHead
 
 HIDDEN, VOCAB = 6, 13
 
@@ -83,17 +83,17 @@ def write(folder: Path, config: dict[str, object], state: dict[str, Tensor], *, 
 )
 def test_it_computes_what_the_format_says(tmp_path: Path, exit_dim: int, layers: int, rnn: bool, pickled: bool) -> None:
     state = state_of(exit_dim, layers, rnn)
-    kept = load_redrafter(write(tmp_path, config_of(exit_dim, layers, rnn), state, pickled=pickled))
-    config = kept.head.config
+    kept = RedrafterHead.load(write(tmp_path, config_of(exit_dim, layers, rnn), state, pickled=pickled))
+    config = kept.config
     assert (config.state, config.exit_width, config.tied, config.scaled, config.rnn) == (
         HIDDEN, exit_dim, False, False, rnn,
     )  # fmt: skip
-    assert (kept.target_name, kept.fingerprint, kept.facts) == ("", None, {})
-    assert "Apple" in (kept.note or "") and "sizes fit" in (kept.note or "")
+    assert (kept.record.target_name, kept.record.fingerprint, kept.record.facts) == ("", None, {})
+    assert "Apple" in (kept.record.note or "") and "sizes fit" in (kept.record.note or "")
     noise = torch.Generator().manual_seed(1)
     hidden, embedded = torch.randn(3, HIDDEN, generator=noise), 5 * torch.randn(4, 3, HIDDEN, generator=noise)
-    assert kept.head.output is not None
-    logits = kept.head.output(kept.head.unroll(hidden, embedded))
+    assert kept.output is not None
+    logits = kept.output(kept.unroll(hidden, embedded))
     for place, expected in enumerate(by_hand(state, layers, hidden, embedded)):
         torch.testing.assert_close(logits[place], expected, rtol=1e-4, atol=1e-4)
 
@@ -133,7 +133,7 @@ def test_other_files_are_refused_in_one_sentence(
 ) -> None:
     write(tmp_path, config, state)
     with pytest.raises(ModelError, match=words) as caught:
-        load_redrafter(tmp_path)
+        RedrafterHead.load(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -144,11 +144,11 @@ def test_other_files_are_refused_in_one_sentence(
 def test_only_tensors_are_read(tmp_path: Path, content: object, words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ModelNotFoundError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        load_redrafter(tmp_path)
+        RedrafterHead.load(tmp_path)
     if isinstance(content, bytes):
         (tmp_path / "pytorch_model.bin").write_bytes(content)
     else:
         torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=words) as caught:
-        load_redrafter(tmp_path)
+        RedrafterHead.load(tmp_path)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError
-from truedraft.heads import MedusaConfig, MedusaHeads, load_medusa, save_medusa
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
 
 TREES = {"greedy": RankTree(((0,), (0, 0), (1,)), (0.5, 0.25, 0.125)), "sampled": RankTree(((0,), (1,)))}
 
@@ -27,7 +27,7 @@ def some_heads(**sizes: int | bool) -> MedusaHeads:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_medusa(tmp_path / "heads", some_heads(), "some/target", "abc", TREES, {"top_1": [0.5, 0.25]})
+    some_heads().save(tmp_path / "heads", HeadRecord("some/target", "abc", TREES, {"top_1": [0.5, 0.25]}))
     return tmp_path / "heads"
 
 
@@ -35,25 +35,27 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip(tmp_path: Path, tied: bool, layers: int) -> None:
     heads = some_heads(tied=tied, layers=layers)
-    save_medusa(tmp_path, heads, "some/target", "abc", TREES, {"top_1": [0.5]})
-    kept = load_medusa(tmp_path)
-    assert (kept.target_name, kept.fingerprint, kept.facts, kept.note) == ("some/target", "abc", {"top_1": [0.5]}, None)
-    assert kept.trees == TREES
-    assert kept.heads.config == heads.config
-    assert not kept.heads.training
-    for name, weight in kept.heads.state_dict().items():
+    heads.save(tmp_path, HeadRecord("some/target", "abc", TREES, {"top_1": [0.5]}))
+    kept = MedusaHeads.load(tmp_path)
+    record = kept.record
+    assert (record.target_name, record.fingerprint, record.note) == ("some/target", "abc", None)
+    assert record.facts == {"top_1": [0.5]}
+    assert kept.record.trees == TREES
+    assert kept.config == heads.config
+    assert not kept.training
+    for name, weight in kept.state_dict().items():
         assert weight.dtype is torch.bfloat16
         assert not weight.requires_grad
         assert weight.equal(heads.state_dict()[name].bfloat16())
 
 
 def test_dtype_and_a_second_save(tmp_path: Path) -> None:
-    save_medusa(tmp_path, some_heads(heads=4), "old", "1", {})
-    save_medusa(tmp_path, some_heads(), "new", "2", {}, dtype=torch.float32)
-    kept = load_medusa(tmp_path)
-    assert (kept.target_name, kept.heads.config.heads, kept.trees) == ("new", 3, {})
+    some_heads(heads=4).save(tmp_path, HeadRecord("old", "1"))
+    some_heads().save(tmp_path, HeadRecord("new", "2"), dtype=torch.float32)
+    kept = MedusaHeads.load(tmp_path)
+    assert (kept.record.target_name, kept.config.heads, kept.record.trees) == ("new", 3, {})
     for name, weight in some_heads().state_dict().items():
-        assert kept.heads.state_dict()[name].equal(weight)
+        assert kept.state_dict()[name].equal(weight)
 
 
 def test_tied_heads_are_small(folder: Path) -> None:
@@ -104,23 +106,23 @@ def test_damaged_files_are_refused_in_one_sentence(folder: Path, damage: str) ->
     apply, kind, words = DAMAGE[damage]
     apply(folder)
     with pytest.raises(kind, match=words) as caught:
-        load_medusa(folder)
+        MedusaHeads.load(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_places_without_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no folder"):
-        load_medusa(tmp_path / "nowhere")
+        MedusaHeads.load(tmp_path / "nowhere")
     with pytest.raises(ModelNotFoundError, match="no home"):
-        load_medusa("~nobody-is-called-so/heads")
+        MedusaHeads.load("~nobody-is-called-so/heads")
     with pytest.raises(ModelNotFoundError, match="does not hold Medusa heads"):
-        load_medusa(tmp_path)
+        MedusaHeads.load(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot write the heads"):
-        save_medusa(tmp_path / "file", some_heads(), "t", "f", {})
+        some_heads().save(tmp_path / "file", HeadRecord("t", "f"))
 
 
 def test_half_a_checkpoint_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ def test_half_a_checkpoint_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ModelError, match="No space left on device"):
-        save_medusa(folder, some_heads(heads=2), "t", "f", TREES)
+        some_heads(heads=2).save(folder, HeadRecord("t", "f", TREES))
     monkeypatch.undo()
     with pytest.raises(ModelNotFoundError, match="does not hold Medusa heads"):
-        load_medusa(folder)
+        MedusaHeads.load(folder)

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, LlamaConfig
 from support.backends import fused_backend, graph_backend, native_backend
 from support.head_models import MarkovWithHead, hidden_of, random_heads
 from support.tiny_models import build
-from truedraft.heads.medusa_runner import MedusaRunner
+from truedraft.heads.medusa import MedusaRunner
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError
-from truedraft.heads import load_medusa
-from truedraft.heads.original import published_tree
+from truedraft.heads import MedusaHeads
+from truedraft.heads.published import published_tree
 
 WIDTH, VOCAB = 6, 13
 
@@ -44,26 +44,26 @@ def test_a_folder_loads_and_computes_what_the_original_does(tmp_path: Path, laye
     # The project's published configurations count fewer heads than their files hold.
     config = {"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    kept = load_medusa(tmp_path)
-    assert (kept.target_name, kept.fingerprint) == ("lmsys/vicuna-7b-v1.3", None)
-    assert kept.note is not None
-    assert "lmsys/vicuna-7b-v1.3" in kept.note
-    assert (kept.heads.config.heads, kept.heads.config.layers, kept.heads.config.tied) == (3, layers, False)
+    kept = MedusaHeads.load(tmp_path)
+    assert (kept.record.target_name, kept.record.fingerprint) == ("lmsys/vicuna-7b-v1.3", None)
+    assert kept.record.note is not None
+    assert "lmsys/vicuna-7b-v1.3" in kept.record.note
+    assert (kept.config.heads, kept.config.layers, kept.config.tied) == (3, layers, False)
     h = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
-    logits = kept.heads.logits(h, lambda vectors: vectors, lambda product: product)
+    logits = kept.logits(h, lambda vectors: vectors, lambda product: product)
     for head in range(3):
         torch.testing.assert_close(logits[head], by_hand(state_of(3, layers), head, layers, h))
-    assert kept.trees["greedy"] == kept.trees["sampled"] == published_tree().within(3, 10)
-    assert kept.trees["greedy"].depth == 3
+    assert kept.record.trees["greedy"] == kept.record.trees["sampled"] == published_tree().within(3, 10)
+    assert kept.record.trees["greedy"].depth == 3
 
 
 def test_a_file_alone_loads_without_a_name(tmp_path: Path) -> None:
     torch.save(state_of(5, 1), tmp_path / "heads.pt")
-    kept = load_medusa(tmp_path / "heads.pt")
-    assert kept.target_name == ""
-    assert "no target" in (kept.note or "")
-    assert kept.trees["greedy"] == published_tree()
-    assert isinstance(kept.trees["greedy"], RankTree)
+    kept = MedusaHeads.load(tmp_path / "heads.pt")
+    assert kept.record.target_name == ""
+    assert "no target" in (kept.record.note or "")
+    assert kept.record.trees["greedy"] == published_tree()
+    assert isinstance(kept.record.trees["greedy"], RankTree)
 
 
 class Payload:
@@ -93,5 +93,5 @@ def test_other_files_are_refused(tmp_path: Path, content: object, words: str) ->
     else:
         torch.save(content, file)
     with pytest.raises(ModelError, match=words) as caught:
-        load_medusa(tmp_path)
+        MedusaHeads.load(tmp_path)
     assert "\n" not in str(caught.value)

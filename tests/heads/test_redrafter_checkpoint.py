@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from truedraft.errors import ModelError, ModelNotFoundError
-from truedraft.heads import MedusaConfig, MedusaHeads, load_medusa, load_redrafter, save_medusa, save_redrafter
-from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
 
 
 def some_head(**sizes: int | bool) -> RedrafterHead:
@@ -26,7 +25,7 @@ def some_head(**sizes: int | bool) -> RedrafterHead:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_redrafter(tmp_path / "head", some_head(), "some/target", "abc", {"steps": 3})
+    some_head().save(tmp_path / "head", HeadRecord("some/target", "abc", facts={"steps": 3}))
     return tmp_path / "head"
 
 
@@ -36,30 +35,32 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_round_trip(tmp_path: Path, sizes: dict[str, int | bool]) -> None:
     head = some_head(**sizes)
-    save_redrafter(tmp_path, head, "some/target", "abc", {"top_1": [0.5]})
-    kept = load_redrafter(tmp_path)
-    assert (kept.target_name, kept.fingerprint, kept.facts, kept.note) == ("some/target", "abc", {"top_1": [0.5]}, None)
-    assert kept.head.config == head.config and not kept.head.training
-    assert kept.head.state_dict().keys() == head.state_dict().keys()
-    for name, weight in kept.head.state_dict().items():
+    head.save(tmp_path, HeadRecord("some/target", "abc", facts={"top_1": [0.5]}))
+    kept = RedrafterHead.load(tmp_path)
+    record = kept.record
+    assert (record.target_name, record.fingerprint, record.note) == ("some/target", "abc", None)
+    assert record.facts == {"top_1": [0.5]}
+    assert kept.config == head.config and not kept.training
+    assert kept.state_dict().keys() == head.state_dict().keys()
+    for name, weight in kept.state_dict().items():
         assert weight.dtype is torch.bfloat16 and not weight.requires_grad
         assert weight.equal(head.state_dict()[name].bfloat16())
 
 
 def test_dtype_and_a_second_save(tmp_path: Path) -> None:
-    save_redrafter(tmp_path, some_head(layers=4), "old", "1")
-    save_redrafter(tmp_path, some_head(), "new", "2", dtype=torch.float32)
-    kept = load_redrafter(tmp_path)
-    assert (kept.target_name, kept.head.config.layers, kept.facts) == ("new", 2, {})
-    assert all(kept.head.state_dict()[name].equal(weight) for name, weight in some_head().state_dict().items())
+    some_head(layers=4).save(tmp_path, HeadRecord("old", "1"))
+    some_head().save(tmp_path, HeadRecord("new", "2"), dtype=torch.float32)
+    kept = RedrafterHead.load(tmp_path)
+    assert (kept.record.target_name, kept.config.layers, kept.record.facts) == ("new", 2, {})
+    assert all(kept.state_dict()[name].equal(weight) for name, weight in some_head().state_dict().items())
 
 
 def test_the_two_kinds_are_told_apart(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds a recurrent drafter, not Medusa heads; use redrafter:.*head$"):
-        load_medusa(folder)
-    save_medusa(tmp_path / "m", MedusaHeads(MedusaConfig(8, 11)), "t", "f", {})
+        MedusaHeads.load(folder)
+    MedusaHeads(MedusaConfig(8, 11)).save(tmp_path / "m", HeadRecord("t", "f"))
     with pytest.raises(ModelError, match=r"holds Medusa heads, not a recurrent drafter; use medusa:.*m$"):
-        load_redrafter(tmp_path / "m")
+        RedrafterHead.load(tmp_path / "m")
 
 
 def edit(**changes: object) -> Callable[[Path], object]:
@@ -94,17 +95,17 @@ def test_damaged_files_are_refused_in_one_sentence(folder: Path, damage: str) ->
     apply, kind, words = DAMAGE[damage]
     apply(folder)
     with pytest.raises(kind, match=words) as caught:
-        load_redrafter(folder)
+        RedrafterHead.load(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_places_without_a_head_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"there is no folder .* with a recurrent drafter"):
-        load_redrafter(tmp_path / "nowhere")
+        RedrafterHead.load(tmp_path / "nowhere")
     with pytest.raises(ModelNotFoundError, match="truedraft train redrafter"):
-        load_redrafter(tmp_path)
+        RedrafterHead.load(tmp_path)
     with pytest.raises(ModelNotFoundError, match="no home"):
-        load_redrafter("~nobody-is-called-so/head")
+        RedrafterHead.load("~nobody-is-called-so/head")
 
 
 def test_a_full_disk_leaves_nothing_that_could_be_taken_for_a_head(
@@ -115,7 +116,7 @@ def test_a_full_disk_leaves_nothing_that_could_be_taken_for_a_head(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ModelError, match="No space left on device"):
-        save_redrafter(folder, some_head(), "t", "f")
+        some_head().save(folder, HeadRecord("t", "f"))
     monkeypatch.undo()
     with pytest.raises(ModelNotFoundError, match="does not hold a recurrent drafter"):
-        load_redrafter(folder)
+        RedrafterHead.load(folder)

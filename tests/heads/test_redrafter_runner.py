@@ -9,8 +9,7 @@ from transformers import LlamaConfig
 
 from support.head_models import hidden_of, random_redrafter
 from support.tiny_models import build
-from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead, RedrafterRunner
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel

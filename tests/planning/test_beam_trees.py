@@ -15,8 +15,7 @@ from truedraft.core.counters import Counters
 from truedraft.core.survival import Survival
 from truedraft.drafters import Redrafter
 from truedraft.engine import Answer
-from truedraft.heads.redrafter import RedrafterHead
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.heads import HeadRecord, RedrafterHead, RedrafterRunner
 from truedraft.planning import beam_trees
 from truedraft.planning.beam_trees import BeamTokens, tokens_of_beams
 from truedraft.planning.replay import CURVE_NODES, Trace
@@ -72,7 +71,7 @@ def test_so_it_does_for_calibrated_beams() -> None:
         for nodes, tokens, without in zip(each.nodes, each.tokens, other.tokens, strict=True):
             if tokens != without:  # elsewhere nothing would show
                 sizes = {"beams": each.beams, "length": each.length, "nodes": nodes}
-                drafter = Redrafter(head(4), **sizes, facts={"survival": {"greedy": SHARPENED}})
+                drafter = Redrafter(head(4).with_record(HeadRecord(facts={"survival": {"greedy": SHARPENED}})), **sizes)
                 assert tokens == pytest.approx(measured(drafter, params)), sizes
                 parted += 1
     assert parted > 1

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from truedraft.core.survival import Survival
 from truedraft.embedded import embedded_heads
-from truedraft.heads.checkpoint import load_medusa
-from truedraft.heads.redrafter_checkpoint import load_redrafter
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.heads import MedusaHeads, RedrafterHead
+from truedraft.heads.redrafter import RedrafterRunner
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
@@ -76,7 +75,7 @@ def rising(tokens: Sequence[float]) -> bool:
 
 
 def test_medusa_trees(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness: float) -> None:
-    heads = load_medusa(embedded_heads("medusa")).heads
+    heads = MedusaHeads.load(embedded_heads("medusa"))
     found = [HeadGuesses.along(heads, flattened(sharpness), traces, 64) for traces in halves]
     ways = compare(found)
     assert ways["calibrated"] > max(ways["raw"], ways["counted"]) - NOISE
@@ -105,7 +104,7 @@ class Flattened(RedrafterRunner):
 
 
 def test_beams(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness: float) -> None:
-    runner = Flattened(load_redrafter(embedded_heads("redrafter")).head, target())
+    runner = Flattened(RedrafterHead.load(embedded_heads("redrafter")), target())
     runner.sharpness = sharpness
     survival = beam_survival(runner, halves[0], 4)
 

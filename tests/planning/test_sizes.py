@@ -18,7 +18,7 @@ from truedraft.drafters import PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.errors import ModelError, OptionError
-from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
 from truedraft.planning import choose_nodes, nodes_for, sized
 from truedraft.theory import AcceptanceCurve, DraftCost, DraftPoint, TargetCost
 
@@ -177,7 +177,7 @@ def recurrent(**sizes: int) -> Redrafter:
     few = [{"beams": 2, "length": length, "nodes": [1, 2, 4], "tokens": [1.5, 1.65, 1.75]} for length in (1, 2)]
     many = {"beams": 4, "length": 2, "nodes": [1, 2, 4, 8], "tokens": [1.5, 1.6, 1.7, 1.8]}
     head = RedrafterHead(RedrafterConfig(48, VOCAB, state=8, exit_width=48, layers=1))
-    return Redrafter(head, facts={"beams": {"greedy": [*few, many]}}, **sizes)  # type: ignore[arg-type]
+    return Redrafter(head.with_record(HeadRecord(facts={"beams": {"greedy": [*few, many]}})), **sizes)  # type: ignore[arg-type]
 
 
 def test_beams_and_their_length_are_chosen_with_the_nodes(store: CostStore) -> None:
@@ -201,6 +201,6 @@ def test_beams_and_their_length_are_chosen_with_the_nodes(store: CostStore) -> N
 
 def test_damaged_curves_of_beams(store: CostStore) -> None:
     head = RedrafterHead(RedrafterConfig(48, VOCAB, state=8, exit_width=48, layers=1))
-    drafter = Redrafter(head, facts={"beams": {"greedy": [{"beams": 2}]}})
+    drafter = Redrafter(head.with_record(HeadRecord(facts={"beams": {"greedy": [{"beams": 2}]}})))
     with pytest.raises(ModelError, match="damaged"):
         drafter.size_plans(SamplingParams())

@@ -15,15 +15,7 @@ from recipes.stdlib.publish_heads import publish_heads
 from truedraft.core.rank_tree import RankTree
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, TrainingError
-from truedraft.heads import (
-    MedusaConfig,
-    MedusaHeads,
-    RedrafterHead,
-    load_medusa,
-    load_redrafter,
-    save_medusa,
-    save_redrafter,
-)
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterHead
 
 FACTS = {
     "written_tokens": 1000,
@@ -48,13 +40,13 @@ def test_what_is_published_is_what_was_trained(tmp_path: Path, trained: Path) ->
     heads, destination = MedusaHeads(MedusaConfig(8, 11, heads=2, reads_token=True)), tmp_path / "package" / "medusa"
     served = [FACTS["served"][0] | {"trees": trees} for trees in ("likeliest", "counted")]
     trees = {"greedy": RankTree.cartesian((2, 1))}
-    save_medusa(trained, heads, "some target", "f" * 32, trees, FACTS | {"served": served})
+    heads.save(trained, HeadRecord("some target", "f" * 32, trees, FACTS | {"served": served}))
     publish_heads(medusa.published(trained), destination, tmp_path / "results.json", total_s=300.0, device="cpu")
     assert {path.name for path in destination.iterdir()} == {
         "README.md", "config.json", "heads.safetensors", "trees.json",
     }  # fmt: skip
-    found = load_medusa(destination)
-    assert found.fingerprint == "f" * 32 and found.heads.config == heads.config
+    found = MedusaHeads.load(destination)
+    assert found.record.fingerprint == "f" * 32 and found.config == heads.config
     card = (destination / "README.md").read_text()
     assert "5 minutes" in card
     for kind in ("likeliest", "counted"):
@@ -68,10 +60,10 @@ def test_what_is_published_is_what_was_trained(tmp_path: Path, trained: Path) ->
 def test_a_recurrent_head_is_published_by_the_same_code(tmp_path: Path, trained: Path) -> None:
     head = RedrafterHead(redrafter.settings().sizes(384, 8192))
     served = [{"temperature": 1.0, "nodes": 32, "mean_acceptance_length": 1.875}]
-    save_redrafter(trained, head, "some target", "f" * 32, FACTS | {"served": served})
+    head.save(trained, HeadRecord("some target", "f" * 32, facts=FACTS | {"served": served}))
     destination = tmp_path / "redrafter"
     publish_heads(redrafter.published(trained), destination, tmp_path / "results.json", total_s=300.0, device="cpu")
-    assert load_redrafter(destination).facts["served"] == served
+    assert RedrafterHead.load(destination).record.facts["served"] == served
     assert "| tokens per target call, temperature 1, 32 nodes | 1.88 |" in (destination / "README.md").read_text()
     assert (destination / "heads.safetensors").stat().st_size < 4_000_000
     assert (tmp_path / "redrafter.jsonl").is_file()

@@ -14,8 +14,7 @@ from torch.nn import functional
 from truedraft import Engine, load_model
 from truedraft.drafters.medusa import Medusa
 from truedraft.errors import MissingExtraError
-from truedraft.heads.checkpoint import load_medusa
-from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import load_causal_lm
 from truedraft.training import adapters
 from truedraft.training.adapters import rank_for
@@ -69,12 +68,12 @@ def trained(target_folder, prompts, tmp_path_factory):
 def test_it_writes_an_ordinary_target_and_heads_for_it(trained, target_folder, prompts):
     out, result = trained
     target = load_model(out / "target")
-    checkpoint = load_medusa(out)
-    assert checkpoint.fingerprint == target.fingerprint != load_model(target_folder).fingerprint
+    checkpoint = MedusaHeads.load(out)
+    assert checkpoint.record.fingerprint == target.fingerprint != load_model(target_folder).fingerprint
     assert load_tokenizer(out / "target").get_vocab() == load_tokenizer(target_folder).get_vocab()
     plain = Engine(target).generate(prompts.test[0])
     assert Engine(target, Medusa.load(out)).generate(prompts.test[0]).token_ids == plain.token_ids
-    assert load_medusa(out / "stage-1").fingerprint == load_model(target_folder).fingerprint
+    assert MedusaHeads.load(out / "stage-1").record.fingerprint == load_model(target_folder).fingerprint
     assert result.effort.steps == 5
 
 
@@ -111,8 +110,8 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_fo
         train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=kill)
     train_medusa(target_folder, prompts, tmp_path, CONFIG)
     assert load_model(tmp_path / "target").fingerprint == load_model(trained[0] / "target").fingerprint
-    expected = load_medusa(trained[0]).heads.state_dict()
-    assert all(torch.equal(w, expected[name]) for name, w in load_medusa(tmp_path).heads.state_dict().items())
+    expected = MedusaHeads.load(trained[0]).state_dict()
+    assert all(torch.equal(w, expected[name]) for name, w in MedusaHeads.load(tmp_path).state_dict().items())
 
 
 def test_gradients_of_both_losses_reach_the_target(target_folder):

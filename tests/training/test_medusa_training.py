@@ -20,8 +20,7 @@ from truedraft.drafters.calibration import Calibration
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
-from truedraft.heads.checkpoint import load_medusa
-from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
 from truedraft.training import loop as loop_module
@@ -81,7 +80,7 @@ def trained(target_folder, prompts, tmp_path_factory):
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_medusa(folder).heads.state_dict()
+    return MedusaHeads.load(folder).state_dict()
 
 
 def copied(trained, folder: Path) -> Path:
@@ -94,12 +93,12 @@ def copied(trained, folder: Path) -> Path:
 
 def test_what_it_leaves_behind(trained, target_folder):
     out, result, _ = trained
-    checkpoint = load_medusa(out)
+    checkpoint = MedusaHeads.load(out)
     target = load_model(target_folder)
-    assert checkpoint.fingerprint == target.fingerprint and checkpoint.target_name == str(target_folder)
-    assert checkpoint.trees.keys() == {"greedy", "sampled"}
-    assert checkpoint.facts["served"] == [each.as_dict() for each in result.heads.served]
-    for kind, tree in checkpoint.facts["trees"].items():
+    assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
+    assert checkpoint.record.trees.keys() == {"greedy", "sampled"}
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.heads.served]
+    for kind, tree in checkpoint.record.facts["trees"].items():
         compared = tree["compared"]
         best = max(compared, key=lambda way: compared[way], default="calibrated")
         assert tree["chosen"] == ("counted" if best == "counted" else "likeliest")
@@ -118,9 +117,9 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     target = load_model(target_folder)
     for served in result.heads.served:
         params = SamplingParams(max_tokens=64, temperature=served.temperature, seed=0)  # half of the context
-        kept = load_medusa(out)
-        chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.facts["survival"]))
-        trees = kept.trees if served.trees == "counted" else chosen
+        kept = MedusaHeads.load(out)
+        chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
+        trees = kept.record.trees if served.trees == "counted" else chosen
         drafter = Medusa.load(out, nodes=served.nodes, trees=trees)
         answers = Engine(target, drafter).generate(list(prompts.test), params)
         emitted = sum(answer.stats.emitted_tokens for answer in answers)
@@ -260,7 +259,7 @@ def test_a_disk_that_fills_while_torch_writes(trained, target_folder, prompts, t
 def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, target_folder, prompts, tmp_path):
     free = replace(CONFIG, tied=False, steps=2)
     train_medusa(target_folder, prompts, copied(trained, tmp_path), free)
-    heads = load_medusa(tmp_path).heads
+    heads = MedusaHeads.load(tmp_path)
     assert heads.config.tied is False
     lm_head = LmHead.of(load_causal_lm(target_folder))
     optimizer = heads_optimizer(MedusaTrainee(heads.requires_grad_(True), lm_head), CONFIG.optimizer)

@@ -14,7 +14,7 @@ import torch
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.redrafter import Redrafter
 from truedraft.errors import CompositionError, DataError, ModelError, OptionError, TrainingError
-from truedraft.heads import load_redrafter, save_redrafter
+from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees
 from truedraft.training import acceptance
 from truedraft.training.optimizer import OptimizerConfig
@@ -78,7 +78,7 @@ def trained(target_folder, prompts, tmp_path_factory):
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_redrafter(folder).head.state_dict()
+    return RedrafterHead.load(folder).state_dict()
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -96,10 +96,10 @@ def copied(trained, folder: Path) -> Path:
 
 def test_what_it_leaves_behind(trained, target_folder):
     out, result, said = trained
-    checkpoint, target = load_redrafter(out), load_model(target_folder)
-    assert checkpoint.fingerprint == target.fingerprint and checkpoint.target_name == str(target_folder)
-    assert (checkpoint.head.config.state, checkpoint.head.config.length) == (24, 3)
-    assert checkpoint.facts["served"] == [each.as_dict() for each in result.head.served]
+    checkpoint, target = RedrafterHead.load(out), load_model(target_folder)
+    assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
+    assert (checkpoint.config.state, checkpoint.config.length) == (24, 3)
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.head.served]
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["identity"]["self_fed"] == 0.3 and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 6
@@ -127,10 +127,10 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
         "greedy": 18,
         "sampled": 18,
     }
-    assert load_redrafter(out).facts["survival"].keys() <= {"greedy", "sampled"}
+    assert RedrafterHead.load(out).record.facts["survival"].keys() <= {"greedy", "sampled"}
     plan = Redrafter.load(out).size_plans(SamplingParams())[0]
     assert plan.curve.measured_on == "the target's answers to 7 held-out prompts"
-    assert load_redrafter(out).facts["beams"].keys() == {"greedy", "sampled"}
+    assert RedrafterHead.load(out).record.facts["beams"].keys() == {"greedy", "sampled"}
     assert Redrafter.load(out).size_plans(SamplingParams(max_tokens=ANSWER))
 
 
@@ -240,7 +240,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
         train_redrafter(target_folder, prompts, tmp_path, config)
     assert not (tmp_path / "work" / "checkpoint.pt.partial").exists()
     train_redrafter(target_folder, prompts, tmp_path, config)
-    assert load_redrafter(tmp_path).facts["steps"] == 2
+    assert RedrafterHead.load(tmp_path).record.facts["steps"] == 2
 
 
 def test_start_from_a_head_that_fits(trained, target_folder, prompts, tmp_path):
@@ -253,7 +253,7 @@ def test_start_from_a_head_that_fits(trained, target_folder, prompts, tmp_path):
 
 
 def test_start_from_a_head_of_another_target_or_another_kind(trained, target_folder, prompts, tmp_path):
-    save_redrafter(tmp_path / "other", load_redrafter(trained[0]).head, "another", "0" * 32)
+    RedrafterHead.load(trained[0]).save(tmp_path / "other", HeadRecord("another", "0" * 32))
     with pytest.raises(CompositionError, match=r"were trained for another .* and the target is"):
         train_redrafter(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
     record = json.loads((tmp_path / "other" / "config.json").read_text())
@@ -263,7 +263,7 @@ def test_start_from_a_head_of_another_target_or_another_kind(trained, target_fol
 
 
 def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, target_folder, tmp_path):
-    save_redrafter(tmp_path, load_redrafter(trained[0]).head, "another", "0" * 32)
+    RedrafterHead.load(trained[0]).save(tmp_path, HeadRecord("another", "0" * 32))
     target = load_model(target_folder)
     with pytest.raises(CompositionError, match="another") as caught:
         Engine(target, Redrafter.load(tmp_path))

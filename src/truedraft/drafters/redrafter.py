@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from truedraft.core import transfers
-from truedraft.core.beams import Beams, MergedBeams, merge, trees_of
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposals import DrawKind, Proposal
 from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import scores_for
 from truedraft.core.trees import TokenTree, narrowed
-from truedraft.drafters.base import Drafter, DraftRequest, Features, SizePlan, StepOutcome
-from truedraft.drafters.beam_search import beam_search, with_dropped
+from truedraft.drafters.base import DraftRequest, SizePlan
+from truedraft.drafters.beams import Beams, MergedBeams, beam_search, merge, trees_of, with_dropped
 from truedraft.drafters.calibration import FACT, Calibration, beam_curves
-from truedraft.drafters.last_vectors import LastVectors
+from truedraft.drafters.head import HeadDrafter
 from truedraft.drafters.sampled_beams import SampledBeams
-from truedraft.drafters.trained_for import TrainedFor
-from truedraft.errors import DrafterError, OptionError
-from truedraft.heads.redrafter import RedrafterHead
-from truedraft.heads.redrafter_checkpoint import RedrafterCheckpoint, load_redrafter
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.errors import OptionError
+from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel
 
 DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
@@ -39,7 +34,7 @@ _LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
 """Least and most; a search grows with beams times length, and merging with the square of it."""
 
 
-class Redrafter(Drafter):
+class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
     """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
 
     The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
@@ -60,19 +55,12 @@ class Redrafter(Drafter):
         length: newly drafted tokens of each; None takes what the head was trained for.
         nodes: most nodes of a proposal, the likeliest; None takes 16 until measuring says better.
         sampled: whether requests at a temperature get drawn paths.
-        target_name: what the head's target was called, for messages.
-        fingerprint: of the head's target; None where nobody knows, then any target of its sizes is taken.
-        note: what a user should know of this head.
-        facts: what was found out about it when it was trained.
 
     Attributes:
         beams: as given, or chosen.
         length: as given, or chosen.
         nodes: as given, or chosen.
         sizes_chosen: whether beams, length and nodes were chosen, by the caller or by measuring.
-        sizes: of the head, as `RedrafterConfig` lists them; what a proposal costs depends on them.
-        note: as given.
-        facts: as given.
 
     Raises:
         OptionError: beams outside 1 to 256, length outside 1 to 32, or nodes outside 0 to 1,024.
@@ -80,7 +68,6 @@ class Redrafter(Drafter):
     """
 
     name: ClassVar[str] = "redrafter"
-    features: ClassVar[Features | None] = Features()
 
     def __init__(
         self,
@@ -90,11 +77,8 @@ class Redrafter(Drafter):
         length: int | None = None,
         nodes: int | None = None,
         sampled: bool = False,
-        target_name: str = "",
-        fingerprint: str | None = None,
-        note: str | None = None,
-        facts: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(head)
         self.sizes_chosen = not (beams is None and length is None and nodes is None)
         self.beams = DEFAULT_BEAMS if beams is None else beams
         self.length = head.config.length if length is None else length
@@ -104,16 +88,7 @@ class Redrafter(Drafter):
             if not least <= given <= most:
                 raise OptionError(f"{option} of a recurrent drafter must be {least} to {most}, got {given}")
         self.sampled = sampled
-        self.sizes = astuple(head.config)
-        self.note = note
-        self.facts = dict(facts or {})
         self._calibration = Calibration.of(self.facts.get(FACT, {}))
-        self._head = head
-        config = head.config
-        self._target = TrainedFor("recurrent heads", config.width, config.vocab_size, target_name, fingerprint)
-        self._vectors = LastVectors(config.width)
-        self._runner: RedrafterRunner | None = None
-        self._runs_with: LanguageModel | None = None
         self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
 
     @classmethod
@@ -132,52 +107,14 @@ class Redrafter(Drafter):
             ModelError: there is no such head, or its files are damaged.
             OptionError: as `Redrafter`.
         """
-        return cls.of(load_redrafter(folder), beams=beams, length=length, nodes=nodes, sampled=sampled)
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: RedrafterCheckpoint,
-        *,
-        beams: int | None = None,
-        length: int | None = None,
-        nodes: int | None = None,
-        sampled: bool = False,
-    ) -> Redrafter:
-        """The head of a checkpoint; see `load`."""
-        return cls(
-            checkpoint.head,
-            beams=beams,
-            length=length,
-            nodes=nodes,
-            sampled=sampled,
-            target_name=checkpoint.target_name,
-            fingerprint=checkpoint.fingerprint,
-            note=checkpoint.note,
-            facts=checkpoint.facts,
-        )
+        return cls(RedrafterHead.load(folder), beams=beams, length=length, nodes=nodes, sampled=sampled)
 
     def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
         """The same head with other sizes, as measuring may show them to be best; 0 nodes draft nothing.
 
         The new drafter has no requests of the old one.
         """
-        return Redrafter(
-            self._head,
-            beams=beams,
-            length=length,
-            nodes=nodes,
-            sampled=self.sampled,
-            target_name=self._target.name,
-            fingerprint=self._target.fingerprint,
-            note=self.note,
-            facts=self.facts,
-        )
-
-    @property
-    def head(self) -> RedrafterHead:
-        """The recurrent head."""
-        return self._head
+        return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self.sampled)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -198,23 +135,8 @@ class Redrafter(Drafter):
             plans.append(SizePlan(f"{each.beams} beams of {each.length}", each.curve, timed[each.beams], sized))
         return plans
 
-    def check(self, target: LanguageModel) -> None:
-        """Refuse another target than that of the head; from now on drafts with this one.
-
-        Raises:
-            CompositionError: names both targets, or what does not fit.
-            ModelError: the target has no LM head or embedding that could be shared, or its weights cannot be read.
-        """
-        if target is self._runs_with:
-            return
-        self._target.check(target)
-        target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises where it cannot
-        self._runner = RedrafterRunner(self._head, target)
-        self._runs_with = target
-
-    def begin(self, request: DraftRequest) -> None:
-        """A request starts; its first vector comes with the end of its prompt."""
-        self._vectors.begin(request)
+    def _runner_for(self, target: LanguageModel) -> RedrafterRunner:
+        return RedrafterRunner(self.head, target)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -233,7 +155,7 @@ class Redrafter(Drafter):
         return proposals
 
     def _can_draft(self, request: DraftRequest, budget: Budget) -> bool:
-        return not budget.is_zero and self.nodes > 0 and self._vectors.get(request) is not None
+        return not budget.is_zero and self.nodes > 0 and self._vectors.get(request.id) is not None
 
     def _draws(self, params: SamplingParams) -> bool:
         """Whether requests with such options get paths that are drawn, not chosen."""
@@ -249,7 +171,7 @@ class Redrafter(Drafter):
         merged: list[MergedBeams] = []
         order: list[int] = []
         scores = scores_for([self._calibration(request.params) for request in batch], hidden.device)
-        growing = beam_search(self._running, hidden, drawn, self._width, scores)
+        growing = beam_search(self._running[0], hidden, drawn, self._width, scores)
         for length, beams in enumerate(itertools.islice(growing, max(depths)), 1):
             steps.append(beams)
             # One length, but for requests near their end; a shorter search ends earlier, as it does alone.
@@ -275,12 +197,12 @@ class Redrafter(Drafter):
         """Beams that are drawn, see `SampledBeams`."""
         hidden, drawn = self._ends(batch)
         within = [Budget(each.depth, each.width, min(each.nodes, self.nodes), each.min_probability) for each in budgets]
-        beams = SampledBeams(self._running, self._width, self._longest(budgets))
+        beams = SampledBeams(self._running[0], self._width, self._longest(budgets))
         return beams.propose(batch, within, noise, hidden, drawn)
 
     def _ends(self, batch: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
         """The vectors `[requests, width]` of some requests, and the tokens `[requests]` drawn from them."""
-        vectors = [self._vectors.get(request) for request in batch]
+        vectors = [self._vectors.get(request.id) for request in batch]
         hidden = torch.stack([vector for vector in vectors if vector is not None])
         return hidden, transfers.upload([request.tokens[-1] for request in batch], hidden.device)
 
@@ -288,27 +210,6 @@ class Redrafter(Drafter):
         return min(self.length, max(budget.depth for budget in budgets))
 
     @property
-    def _running(self) -> RedrafterRunner:
-        if self._runner is None:
-            raise DrafterError(
-                "a recurrent head needs the target's LM head: call check(target) first, as an engine does"
-            )
-        return self._runner
-
-    @property
     def _width(self) -> int:
         """Beams that there can be."""
-        assert self._runs_with is not None, "checked"
-        return min(self.beams, self._runs_with.vocab_size)
-
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Keep the vector from which each request's last token was drawn."""
-        self._vectors.observe(batch, outcomes)
-
-    @property
-    def holding(self) -> Collection[int]:
-        return self._vectors.holding
-
-    def end(self, request: DraftRequest) -> None:
-        """Drop the vector."""
-        self._vectors.end(request)
+        return min(self.beams, self._running[1].vocab_size)

@@ -28,7 +28,7 @@ from truedraft.core.proposals import Draw, DrawKind, Proposal
 from truedraft.core.trees import TokenTree, TreeShape
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.heads.redrafter import RedrafterRunner
 
 _DRAWS = 4
 """Draws at a node below the root: each costs a pass over the law, and later ones are rarely among the best."""

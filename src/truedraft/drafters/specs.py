@@ -125,20 +125,20 @@ def _medusa(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.calibration import GREEDY, SAMPLED
     from truedraft.drafters.guess_trees import FixedTrees
     from truedraft.drafters.medusa import Medusa
-    from truedraft.heads.checkpoint import load_medusa
+    from truedraft.heads import MedusaHeads
 
     branching, file = words.options.get("branching"), words.options.get("tree")
     if branching is not None and file is not None:
         raise OptionError("drafter 'medusa' takes branching or tree, not both")
     nodes = read_whole("nodes", words.options["nodes"]) if "nodes" in words.options else None
-    checkpoint = load_medusa(_heads_folder("medusa", words.path))
+    heads = MedusaHeads.load(_heads_folder("medusa", words.path))
     if branching is None and file is None:
-        return Medusa.of(checkpoint, nodes=nodes)
+        return Medusa(heads, nodes=nodes)
     if file == _COUNTED:
-        return Medusa.of(checkpoint, nodes=nodes, trees=FixedTrees(checkpoint.trees))
+        return Medusa(heads, FixedTrees(heads.record.trees), nodes=nodes)
     tree = _listed(file) if file is not None else RankTree.cartesian(_widths(branching or ""))
     trees = FixedTrees({GREEDY: tree, SAMPLED: tree})
-    return Medusa.of(checkpoint, nodes=len(tree) if nodes is None else nodes, trees=trees)
+    return Medusa(heads, trees, nodes=len(tree) if nodes is None else nodes)
 
 
 def _redrafter(words: Words, target: LanguageModel) -> Drafter:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import silu
 
+from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
+from truedraft.heads.base import (
+    Head,
+    HeadRecord,
+    Product,
+    ResidualBlock,
+    Unembed,
+    expanded,
+    filled,
+    linears_of,
+    placed,
+    scaled_embedding,
+)
+from truedraft.models.base import HeadRun, LanguageModel
+from truedraft.models.ranking import Likeliest
 
-_TINY = 1e-20  # an embedding of zeros stays one
-
-Unembed: TypeAlias = Callable[[Tensor], Tensor]
-"""The target's LM head: vectors `[rows, width]` to logits `[rows, vocab]`, its scale and soft-cap applied."""
+_FACTS = "facts"  # beside the trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +63,6 @@ class MedusaConfig:
                 raise OptionError(f"{name} of Medusa heads must be 1 or more, got {getattr(self, name)}")
 
 
-class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), with W and b 0 at the start, so that it starts as the identity."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The vectors `[rows, width]` after the block."""
-        return x + functional.silu(self.linear(x))
-
-
 class MedusaHead(nn.Module):
     """One head: residual blocks, then the target's LM head or a linear layer of its own."""
 
@@ -74,10 +74,10 @@ class MedusaHead(nn.Module):
     @property
     def linears(self) -> list[nn.Linear]:
         """The linear layer of each block."""
-        return [block.linear for block in self.blocks if isinstance(block, ResidualBlock)]
+        return linears_of(self.blocks)
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(Head):
     """Head k (from 0) guesses the token k + 2 places behind the vector's own token: h -> W2 (h + SiLU(W1 h)).
 
     Medusa 2401.10774, section 2.1.1. The vector h enters the target's LM head, which gives the token one place behind.
@@ -91,9 +91,16 @@ class MedusaHeads(nn.Module):
         config: sizes.
     """
 
+    kind: ClassVar[str] = "medusa"
+    noun: ClassVar[str] = "Medusa heads"
+    plural: ClassVar[str] = "Medusa heads"
+    place_word: ClassVar[str] = "head"
+    sizes: ClassVar[type[Any]] = MedusaConfig
+    facts_file: ClassVar[str] = "trees.json"
+    config: MedusaConfig
+
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.token = nn.Linear(config.width, config.width, bias=False) if config.reads_token else None
         if self.token is not None:
             nn.init.zeros_(self.token.weight)
@@ -103,9 +110,20 @@ class MedusaHeads(nn.Module):
         """The heads, that of the nearest token first."""
         return (head for head in self.heads if isinstance(head, MedusaHead))
 
+    @property
+    def reach(self) -> int:
+        return self.config.heads
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.config.reads_token
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [head.output for head in self.each()]
+
     @torch.no_grad()
     def start_from(self, weight: Tensor) -> None:
-        """Let free outputs start at the weight `[vocab, width]` of the target's LM head; tied heads have none."""
         for head in self.each():
             if head.output is not None:
                 head.output.weight.copy_(weight)
@@ -132,6 +150,9 @@ class MedusaHeads(nn.Module):
         entering = self.entering(hidden, embedded)
         return torch.stack([head.blocks(entering) for head in self.each()])
 
+    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        return self.vectors(hidden, embedded[0])  # heads read the first token at most
+
     def logits(
         self, hidden: Tensor, unembed: Unembed, finish: Callable[[Tensor], Tensor], embedded: Tensor | None = None
     ) -> Tensor:
@@ -149,12 +170,112 @@ class MedusaHeads(nn.Module):
         outputs = [head.output for head in self.each() if head.output is not None]
         return torch.stack([finish(output(each)) for output, each in zip(outputs, vectors, strict=True)])
 
+    def _kept(self, record: HeadRecord) -> dict[str, Any]:
+        return {kind: tree.as_dict() for kind, tree in record.trees.items()} | {_FACTS: dict(record.facts)}
 
-def scaled_embedding(embedded: Tensor) -> Tensor:
-    """Embeddings `[rows, width]` at a root mean square of 1: families differ in their size by orders.
+    @classmethod
+    def _read(cls, kept: dict[str, Any]) -> tuple[Mapping[str, RankTree], Mapping[str, Any]]:
+        facts = kept.pop(_FACTS, {})
+        return {kind: RankTree.of(tree) for kind, tree in kept.items()}, facts
 
-    In float32 and over next to nothing: torch's own constant beside the mean of squares is 0.008 in bfloat16, more than
-    the mean itself in many tables.
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """Heads of a folder that was written by `save`, or of a folder or file of the original Medusa project."""
+        from truedraft.heads.published import is_original, load_original
+
+        path = expanded(folder)
+        return load_original(path, cls) if is_original(path) else super().load(path)
+
+
+class MedusaRunner:
+    """The first heads of a set, in the dtype and on the device of a target; their weights are copied.
+
+    Args:
+        heads: of the target's width and vocabulary.
+        target: whose LM head tied heads end in.
+        depth: how many heads are used.
     """
-    wide = embedded.float()
-    return functional.rms_norm(wide, wide.shape[-1:], eps=_TINY).to(embedded.dtype)
+
+    def __init__(self, heads: MedusaHeads, target: LanguageModel, depth: int) -> None:
+        used = list(heads.each())[:depth]
+        self._target = target
+        self._token = None if heads.token is None else _placed([heads.token], target)
+        self._used = used
+        run = target.shared_heads([head.linears for head in used]) if heads.config.tied and used else None
+        self._run: HeadRun = run or self._plain
+
+    @cached_property
+    def _plain(self) -> _Plain:
+        """Beside a faster way of the target it is a second copy of the weights, so it is made when it is needed."""
+        return _Plain(self._used, self._target)
+
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> Likeliest:
+        """The guesses of the first `depth` heads.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head; a row's guesses depend on it alone.
+            depth: at most as many as there are heads.
+            ranks: guesses of each head.
+            tokens: `[rows]`, int64: those drawn from the vectors; heads that do not read tokens need none.
+
+        Returns:
+            The likeliest ids `[depth, rows, ranks]`, on the target's device.
+        """
+        return self._run(self._entering(hidden, tokens), depth, ranks)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, depth: int, tokens: Tensor | None = None) -> Tensor:
+        """The logits `[depth, rows, vocab]` of the first `depth` heads; arguments as for `likeliest`."""
+        return self._plain.logits(self._entering(hidden, tokens), depth)
+
+    def _entering(self, hidden: Tensor, tokens: Tensor | None) -> Tensor:
+        """What enters the heads' blocks: the vectors, with the tokens drawn from them where heads read these."""
+        if self._token is None:
+            return hidden
+        assert tokens is not None, "these heads read tokens"
+        scaled = scaled_embedding(self._target.embed(tokens.to(hidden.device)))
+        return hidden + self._token(filled(scaled))[: len(hidden)]
+
+
+class _Plain:
+    """By products of torch: the first blocks of all heads read one vector, so they are one product."""
+
+    def __init__(self, heads: Sequence[MedusaHead], target: LanguageModel) -> None:
+        self._target = target
+        self._heads = len(heads)
+        self._first = _placed([head.linears[0] for head in heads], target)
+        layers = len(heads[0].linears)
+        self._later = [[_placed([head.linears[j]], target) for head in heads] for j in range(1, layers)]
+        self._outputs = [_placed([head.output], target) for head in heads if head.output is not None]
+
+    def __call__(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+        if self._outputs:
+            return Likeliest.of(self.logits(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+        return self._target.likeliest(self._leaving(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        vectors = self._leaving(hidden, depth)
+        rows, vocab, finish = len(hidden), self._target.vocab_size, self._target.finish_logits
+        if not self._outputs:
+            return self._target.unembed(vectors.flatten(0, 1)).view(depth, rows, -1)
+        outputs = zip(vectors, self._outputs, strict=False)
+        return torch.stack([finish(output(filled(x).contiguous())[:rows, :vocab]) for x, output in outputs])
+
+    def _leaving(self, hidden: Tensor, depth: int) -> Tensor:
+        """What leaves the blocks of the first heads, `[depth, rows, width]`."""
+        rows, width = hidden.shape
+        hidden = filled(hidden)
+        steps = self._first(hidden).view(len(hidden), self._heads, width)[:, :depth]
+        vectors = (hidden[:, None] + silu(steps)).transpose(0, 1)  # [depth, rows, width]
+        for layers in self._later:
+            pairs = zip(vectors, layers, strict=False)
+            vectors = torch.stack([x + silu(layer(x.contiguous())) for x, layer in pairs])
+        return vectors[:, :rows]
+
+
+def _placed(layers: Sequence[nn.Linear], target: LanguageModel) -> Product:
+    """Layers of one input, one behind another, in the dtype and on the device of a target."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return placed(torch.cat(weights), torch.cat(biases) if biases else None, target)

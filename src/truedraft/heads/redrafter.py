@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import embedding, silu
 
 from truedraft.errors import OptionError
-from truedraft.heads.medusa import ResidualBlock, scaled_embedding
+from truedraft.heads.base import (
+    LEAST_ROWS,
+    Head,
+    Product,
+    ResidualBlock,
+    expanded,
+    filled,
+    linears_of,
+    placed,
+    scaled_embedding,
+)
+from truedraft.models.base import LanguageModel
+from truedraft.models.ranking import Likeliest
 
 _SIZES = ("width", "vocab_size", "state", "exit_width", "length")
+_TABLE_BYTES = 64 << 20
+"""What the recurrence reads of a token is looked up where a table of all of them is not larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ class RedrafterConfig:
             )
 
 
-class RedrafterHead(nn.Module):
+class RedrafterHead(Head):
     """h and the drafted tokens x_1, ..., x_i give the law of the token behind x_i (ReDrafter 2403.09919, section 3.1).
 
     s_0 = 0; s_i = SiLU(W e(x_i) + U s_(i-1) + b), e the target's embedding and x_1 the token that was drawn from the
@@ -75,9 +91,15 @@ class RedrafterHead(nn.Module):
         config: sizes.
     """
 
+    kind: ClassVar[str] = "redrafter"
+    noun: ClassVar[str] = "a recurrent drafter"
+    plural: ClassVar[str] = "recurrent heads"
+    place_word: ClassVar[str] = "place"
+    sizes: ClassVar[type[Any]] = RedrafterConfig
+    config: RedrafterConfig
+
     def __init__(self, config: RedrafterConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width, exit_width = config.width, config.exit_width
         self.token = nn.Linear(width, config.state, bias=False) if config.rnn else None
         self.recurrent = nn.Linear(config.state, config.state) if config.rnn else None
@@ -96,18 +118,25 @@ class RedrafterHead(nn.Module):
 
     @torch.no_grad()
     def start_from(self, weight: Tensor) -> None:
-        """Let an output of its own start at the weight `[vocab, width]` of the target's LM head, if it is as wide."""
-        if self.output is not None and self.output.weight.shape == weight.shape:
+        if self.output is not None and self.output.weight.shape == weight.shape:  # another exit width starts at random
             self.output.weight.copy_(weight)
 
     @property
     def linears(self) -> list[nn.Linear]:
         """The linear layer of each residual block."""
-        return [block.linear for block in self.blocks if isinstance(block, ResidualBlock)]
+        return linears_of(self.blocks)
 
-    def outputs(self) -> Iterator[nn.Linear | None]:
-        """The output of each guessed place: one for all; None is the target's LM head."""
-        return (self.output for _ in range(self.config.length))
+    @property
+    def reach(self) -> int:
+        return self.config.length
+
+    @property
+    def reads_tokens(self) -> bool:
+        return True
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [self.output] * self.config.length
 
     def new_state(self, rows: int) -> Tensor:
         """s_0: zeros `[rows, state]`."""
@@ -124,7 +153,7 @@ class RedrafterHead(nn.Module):
         read = (scaled_embedding(embedded) if self.config.scaled else embedded).to(state.dtype)
         if self.token is None or self.recurrent is None:
             return state + read
-        return functional.silu(self.token(read) + self.recurrent(state))
+        return silu(self.token(read) + self.recurrent(state))
 
     def leaving(self, hidden: Tensor, state: Tensor) -> Tensor:
         """What enters the output, `[rows, exit_width]`, for vectors `[rows, width]` and states `[rows, state]`."""
@@ -133,14 +162,119 @@ class RedrafterHead(nn.Module):
         return blocks
 
     def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What enters the output at each place along given tokens: `[length, rows, exit_width]`.
-
-        Args:
-            hidden: `[rows, width]`: vectors that entered the target's LM head.
-            embedded: `[length, rows, width]`: embeddings of the token drawn from each vector, and of those behind it.
-        """
         state, found = self.new_state(len(hidden)), []
         for each in embedded:
             state = self.advance(state, each)
             found.append(self.leaving(hidden, state))
         return torch.stack(found)
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """A head of a folder that was written by `save`, or of Apple's `Drafter` format."""
+        from truedraft.heads.published import is_apple, load_apple
+
+        path = expanded(folder)
+        return load_apple(path, cls) if is_apple(path) else super().load(path)
+
+
+class RedrafterRunner:
+    """A recurrent head in the dtype and on the device of a target; its weights are copied.
+
+    A row of each result depends on that row of the arguments alone. Rows are as many as there are beams; `context` is
+    made once a step, for each request, and spread over its beams by the caller.
+
+    Args:
+        head: of the target's width and vocabulary.
+        target: whose embeddings it reads, and whose LM head it ends in if it is tied.
+    """
+
+    def __init__(self, head: RedrafterHead, target: LanguageModel) -> None:
+        config = head.config
+        self._target = target
+        self._scaled = config.scaled
+        self._token = self._recurrent = None
+        if head.token is not None and head.recurrent is not None:
+            self._token = placed(head.token.weight, head.recurrent.bias, target)
+            self._recurrent = placed(head.recurrent.weight, None, target)
+        self._entry: tuple[Product, Product] | None = None
+        if head.entry is not None:
+            of_vector, of_state = head.entry.weight.split([config.width, config.state], dim=1)
+            self._entry = placed(of_vector, head.entry.bias, target), placed(of_state, None, target)
+        # Blocks and LM head in one call, where the target has one.
+        self._shared = target.shared_heads([head.linears]) if config.tied and head.linears else None
+        self._blocks = [placed(each.weight, each.bias, target) for each in head.linears]
+        self._output = None if head.output is None else placed(head.output.weight, None, target)
+        small = target.vocab_size * config.state * target.dtype.itemsize <= _TABLE_BYTES
+        self._table = self._told(torch.arange(target.vocab_size, device=target.device)) if small else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._target.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that there are."""
+        return self._target.vocab_size
+
+    def context(self, hidden: Tensor) -> Tensor:
+        """What a request's vector adds to what enters the blocks: `[rows, width]` to `[rows, some width]`."""
+        hidden = hidden.to(self._target.dtype)
+        return hidden if self._entry is None else _in_rows(self._entry[0], hidden)
+
+    def advance(self, state: Tensor | None, tokens: Tensor) -> Tensor:
+        """The recurrent state after a token more.
+
+        Args:
+            state: `[rows, state]`; None is the state before the first token.
+            tokens: `[rows]`, int64, on the target's device.
+
+        Returns:
+            `[rows, state]`.
+        """
+        told = self._told(tokens) if self._table is None else embedding(tokens, self._table)
+        if self._recurrent is None:
+            return told if state is None else state + told
+        return silu(told if state is None else told + _in_rows(self._recurrent, state))
+
+    def _told(self, tokens: Tensor) -> Tensor:
+        """What the recurrence reads of tokens `[rows]`: W e + b, or e itself where the state is a sum."""
+        embedded = self._target.embed(tokens).to(self._target.dtype)
+        read = scaled_embedding(embedded) if self._scaled else embedded
+        return read if self._token is None else _in_rows(self._token, read)
+
+    def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> Likeliest:
+        """The likeliest next tokens `[rows, ranks]` of contexts and states `[rows, ...]`."""
+        if self._shared is not None:
+            return self._shared(self._entering(context, state), 1, ranks).view(len(state))
+        leaving = self._leaving(context, state)
+        if self._output is None:
+            return self._target.likeliest(leaving, ranks)
+        return Likeliest.of(self._own_logits(leaving), ranks)
+
+    def logits(self, context: Tensor, state: Tensor) -> Tensor:
+        """The logits `[rows, vocab]` of the next token, for contexts and states `[rows, ...]`."""
+        leaving = self._leaving(context, state)
+        return self._target.unembed(leaving) if self._output is None else self._own_logits(leaving)
+
+    def _own_logits(self, leaving: Tensor) -> Tensor:
+        assert self._output is not None
+        logits = _in_rows(self._output, leaving)
+        return self._target.finish_logits(logits[:, : self._target.vocab_size])
+
+    def _entering(self, context: Tensor, state: Tensor) -> Tensor:
+        if self._entry is None:
+            return torch.cat([context, state], dim=-1)
+        return context + _in_rows(self._entry[1], state)
+
+    def _leaving(self, context: Tensor, state: Tensor) -> Tensor:
+        x = self._entering(context, state)
+        for block in self._blocks:
+            x = x + silu(_in_rows(block, x))
+        return x
+
+
+def _in_rows(product: Product, x: Tensor) -> Tensor:
+    """A product whose rows have the same bits in any company."""
+    rows = len(x)
+    return product(x) if rows >= LEAST_ROWS else product(filled(x))[:rows]

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.core.beams import Beams, merge
 from truedraft.core.survival import Survival, scores_for
-from truedraft.drafters.beam_search import beam_search, with_dropped
+from truedraft.drafters.beams import Beams, beam_search, merge, with_dropped
 from truedraft.drafters.calibration import BEAMS_FACT, FACT
-from truedraft.heads.redrafter import RedrafterHead
-from truedraft.heads.redrafter_runner import RedrafterRunner
+from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel
 from truedraft.planning.guesses import chunks_of
 from truedraft.planning.head_trees import (

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.heads.checkpoint import load_medusa, save_medusa
-from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
 from truedraft.planning import count_trees
 from truedraft.training.feeding import TextFeed
@@ -44,8 +43,8 @@ class MedusaKind:
 
     def load(self, folder: Path) -> LoadedHeads:
         """See `HeadKind.load`."""
-        found = load_medusa(folder)
-        return LoadedHeads(found.heads, found.heads.config, found.target_name, found.fingerprint)
+        found = MedusaHeads.load(folder)
+        return LoadedHeads(found, found.config, found.record.target_name, found.record.fingerprint)
 
     def course(self, trainee: MedusaTrainee, text: SelfText, job: HeadJob[Any], folder: Path) -> Course:
         """Teacher-forced, towards the target's tokens and laws."""
@@ -59,12 +58,12 @@ class MedusaKind:
         counted = count_trees(heads, trainee.lm_head, trained.held_out)
         job.on_progress("choosing trees", 1, 1, "")
         trees = {kind: each.tree for kind, each in counted.items()}
-        save_medusa(trained.out, heads, trained.target, trained.fingerprint, trees, facts)
+        heads.save(trained.out, HeadRecord(trained.target, trained.fingerprint, trees, facts))
         model = load_model(trained.target, device=self.config.device)
-        saved = load_medusa(trained.out).heads
+        saved = MedusaHeads.load(trained.out)
         served = measure_served(
             model, saved, counted, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
         )
         found = TrainedHeads(counted, served, job.prompts.promised_on)
-        save_medusa(trained.out, heads, trained.target, trained.fingerprint, trees, facts | found.as_dict())
+        heads.save(trained.out, HeadRecord(trained.target, trained.fingerprint, trees, facts | found.as_dict()))
         return found

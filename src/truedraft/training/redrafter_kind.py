@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from truedraft.heads.redrafter import RedrafterHead
-from truedraft.heads.redrafter_checkpoint import load_redrafter, save_redrafter
+from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.models.loading import load_model
 from truedraft.planning import replay_beams
 from truedraft.training.feeding import SelfFeed, TextFeed
@@ -51,8 +50,8 @@ class RedrafterKind:
 
     def load(self, folder: Path) -> LoadedHeads:
         """See `HeadKind.load`."""
-        found = load_redrafter(folder)
-        return LoadedHeads(found.head, found.head.config, found.target_name, found.fingerprint)
+        found = RedrafterHead.load(folder)
+        return LoadedHeads(found, found.config, found.record.target_name, found.record.fingerprint)
 
     def course(self, trainee: RedrafterTrainee, text: SelfText, job: HeadJob[Any], folder: Path) -> Course:
         """Teacher-forced or self-fed, towards laws that are computed or stored."""
@@ -67,15 +66,15 @@ class RedrafterKind:
     def judge(self, trainee: RedrafterTrainee, trained: Trained) -> TrainedRedrafter:
         """Save a trained head, and measure it in the engine."""
         job, facts = trained.job, trained.effort.as_dict()
-        where = (trained.out, trainee.module, trained.target, trained.fingerprint)
-        save_redrafter(*where, facts)
+        trainee.module.save(trained.out, HeadRecord(trained.target, trained.fingerprint, facts=facts))
         accuracy = HeldOutAccuracy.on(trainee, trained.held_out, len(trained.held_out.tokens))()
         model = load_model(trained.target, device=self.config.device)
-        head = load_redrafter(trained.out).head
+        head = RedrafterHead.load(trained.out)
         replayed = replay_beams(model, head, trained.held_out, on_progress=job.following("replaying beams"))
         served = measure_redrafter(
             model, head, replayed, job.prompts.test, on_progress=job.following("measuring"), within_s=job.within_s
         )
         found = TrainedRedrafter(accuracy, replayed, served, job.prompts.promised_on)
-        save_redrafter(*where, facts | found.as_dict())
+        record = HeadRecord(trained.target, trained.fingerprint, facts=facts | found.as_dict())
+        trainee.module.save(trained.out, record)
         return found

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from truedraft.drafters.redrafter import Redrafter
+from truedraft.heads import HeadRecord
 from truedraft.planning import BUDGETS, TREE_TEMPERATURES, BeamTokens, ReplayedBeams, facts_of
 from truedraft.training.acceptance import count_answers
 
@@ -72,7 +73,7 @@ def measure_redrafter(
     found, each_s = [], None if within_s is None else within_s / len(rounds)
     for number, ((kind, temperature), nodes) in enumerate(rounds):
         on_progress(number, len(rounds))
-        drafter = Redrafter(head, beams=nodes, nodes=nodes, facts=facts_of(replayed))
+        drafter = Redrafter(head.with_record(HeadRecord(facts=facts_of(replayed))), beams=nodes, nodes=nodes)
         stats = count_answers(target, drafter, prompts, temperature, each_s)
         promised = _promised(replayed[kind].promises, drafter.beams, drafter.length, nodes)
         sizes = (nodes, drafter.beams, drafter.length, promised)

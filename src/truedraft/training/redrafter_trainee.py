@@ -35,7 +35,7 @@ class RedrafterTrainee:
     @property
     def outputs(self) -> Sequence[nn.Linear | None]:
         """One output for all places."""
-        return list(self.module.outputs())
+        return self.module.outputs
 
     def vectors(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """See `Trainee.vectors`; place k reads the first k + 1 tokens."""

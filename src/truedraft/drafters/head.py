@@ -1,0 +1,125 @@
+"""What drafters with heads share: the vector that a head reads of each request, and whether it fits the target."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import astuple
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.errors import CompositionError, DrafterError
+from truedraft.heads.base import Head
+from truedraft.models.base import LanguageModel
+
+HeadT = TypeVar("HeadT", bound=Head)
+RunnerT = TypeVar("RunnerT")
+
+
+class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
+    """Drafts with heads on the target's last hidden state; what is made of their guesses is a subclass's matter.
+
+    Heads may end in the target's own LM head and read its embeddings, so the drafter runs with the target that it was
+    last checked against, which an engine does when it is made.
+
+    Args:
+        head: trained for the target; its record names that, where somebody knows.
+
+    Attributes:
+        head: as given.
+        sizes: of the head, as the dataclass of its sizes lists them; what a proposal costs depends on them.
+        note: what a user should know of the head.
+        facts: what was found out about it when it was trained.
+    """
+
+    features: ClassVar[Features | None] = Features()
+
+    def __init__(self, head: HeadT) -> None:
+        self.head = head
+        self.sizes = astuple(head.config)  # type: ignore[call-overload]
+        self.note = head.record.note
+        self.facts: dict[str, Any] = dict(head.record.facts)
+        self._vectors: dict[int, Tensor | None] = {}  # by request: the one that gave its last token, [width]
+        self._runner: RunnerT | None = None
+        self._runs_with: LanguageModel | None = None
+
+    @abstractmethod
+    def _runner_for(self, target: LanguageModel) -> RunnerT:
+        """The head as it runs between two passes of a target that it fits.
+
+        Raises:
+            CompositionError: the drafter does not fit the target for another reason than its head.
+            ModelError: the target has no LM head that could be shared.
+        """
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse another target than that of the head; from now on drafts with this one.
+
+        Raises:
+            CompositionError: names both targets, or what does not fit.
+            ModelError: the target has no LM head or embedding that could be shared, or its weights cannot be read.
+        """
+        if target is self._runs_with:
+            return
+        refuse_other_target(self.head, target)
+        if self.head.reads_tokens:
+            target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises where it cannot
+        self._runner = self._runner_for(target)
+        self._runs_with = target
+
+    @property
+    def _running(self) -> tuple[RunnerT, LanguageModel]:
+        """The head as it runs, and the target that it runs with."""
+        if self._runner is None or self._runs_with is None:
+            raise DrafterError(
+                f"{self.head.plural} need the target's LM head: call check(target) first, as an engine does"
+            )
+        return self._runner, self._runs_with
+
+    def begin(self, request: DraftRequest) -> None:
+        self._vectors[request.id] = None  # the first comes with the end of the prompt
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Keep the vector from which each request's last token was drawn."""
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if outcome.hidden is None:
+                self._vectors[request.id] = None
+                continue
+            # A copy: the next forward may write over the rows, and one row should not hold on to all of them. Behind
+            # the entries that heads read there are the zeros of a padded target.
+            self._vectors[request.id] = outcome.hidden[-1, : self.head.config.width].clone()
+
+    @property
+    def holding(self) -> Collection[int]:
+        return self._vectors
+
+    def end(self, request: DraftRequest) -> None:
+        self._vectors.pop(request.id, None)
+
+
+def refuse_other_target(head: Head, target: LanguageModel) -> None:
+    """Refuse a target that a head was not trained for, as far as that is known.
+
+    Raises:
+        CompositionError: names both targets, or what does not fit.
+        ModelError: the target's weights cannot be read again.
+    """
+    config, record, what = head.config, head.record, head.plural
+    if target.head_width == 0:
+        raise CompositionError(f"the target {target.name} has no vectors that heads could read")
+    # It may know more ids than there are, as the rows of a padded embedding.
+    if config.width != target.head_width or config.vocab_size < target.vocab_size:
+        trained_for = f" for {record.target_name}" if record.target_name else ""
+        raise CompositionError(
+            f"these {what}{trained_for} read {config.width} numbers and know {config.vocab_size} ids, but "
+            f"{target.name} has {target.head_width} numbers and {target.vocab_size} ids; take heads that were "
+            "trained for it"
+        )
+    if record.fingerprint is not None and record.fingerprint != target.fingerprint:
+        raise CompositionError(
+            f"these {what} were trained for {record.target_name} (fingerprint {record.fingerprint}), and the target is "
+            f"{target.name} (fingerprint {target.fingerprint}); take heads that were trained for it"
+        )

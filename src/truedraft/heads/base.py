@@ -1,0 +1,311 @@
+"""What heads of all kinds are: modules on the target's last vector, what is known about them, and how they lie on disk.
+
+A kind of heads is a subclass of `Head` with a dataclass of its sizes. On disk heads are one folder: `config.json` holds
+the kind, the sizes and the target, `heads.safetensors` the weights, and another JSON file what was found out about
+them. `config.json` is written last, so that half a checkpoint is none.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from truedraft.core.rank_tree import RankTree
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
+from truedraft.models.packed_linear import PackedLinear, can_pack
+
+Unembed: TypeAlias = Callable[[Tensor], Tensor]
+"""The target's LM head: vectors `[rows, width]` to logits `[rows, vocab]`, its scale and soft-cap applied."""
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""A linear layer as it runs between two passes of the target."""
+
+LEAST_ROWS = 4
+"""Kernels treat very short products differently, and a row must not depend on how many share its product."""
+_TINY = 1e-20  # an embedding of zeros stays one
+_AGAIN = "fetch or train the heads again"  # what to do about a damaged file
+_VERSION = 1
+_CONFIG, _WEIGHTS = "config.json", "heads.safetensors"
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class HeadConfig(Protocol):
+    """Sizes of heads: a dataclass whose fields `config.json` holds."""
+
+    @property
+    def width(self) -> int:
+        """Entries of the vector that enters the target's LM head."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecord:
+    """What is known about heads beside their weights.
+
+    Attributes:
+        target_name: what the target was called when they were trained; empty where nobody knows.
+        fingerprint: of that target, by `LanguageModel.fingerprint`; None where nobody knows.
+        trees: trees of ranks that were counted for them: "greedy" for requests at temperature 0, "sampled" for others.
+        facts: whatever was measured of them, for JSON.
+        note: what a user should know of a file that cannot say which target it is for.
+    """
+
+    target_name: str = ""
+    fingerprint: str | None = None
+    trees: Mapping[str, RankTree] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    note: str | None = None
+
+
+class Head(nn.Module, ABC):
+    """Guesses `reach` tokens behind the one that was drawn from a vector of the target.
+
+    Args:
+        config: sizes.
+
+    Attributes:
+        kind: in `config.json`, of the command that trains such heads, and of the drafter that takes them.
+        noun: what messages call one such set of heads, or one such head.
+        plural: what messages call them in general.
+        place_word: what a training's log calls a place.
+        sizes: the dataclass of their sizes.
+        facts_file: what else is known about them, beside the weights.
+        record: what is known about them; of new heads nothing.
+    """
+
+    kind: ClassVar[str]
+    noun: ClassVar[str]
+    plural: ClassVar[str]
+    place_word: ClassVar[str]
+    sizes: ClassVar[type[Any]]
+    facts_file: ClassVar[str] = "facts.json"
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.record = HeadRecord()
+
+    @property
+    @abstractmethod
+    def reach(self) -> int:
+        """How many tokens are guessed, behind the one that was drawn from a vector."""
+
+    @property
+    @abstractmethod
+    def reads_tokens(self) -> bool:
+        """Whether drafting needs the target's embeddings."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        """What each place ends in; None is the target's LM head."""
+
+    @abstractmethod
+    def start_from(self, weight: Tensor) -> None:
+        """Let outputs of its own start at the weight `[vocab, width]` of the target's LM head."""
+
+    @abstractmethod
+    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What enters the output at each place: `[reach, rows, exit_width]`.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head.
+            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those behind
+                it; place k (from 0) reads at most the first k + 1 and is about the one behind these.
+        """
+
+    def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
+        """Logits `[rows, vocab]` at a place, for what enters its output `[rows, exit_width]`."""
+        output = self.outputs[place]
+        return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
+
+    def with_record(self, record: HeadRecord) -> Self:
+        """The same weights, of which other things are known."""
+        other = copy.copy(self)
+        other.record = record
+        return other
+
+    def save(self, folder: Path | str, record: HeadRecord, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write heads into a folder, which is made if need be; what an earlier checkpoint left there is replaced.
+
+        Args:
+            folder: of the heads.
+            record: names their target, with its fingerprint, and holds what else is kept with them.
+            dtype: of the written weights: bfloat16, float16 or float32.
+
+        Raises:
+            ModelError: the files cannot be written.
+        """
+        path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
+        about = {"kind": self.kind, "version": _VERSION, "target": target}
+        about |= {"dtype": str(dtype).removeprefix("torch."), **asdict(self.config)}  # type: ignore[call-overload]
+        weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in self.state_dict().items()}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _CONFIG).unlink(missing_ok=True)
+            save_file(weights, path / _WEIGHTS)
+            (path / _WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner can read
+            (path / self.facts_file).write_text(json.dumps(self._kept(record)) + "\n", encoding="utf-8")
+            (path / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"cannot write the heads into {str(path)!r} ({error}); make room, or name another folder"
+            ) from error
+
+    def _kept(self, record: HeadRecord) -> dict[str, Any]:
+        """The content of the file of facts."""
+        return dict(record.facts)
+
+    @classmethod
+    def _read(cls, kept: dict[str, Any]) -> tuple[Mapping[str, RankTree], Mapping[str, Any]]:
+        """Trees and facts in the content of the file of facts."""
+        return {}, kept
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """Heads in evaluation mode, without gradients, on the CPU, in the dtype in which they were written.
+
+        Raises:
+            ModelNotFoundError: there is no such folder, or no heads in it.
+            ModelError: a file is damaged, does not fit the others, or holds heads of another kind.
+        """
+        path = expanded(folder)
+        if not path.is_dir():
+            raise ModelNotFoundError(f"there is no folder {str(path)!r} with {cls.noun}; check the path")
+        if not (path / _CONFIG).is_file():
+            raise ModelNotFoundError(
+                f"the folder {str(path)!r} has no {_CONFIG}, so it does not hold {cls.noun}; name one that "
+                f"`truedraft train {cls.kind}` wrote"
+            )
+        about = _read_json(path / _CONFIG)
+        cls._refuse_other_kinds(about, path)
+        try:
+            config = cls.sizes(**{each.name: about[each.name] for each in fields(cls.sizes)})
+            name, fingerprint = str(about["target"]["name"]), str(about["target"]["fingerprint"])
+            dtype = _DTYPES[about["dtype"]]
+        except (KeyError, TypeError, OptionError) as error:
+            raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error
+        heads = cls._with_weights(path / _WEIGHTS, config, dtype)
+        kept = _read_json(path / cls.facts_file)
+        try:
+            heads.record = HeadRecord(name, fingerprint, *cls._read(kept))
+        except (OptionError, TypeError) as error:
+            raise ModelError(f"{str(path / cls.facts_file)!r} is damaged ({error}); {_AGAIN}") from error
+        return heads
+
+    @classmethod
+    def _refuse_other_kinds(cls, about: dict[str, Any], path: Path) -> None:
+        kind, version = about.get("kind"), about.get("version")
+        others = {each.kind: each.noun for each in Head.__subclasses__() if each is not cls}
+        if kind in others:
+            raise ModelError(f"{str(path)!r} holds {others[kind]}, not {cls.noun}; use {kind}:{path}")
+        if kind != cls.kind:
+            raise ModelError(
+                f"{str(path / _CONFIG)!r} is not of {cls.noun} (its kind is {kind!r}); name a folder with {cls.noun}"
+            )
+        if version != _VERSION:
+            raise ModelError(
+                f"{str(path / _CONFIG)!r} is of version {version!r}, and this truedraft reads version {_VERSION}; "
+                "train the heads again, or install the truedraft that wrote them"
+            )
+
+    @classmethod
+    def _with_weights(cls, path: Path, config: HeadConfig, dtype: torch.dtype) -> Self:
+        """Heads with all of the weights in a file and no others."""
+        if not path.is_file():
+            raise ModelNotFoundError(f"{str(path)!r} is missing; {_AGAIN}")
+        with torch.device("meta"):
+            heads = cls(config)
+        try:
+            weights = load_file(path)
+            heads.load_state_dict({name: each.to(dtype) for name, each in weights.items()}, strict=True, assign=True)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(
+                f"{str(path)!r} is damaged, or not of the sizes that {_CONFIG} names ({reason}); {_AGAIN}"
+            ) from error
+        return heads.eval().requires_grad_(False)
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), with W and b 0 at the start, so that it starts as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The vectors `[rows, width]` after the block."""
+        return x + functional.silu(self.linear(x))
+
+
+def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:
+    """The linear layer of each residual block."""
+    return [block.linear for block in blocks if isinstance(block, ResidualBlock)]
+
+
+def scaled_embedding(embedded: Tensor) -> Tensor:
+    """Embeddings `[rows, width]` at a root mean square of 1: families differ in their size by orders.
+
+    In float32 and over next to nothing: torch's own constant beside the mean of squares is 0.008 in bfloat16, more than
+    the mean itself in many tables.
+    """
+    wide = embedded.float()
+    return functional.rms_norm(wide, wide.shape[-1:], eps=_TINY).to(embedded.dtype)
+
+
+def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Product:
+    """A linear layer in the dtype and on the device of a target, packed where that is faster."""
+    device, dtype = target.device, target.dtype
+    weight = weight.detach().to(device, dtype)
+    offset = None if bias is None else bias.detach().to(device, dtype)
+    if can_pack(device, dtype):
+        return PackedLinear(weight, offset)
+    return lambda x: functional.linear(x, weight, offset)
+
+
+def filled(x: Tensor) -> Tensor:
+    """At least so many rows that each has the same bits in any company: `[rows, width]`, zeros behind."""
+    return x if len(x) >= LEAST_ROWS else functional.pad(x, (0, 0, 0, LEAST_ROWS - len(x)))
+
+
+def expanded(folder: Path | str) -> Path:
+    """A path with its ~ replaced.
+
+    Raises:
+        ModelNotFoundError: there is no such home.
+    """
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"there is no home for the ~ of {str(folder)!r}; check the path") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{str(path)!r} is missing; {_AGAIN}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {str(path)!r} ({error}); {_AGAIN}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{str(path)!r} does not hold a JSON object; {_AGAIN}")
+    return content

@@ -1,0 +1,213 @@
+"""Heads that other projects published: their weights in our modules, and what is said beside them.
+
+The original Medusa project writes `medusa_lm_head.pt`, a state dict: `{i}.{j}.linear.weight` and `.bias` of block j of
+head i, and `{i}.{layers}.weight` of the head's own output, all of them sometimes behind `medusa_head.`. Its config.json
+names the target's folder or hub name; how many heads it counts is not to be relied on, so sizes are taken from the
+weights.
+
+Apple's recurrent-drafting project writes weights only, in its `Drafter` format. config.json has `model_type`
+"recurrent_drafting_drafter", `hidden_size`, `exit_dim`, `num_draft_layers`, `rnn` and `vocab_size`. The weights are
+`input_proj` (where twice the hidden size is not `exit_dim`), `lm_head.{i}.linear` of each residual block,
+`lm_head.{num_draft_layers}.weight` of the output, and, of a recurrent one, `rnn_u` and `rnn_w.weight`.
+
+Only tensors are read, no code that a file may hold. Neither project says for which weights of a target its heads are.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from truedraft.core.rank_tree import RankTree
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.heads.base import HeadRecord
+from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
+
+_CONFIG = "config.json"
+_MEDUSA_FILE = "medusa_lm_head.pt"
+_MEDUSA_PREFIX = "medusa_head."
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
+_APPLE_TYPE = "recurrent_drafting_drafter"
+_APPLE_FILES = ("model.safetensors", "pytorch_model.bin")
+_Medusa = TypeVar("_Medusa", bound=MedusaHeads)
+_Redrafter = TypeVar("_Redrafter", bound=RedrafterHead)
+
+# The rank paths of the Medusa project's "mc_sim_7b_63", in its order.
+_PUBLISHED = """
+0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 011
+006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070
+"""
+
+
+def published_tree() -> RankTree:
+    """The tree of 63 nodes, 4 deep, that the original project counted for its 7B model and ships as the default."""
+    return RankTree(tuple(tuple(map(int, path)) for path in _PUBLISHED.split()))
+
+
+def is_original(path: Path) -> bool:
+    """Whether a path is a file of the original Medusa project, or a folder with one."""
+    return (path.is_file() and path.suffix == ".pt") or (path.is_dir() and (path / _MEDUSA_FILE).is_file())
+
+
+def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
+    """Heads of the original Medusa project, with outputs of their own, and the published tree as far as they reach.
+
+    Raises:
+        ModelError: the file is damaged, or holds something else.
+    """
+    file = path / _MEDUSA_FILE if path.is_dir() else path
+    state = {
+        name.removeprefix(_MEDUSA_PREFIX): weight
+        for name, weight in _tensors(file, "name a file of the original Medusa project").items()
+    }
+    heads = _medusa_of(state, file, kind)
+    name = _target_name(file.parent / _CONFIG)
+    tree = published_tree().within(heads.reach, 1 << 30)
+    note = (
+        f"{file.name} is of the original Medusa project and does not say which weights it was trained for "
+        f"({name or 'no target'} by name); it is used because its sizes fit"
+    )
+    heads.record = HeadRecord(name, trees={"greedy": tree, "sampled": tree}, note=note)
+    return heads
+
+
+def _medusa_of(state: dict[str, Tensor], file: Path, kind: type[_Medusa]) -> _Medusa:
+    """Heads with exactly these weights."""
+    outputs = {int(match[1]): int(match[2]) for match in map(_OUTPUT.fullmatch, state) if match}
+    renamed: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        block = _BLOCK.fullmatch(name)
+        if block:
+            renamed[f"heads.{block[1]}.blocks.{block[2]}.linear.{block[3]}"] = weight
+        elif _OUTPUT.fullmatch(name):
+            renamed[f"heads.{name.partition('.')[0]}.output.weight"] = weight
+        else:
+            renamed[name] = weight  # of which the heads know nothing
+    layers = set(outputs.values())
+    if len(layers) != 1 or min(layers) < 1:
+        raise ModelError(f"{str(file)!r} holds no Medusa heads, each with an output; name a file of that project")
+    shape = next(weight.shape for name, weight in state.items() if _OUTPUT.fullmatch(name))
+    config = MedusaConfig(shape[-1], shape[0], heads=len(outputs), layers=layers.pop(), tied=False)
+    with torch.device("meta"):
+        heads = kind(config)
+    try:
+        heads.load_state_dict(renamed, strict=True, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{str(file)!r} is damaged, or of another kind of heads ({reason})") from error
+    return heads.eval().requires_grad_(False)
+
+
+def _target_name(config: Path) -> str:
+    """What a config.json beside the weights calls the target; "" where it does not."""
+    try:
+        return str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def is_apple(path: Path) -> bool:
+    """Whether a folder's config.json says that it is of Apple's `Drafter` format."""
+    try:
+        record = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.get("model_type") == _APPLE_TYPE
+
+
+def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
+    """A recurrent head of Apple's project, with an output of its own.
+
+    Raises:
+        ModelNotFoundError: there are no weights.
+        ModelError: a file is damaged, or the weights are not those that config.json names.
+    """
+    config = _apple_sizes(path / _CONFIG)
+    file = next((path / name for name in _APPLE_FILES if (path / name).is_file()), None)
+    if file is None:
+        raise ModelNotFoundError(f"{str(path)!r} has neither {' nor '.join(_APPLE_FILES)}; fetch one of them")
+    state, names = _tensors(file, "fetch the file again"), _apple_names(config)
+    with torch.device("meta"):
+        head = kind(config)
+    _refuse_others(state, {theirs: head.state_dict()[ours].shape for theirs, ours in names.items()}, file)
+    head.load_state_dict({ours: state[theirs] for theirs, ours in names.items()}, strict=True, assign=True)
+    note = (
+        f"{file.name} is of Apple's recurrent-drafting project and does not say which weights it was trained for; it "
+        "is used because its sizes fit"
+    )
+    head.record = HeadRecord(note=note)
+    return head.eval().requires_grad_(False)
+
+
+def _apple_sizes(path: Path) -> RedrafterConfig:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        width, rnn = record["hidden_size"], record["rnn"]
+        if not isinstance(rnn, bool):
+            raise TypeError(f"rnn is {rnn!r}")
+        return RedrafterConfig(
+            width=width,
+            vocab_size=record["vocab_size"],
+            state=width,
+            exit_width=record["exit_dim"],
+            layers=record["num_draft_layers"],
+            tied=False,
+            rnn=rnn,
+            scaled=False,
+        )
+    except KeyError as error:
+        raise ModelError(f"{str(path)!r} does not name {error.args[0]!r}; fetch it again") from error
+    except (TypeError, OptionError) as error:
+        raise ModelError(f"{str(path)!r} names sizes that make no head ({error}); fetch it again") from error
+
+
+def _apple_names(config: RedrafterConfig) -> dict[str, str]:
+    """The name of each of their weights in our head."""
+    names = {f"lm_head.{config.layers}.weight": "output.weight"}
+    for layer in range(config.layers):
+        for part in ("weight", "bias"):
+            names[f"lm_head.{layer}.linear.{part}"] = f"blocks.{layer}.linear.{part}"
+    if 2 * config.width != config.exit_width:
+        names |= {"input_proj.weight": "entry.weight", "input_proj.bias": "entry.bias"}
+    if config.rnn:
+        names |= {"rnn_w.weight": "token.weight", "rnn_u.weight": "recurrent.weight", "rnn_u.bias": "recurrent.bias"}
+    return names
+
+
+def _refuse_others(state: dict[str, Tensor], expected: dict[str, torch.Size], file: Path) -> None:
+    """Refuse weights that are missing, unknown, or of other shapes than config.json names."""
+    missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing:
+        raise ModelError(f"{str(file)!r} lacks {', '.join(missing)}, which its {_CONFIG} asks for; fetch both again")
+    if unknown:
+        raise ModelError(f"{str(file)!r} holds {', '.join(unknown)}, unknown to its {_CONFIG}; fetch both again")
+    for name, shape in expected.items():
+        if state[name].shape != shape:
+            raise ModelError(
+                f"{name} in {str(file)!r} has the shape {list(state[name].shape)}, and its {_CONFIG} asks for "
+                f"{list(shape)}; fetch both again"
+            )
+    if len({weight.dtype for weight in state.values()}) != 1 or not next(iter(state.values())).is_floating_point():
+        raise ModelError(f"{str(file)!r} holds numbers of several kinds; fetch the file again")
+
+
+def _tensors(file: Path, advice: str) -> dict[str, Tensor]:
+    """The tensors of a file by their names; `advice` is what to do about one that holds something else."""
+    try:
+        state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"cannot read {str(file)!r} as tensors ({reason}); fetch the file again") from error
+    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
+        raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
+    return state
