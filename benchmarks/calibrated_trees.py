@@ -23,12 +23,11 @@ from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.models.loading import load_model
-from truedraft.training.acceptance import count_answers
-from truedraft.training.machine import describe_machine
-from truedraft.training.medusa_config import MedusaTrainingConfig
-from truedraft.training.prompts import split_prompts
-from truedraft.training.standard_library import shipped_prompts
-from truedraft.training.texts import read_texts
+from truedraft.training.data import read_texts
+from truedraft.training.evaluate import count_answers
+from truedraft.training.identity import describe_machine
+from truedraft.training.medusa import MedusaTrainingConfig
+from truedraft.training.prompts import shipped_prompts, split_prompts
 from truedraft.training.tokenizer import load_tokenizer
 
 BUDGETS, TEMPERATURES = (8, 32), (0.0, 1.0)

@@ -11,12 +11,10 @@ import torch
 
 from truedraft.errors import TruedraftError
 from truedraft.models.architecture import LlamaShape, save_llama
-from truedraft.training.blocks import read_stream, write_stream
-from truedraft.training.curriculum import Curriculum
+from truedraft.training.data import Curriculum, read_stream, read_texts, write_stream
+from truedraft.training.language_models import PretrainConfig, pretraining_loop
 from truedraft.training.loop import StepRecord
-from truedraft.training.pretrain import PretrainConfig, pretraining_loop
-from truedraft.training.schedule import WarmupStableDecay
-from truedraft.training.texts import read_texts
+from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,29 +18,28 @@ from recipes.stdlib import heads, redrafter
 from recipes.stdlib.head_recipe import ROOT, TARGET, HeadRecipe, Show, prompts
 from recipes.stdlib.publish_heads import card_of
 from truedraft.embedded import embedded_heads
+from truedraft.heads import HeadRecord
 from truedraft.models.loading import load_model
-from truedraft.training.head_job import TREE_TEXT, WORK, HeadJob, write_tree_text
-from truedraft.training.head_kind import HeadKind, Trained
-from truedraft.training.head_training import lm_head_of, starting_heads
-from truedraft.training.medusa_kind import MedusaKind
-from truedraft.training.medusa_results import Effort
-from truedraft.training.redrafter_kind import RedrafterKind
+from truedraft.training.heads import TREE_TEXT, Callbacks, HeadJob, judge, lm_head_of, starting_head, write_tree_text
+from truedraft.training.report import Effort
+from truedraft.training.workspace import WORK
 
 _RUNS, _RESULTS = ROOT / "runs" / "stdlib", ROOT / "benchmarks" / "results"
 
 
-def judge(recipe: HeadRecipe, kind: HeadKind[Any, Any], config: Any) -> None:
+def publish_judged(recipe: HeadRecipe) -> None:
     """Judge one kind of heads and publish what was found."""
+    config = recipe.settings("cpu")
     destination, out, results = embedded_heads(recipe.name), _RUNS / f"{recipe.name}-judged", _results(recipe)
     before = json.loads(results.read_text(encoding="utf-8"))
-    job = HeadJob(TARGET, prompts(config), replace(config, start_from=destination), Show())
+    job = HeadJob(TARGET, prompts(config), replace(config, start_from=destination), Callbacks(Show()))
     model = load_model(TARGET, device=config.device)
     (_RUNS / "medusa" / WORK).mkdir(parents=True, exist_ok=True)
     held_out = write_tree_text(job, model, _RUNS / "medusa" / WORK, TREE_TEXT)
-    trainee = starting_heads(job, kind, lm_head_of(TARGET, config.device), model.fingerprint)
-    trainee.module.eval().to(torch.bfloat16)
+    lm_head = lm_head_of(TARGET, config.device)
+    head = starting_head(job, lm_head, model.fingerprint)
     effort = Effort(*(before[name] for name in ("written_tokens", "steps", "positions", "elapsed_s")))
-    kind.judge(trainee, Trained(job, TARGET, model.fingerprint, held_out, out, effort))
+    judge(job, head, lm_head, HeadRecord(TARGET, model.fingerprint), held_out, out, effort)
     found = recipe.published(out)
     for name in found.files:
         if name.endswith(".json"):
@@ -59,9 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     torch.set_num_threads(parser.parse_args().threads)
-    of_medusa, of_redrafter = heads.settings(), redrafter.settings()
-    judge(heads.RECIPE, MedusaKind(of_medusa), of_medusa)
-    judge(redrafter.RECIPE, RedrafterKind(of_redrafter), of_redrafter)
+    for recipe in (heads.RECIPE, redrafter.RECIPE):
+        publish_judged(recipe)
 
 
 if __name__ == "__main__":

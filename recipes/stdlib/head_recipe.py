@@ -9,31 +9,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from recipes.stdlib.publish_heads import Published, publish_heads
 from recipes.stdlib.sources import load_sources
 from truedraft.errors import TruedraftError
+from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import HeadTrainingConfig
-from truedraft.training.head_job import WORK
-from truedraft.training.prompts import PromptSets, as_stream, cut_prompts
-from truedraft.training.self_writing import SelfTextConfig
-from truedraft.training.standard_library import shipped_prompts, without_pieces
+from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.prompts import PromptSets, as_stream, cut_prompts, shipped_prompts, without_pieces
 from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.workspace import WORK
 
 ROOT = Path(__file__).parents[2]
 TARGET = "embedded:target"
-TEXT: dict[str, Any] = {"tokens": 1_000_000, "writing": SelfTextConfig(temperatures=(0.0, 1.0, 1.0))}
+TEXT: dict[str, Any] = {"tokens": 1_000_000, "writing": WritingConfig(temperatures=(0.0, 1.0, 1.0))}
 """How much the target writes, and how; the same for all kinds of heads, so that it writes once."""
-
-
-class Result(Protocol):
-    """What a training gives back."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +35,12 @@ class HeadRecipe:
 
     Attributes:
         name: of the kind: of the folder in the package, under `runs/stdlib`, and of the results file.
-        train: `train_medusa` or `train_redrafter`.
         settings: from a device to every number of the training.
         published: what is shipped of a folder of trained heads.
         text: a folder whose answers by the target are taken, where there are any.
     """
 
     name: str
-    train: Callable[..., Result]
     settings: Callable[[str], HeadTrainingConfig]
     published: Callable[[Path], Published]
     text: Path | None = None
@@ -63,7 +54,7 @@ class HeadRecipe:
             config = self.settings(options.device)
             if options.text is not None:
                 share_text(options.text, options.out)
-            result = self.train(TARGET, prompts(config), options.out, config, on_progress=Show())
+            result = train_heads(TARGET, prompts(config), options.out, config, callbacks=Callbacks(Show()))
         except TruedraftError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -8,8 +8,7 @@ from pathlib import Path
 from recipes.stdlib.head_recipe import TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
 from truedraft.heads import MedusaHeads
-from truedraft.training.medusa import train_medusa
-from truedraft.training.medusa_config import MedusaTrainingConfig
+from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
 
 
@@ -43,7 +42,7 @@ def published(folder: Path) -> Published:
     )
 
 
-RECIPE = HeadRecipe("medusa", train_medusa, settings, published)
+RECIPE = HeadRecipe("medusa", settings, published)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.main())

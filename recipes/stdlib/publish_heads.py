@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
-from truedraft.training.cards import Card, served_facts, training_facts
-from truedraft.training.machine import describe_machine
+from truedraft.training.identity import describe_machine
+from truedraft.training.report import Card, served_facts, training_facts
 
 _WEIGHTS = "heads.safetensors"
 _LOG = Path("work") / "log.jsonl"

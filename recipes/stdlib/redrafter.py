@@ -12,8 +12,7 @@ from recipes.stdlib.head_recipe import ROOT, TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
 from truedraft.heads import RedrafterHead
 from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.redrafter import train_redrafter
-from truedraft.training.redrafter_config import RedrafterTrainingConfig
+from truedraft.training.redrafter import RedrafterTrainingConfig
 
 
 def settings(device: str = "cpu") -> RedrafterTrainingConfig:
@@ -48,7 +47,7 @@ def published(folder: Path) -> Published:
     )
 
 
-RECIPE = HeadRecipe("redrafter", train_redrafter, settings, published, text=ROOT / "runs" / "stdlib" / "medusa")
+RECIPE = HeadRecipe("redrafter", settings, published, text=ROOT / "runs" / "stdlib" / "medusa")
 
 if __name__ == "__main__":
     sys.exit(RECIPE.main())

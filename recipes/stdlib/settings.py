@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.models.architecture import LlamaShape
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.distill import DraftConfig
-from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.pretrain import PretrainConfig
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.data import Curriculum
+from truedraft.training.drafts import DraftConfig
+from truedraft.training.language_models import PretrainConfig
+from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 
 SETTINGS = Path(__file__).parent / "settings.json"
 VOCAB_SIZE = 8192

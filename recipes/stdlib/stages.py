@@ -18,11 +18,11 @@ from recipes.stdlib.settings import CONTEXT, VOCAB_SIZE, Settings
 from recipes.stdlib.sources import load_sources
 from truedraft.errors import DataError
 from truedraft.models.architecture import load_causal_lm, save_llama
-from truedraft.training.blocks import read_stream, write_stream
-from truedraft.training.distill import DraftConfig, distillation_loop, starting_draft
+from truedraft.training.data import read_stream, write_stream
+from truedraft.training.drafts import DraftConfig, distillation_loop, starting_draft
+from truedraft.training.identity import describe_machine
+from truedraft.training.language_models import PretrainConfig, pretraining_loop
 from truedraft.training.loop import CHECKPOINT, Progress, StepRecord, TrainingLoop
-from truedraft.training.machine import describe_machine
-from truedraft.training.pretrain import PretrainConfig, pretraining_loop
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Recipe:
             branch = out / "work"
             if not (branch / CHECKPOINT).exists():
                 branch.mkdir(parents=True, exist_ok=True)
-                shutil.copy(trunk.folder / CHECKPOINT, branch / CHECKPOINT)
+                shutil.copy(trunk.folder.checkpoint, branch / CHECKPOINT)
             loop = self._pretrain(self.settings.first_target(self.device), "first-target/work")
             self._export(loop, out)
         return out

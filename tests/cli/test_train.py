@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
-from truedraft.training import acceptance, distill
-from truedraft.training.checkpoints import checkpoint_of
-from truedraft.training.disk import alone_in
-from truedraft.training.objectives import LawObjective
+from truedraft.training import drafts, evaluate
+from truedraft.training.language_models import StreamObjective
+from truedraft.training.loop import checkpoint_of
+from truedraft.training.workspace import alone_in
 
 Run = Callable[..., Result]
 SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per-step", "64", "--width", "16")
@@ -24,7 +24,7 @@ SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured at the end takes most of the time of these tests."""
-    monkeypatch.setattr(acceptance, "_TOKENS", 4)
+    monkeypatch.setattr(evaluate, "_TOKENS", 4)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(distill, "train_draft", interrupted)
+    monkeypatch.setattr(drafts, "train_draft", interrupted)
     result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
     assert result.status == 130
     assert result.err == "truedraft: interrupted before the first checkpoint; the same command begins again\n"
@@ -76,7 +76,7 @@ def test_ctrl_c_says_how_to_go_on(
 def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
     run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accumulate, calls = LawObjective.accumulate, itertools.count()
+    accumulate, calls = StreamObjective.accumulate, itertools.count()
 
     def interrupted(*arguments: Any) -> dict[str, float]:
         if next(calls) == 5:  # three steps are a trial
@@ -87,7 +87,7 @@ def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
     words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     with monkeypatch.context() as patch:
-        patch.setattr(LawObjective, "accumulate", interrupted)
+        patch.setattr(StreamObjective, "accumulate", interrupted)
         result = run(*words)
     signal.signal(signal.SIGINT, handler)
     assert result.status == 130 and checkpoint_of(place.parent)[0] == 3

@@ -10,7 +10,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.cli.train import JobOptions, how_to_go_on
-from truedraft.training import acceptance, medusa
+from truedraft.training import evaluate, heads
 
 Run = Callable[..., Result]
 SMALL = ("--tokens", "300", "--prompt-tokens", "16", "--answer-tokens", "12", "--heads", "2", "--steps", "3")
@@ -19,7 +19,7 @@ SMALL = ("--tokens", "300", "--prompt-tokens", "16", "--answer-tokens", "12", "-
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured at the end takes most of the time of these tests."""
-    monkeypatch.setattr(acceptance, "_TOKENS", 8)
+    monkeypatch.setattr(evaluate, "_TOKENS", 8)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(medusa, "train_medusa", interrupted)
+    monkeypatch.setattr(heads, "train_heads", interrupted)
     words = ("train", "medusa", "--model", target, "--data", text, "--out", str(tmp_path / "out"))
     result = run(*words)
     assert result.status == 130 and "before anything was written; the same command begins again" in result.err

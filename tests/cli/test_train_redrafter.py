@@ -9,7 +9,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.planning import beam_trees
-from truedraft.training import acceptance, redrafter
+from truedraft.training import evaluate, heads
 
 Run = Callable[..., Result]
 SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")
@@ -25,7 +25,7 @@ def text(tmp_path: Path) -> str:
 def test_a_trained_head_drafts(
     run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptance, "_TOKENS", 8)
+    monkeypatch.setattr(evaluate, "_TOKENS", 8)
     monkeypatch.setattr(beam_trees, "_POSITIONS", 30)
     out = str(tmp_path / "head")
     words = ("train", "redrafter", "--model", target, "--data", text, "--out", out, *SMALL)
@@ -92,6 +92,6 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(redrafter, "train_redrafter", interrupted)
+    monkeypatch.setattr(heads, "train_heads", interrupted)
     result = run("train", "redrafter", "--model", target, "--data", text, "--out", str(tmp_path / "out"))
     assert result.status == 130 and "before anything was written; the same command begins again" in result.err

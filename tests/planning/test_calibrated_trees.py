@@ -28,10 +28,9 @@ from truedraft.planning.head_trees import compare, replay_likeliest
 from truedraft.planning.rank_paths import RankTable, choose_tree
 from truedraft.planning.replay import CURVE_NODES, Trace
 from truedraft.planning.survival_fit import fit_survival
-from truedraft.training.head_training import lm_head_of
-from truedraft.training.prompts import cut_prompts
-from truedraft.training.self_writing import SelfTextConfig, write_self_text
-from truedraft.training.standard_library import shipped_prompts
+from truedraft.training.answer_writer import WritingConfig, write_answers
+from truedraft.training.heads import lm_head_of
+from truedraft.training.prompts import cut_prompts, shipped_prompts
 from truedraft.training.tokenizer import load_tokenizer
 
 TARGET = "embedded:target"
@@ -55,8 +54,8 @@ def target() -> LanguageModel:
 def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[Trace], Sequence[Trace]]:
     texts = [str(record["text"]) for record in shipped_prompts()]
     prompts = cut_prompts(texts, load_tokenizer(TARGET), 32, 64)
-    folder, config = tmp_path_factory.mktemp("text"), SelfTextConfig(answer_tokens=48, temperatures=(0.0,), batch=32)
-    traces = write_self_text(target(), prompts, folder, "tree", config).traces(0.0)
+    folder, config = tmp_path_factory.mktemp("text"), WritingConfig(answer_tokens=48, temperatures=(0.0,), batch=32)
+    traces = write_answers(target(), prompts, folder, "tree", config).traces(0.0)
     return traces[::2], traces[1::2]
 
 

@@ -82,7 +82,8 @@ def test_a_recipe_trains_on_the_text_that_is_there(tmp_path: Path, monkeypatch: 
             raise TrainingError("no room")
         return Finished()
 
-    recipe = HeadRecipe("redrafter", train, redrafter.settings, redrafter.published, tmp_path / "written")
+    monkeypatch.setattr("recipes.stdlib.head_recipe.train_heads", train)
+    recipe = HeadRecipe("redrafter", redrafter.settings, redrafter.published, tmp_path / "written")
     arguments = ["--out", str(tmp_path / "out"), "--threads", str(torch.get_num_threads())]
     assert recipe.main(arguments) == 0
     assert seen == [("out", redrafter.settings(), "answers")]

@@ -12,8 +12,8 @@ from recipes.stdlib.sources import Source
 
 from truedraft.errors import DataError
 from truedraft.models.architecture import LlamaShape
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.machine import describe_machine
+from truedraft.training.data import Curriculum
+from truedraft.training.identity import describe_machine
 
 TINY = LlamaShape(vocab_size=400, width=32, layers=1, heads=2, kv_heads=1, intermediate=32, context=128, head_size=16)
 

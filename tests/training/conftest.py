@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from truedraft.models.architecture import LlamaShape, save_llama
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.pretrain import PretrainConfig, pretraining_loop
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.data import Curriculum
+from truedraft.training.language_models import PretrainConfig, pretraining_loop
+from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.tokenizer import save_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:

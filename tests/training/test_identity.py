@@ -8,14 +8,13 @@ import pytest
 
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.training.checkpoints import CHECKPOINT
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.distill import DraftConfig
+from truedraft.training.data import Curriculum
+from truedraft.training.drafts import DraftConfig
 from truedraft.training.identity import identity_of, weights_fingerprint
+from truedraft.training.language_models import PretrainConfig, pretraining_loop
+from truedraft.training.loop import CHECKPOINT
 from truedraft.training.losses import ForwardKL
-from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.pretrain import PretrainConfig, pretraining_loop
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 
 SHAPE = LlamaShape(vocab_size=300, width=32, layers=1, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
 CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, tokens_per_pass=64)

@@ -16,17 +16,16 @@ from truedraft.drafters.medusa import Medusa
 from truedraft.errors import MissingExtraError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import load_causal_lm
-from truedraft.training import adapters
-from truedraft.training.adapters import rank_for
-from truedraft.training.head_loss import HeadLoss
-from truedraft.training.joint import Backbone, JointModel, JointObjective
-from truedraft.training.lessons import TokensAndLaws
-from truedraft.training.medusa import train_medusa
-from truedraft.training.medusa_config import JointConfig, MedusaTrainingConfig
-from truedraft.training.medusa_trainee import MedusaTrainee
+from truedraft.training import joint
+from truedraft.training.answer_writer import WritingConfig
+from truedraft.training.head_config import JointConfig
+from truedraft.training.head_objective import HeadLoss
+from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.joint import Backbone, JointModel, JointObjective, rank_for
+from truedraft.training.losses import ForwardKL
+from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
-from truedraft.training.self_writing import SelfTextConfig
 from truedraft.training.tokenizer import load_tokenizer
 
 WHOLE = JointConfig(steps=5, tokens_per_step=64, length=32, lora_rank=0)
@@ -34,7 +33,7 @@ CONFIG = MedusaTrainingConfig(
     heads=2,
     stage=2,
     tokens=200,
-    writing=SelfTextConfig(answer_tokens=16, batch=8),
+    writing=WritingConfig(answer_tokens=16, batch=8),
     steps=4,
     optimizer=OptimizerConfig(2e-2, 2e-2),
     positions_per_step=64,
@@ -62,7 +61,7 @@ def prompts(stream):
 @pytest.fixture(scope="module")
 def trained(target_folder, prompts, tmp_path_factory):
     out = tmp_path_factory.mktemp("joint")
-    return out, train_medusa(target_folder, prompts, out, CONFIG)
+    return out, train_heads(target_folder, prompts, out, CONFIG)
 
 
 def test_it_writes_an_ordinary_target_and_heads_for_it(trained, target_folder, prompts):
@@ -79,9 +78,9 @@ def test_it_writes_an_ordinary_target_and_heads_for_it(trained, target_folder, p
 
 def test_the_report_holds_both_losses_and_both_acceptances(trained, target_folder, prompts):
     _, result = trained
-    joint = result.joint
-    assert joint is not None and joint.lora_rank == 0 and joint.loss_tokens == len(prompts.text) - 1
-    for folder, loss in ((target_folder, joint.loss_before), (trained[0] / "target", joint.loss_after)):
+    report = result.joint
+    assert report is not None and report.lora_rank == 0 and report.loss_tokens == len(prompts.text) - 1
+    for folder, loss in ((target_folder, report.loss_before), (trained[0] / "target", report.loss_after)):
         model = load_causal_lm(folder, dtype=torch.bfloat16).eval()
         ids = torch.tensor(prompts.text.astype("int64"))
         total = 0.0
@@ -107,8 +106,8 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_fo
             raise KilledError
 
     with pytest.raises(KilledError):
-        train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=kill)
-    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+        train_heads(target_folder, prompts, tmp_path, CONFIG, callbacks=Callbacks(on_progress=kill))
+    train_heads(target_folder, prompts, tmp_path, CONFIG)
     assert load_model(tmp_path / "target").fingerprint == load_model(trained[0] / "target").fingerprint
     expected = MedusaHeads.load(trained[0]).state_dict()
     assert all(torch.equal(w, expected[name]) for name, w in MedusaHeads.load(tmp_path).state_dict().items())
@@ -121,8 +120,8 @@ def test_gradients_of_both_losses_reach_the_target(target_folder):
     found = {}
     for share in (0.2, 0.4):
         backbone.module.zero_grad()
-        trainee = MedusaTrainee(heads, backbone.lm_head)
-        JointObjective(backbone, trainee, TokensAndLaws(0.0, 1.0), HeadLoss(trainee), share).accumulate(batch, 1.0)
+        of_heads = HeadLoss(heads, backbone.lm_head, ForwardKL())
+        JointObjective(backbone, heads, ForwardKL(), of_heads, share).accumulate(batch, 1.0)
         found[share] = {name: weight.grad.clone() for name, weight in backbone.module.named_parameters()}
     # By hand, at share 0.4: heads see the law of the target before, two and three places on.
     backbone.module.zero_grad()
@@ -143,7 +142,7 @@ def test_gradients_of_both_losses_reach_the_target(target_folder):
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_adapters_are_trained_saved_alone_and_merged(trained, target_folder, prompts, tmp_path):
     stage_1 = replace(CONFIG, joint=replace(WHOLE, lora_rank=4, steps=3), start_from=trained[0] / "stage-1")
-    result = train_medusa(target_folder, prompts, tmp_path, stage_1)
+    result = train_heads(target_folder, prompts, tmp_path, stage_1)
     assert result.joint is not None and result.joint.lora_rank == 4
     state = torch.load(tmp_path / "work" / "joint" / "checkpoint.pt", weights_only=True)["model"]
     assert state and all("lora_" in name for name in state if name.startswith("backbone."))
@@ -172,10 +171,10 @@ def test_with_adapters_the_target_before_can_still_be_asked(target_folder):
 
 @pytest.mark.parametrize("rank", [8, None])
 def test_a_missing_peft_is_told_before_anything_runs(target_folder, prompts, tmp_path, monkeypatch, rank):
-    monkeypatch.setattr(adapters, "_WHOLE_PARAMETERS", 1000)
+    monkeypatch.setattr(joint, "_WHOLE_PARAMETERS", 1000)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'truedraft\[train\]'"):
-        train_medusa(target_folder, prompts, tmp_path / "out", replace(CONFIG, joint=replace(WHOLE, lora_rank=rank)))
+        train_heads(target_folder, prompts, tmp_path / "out", replace(CONFIG, joint=replace(WHOLE, lora_rank=rank)))
     assert not (tmp_path / "out").exists()
 
 

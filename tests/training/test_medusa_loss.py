@@ -11,12 +11,12 @@ from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training import head_loss
-from truedraft.training.feeding import TextFeed
-from truedraft.training.head_loss import HeadLoss, HeadsObjective
-from truedraft.training.lessons import ComputedLaws, TokensAndLaws
-from truedraft.training.medusa_trainee import MedusaTrainee
-from truedraft.training.windows import Pack
+from truedraft.training import losses
+from truedraft.training.head_objective import HeadLoss, HeadsObjective
+from truedraft.training.losses import DistillationLoss, ForwardKL
+from truedraft.training.medusa import MedusaTrainingConfig
+from truedraft.training.self_distillation import CollatedBatch, text_tokens
+from truedraft.training.targets import ComputedTarget
 
 SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 HEADS, DECAY = 3, 0.8
@@ -34,7 +34,7 @@ def lm_head():
 def packed():
     noise = torch.Generator().manual_seed(2)
     places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
-    return Pack(
+    return CollatedBatch(
         torch.randn(33, 16, generator=noise), torch.randint(0, 50, (33,), generator=noise), places, np.arange(33)
     )
 
@@ -49,7 +49,18 @@ def new_heads(tied: bool, lm_head: LmHead, layers: int = 1) -> MedusaHeads:
     return heads
 
 
-def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: Pack, share: float) -> torch.Tensor:
+def objective_of(heads: MedusaHeads, lm_head: LmHead, packed: CollatedBatch, loss: DistillationLoss) -> HeadsObjective:
+    return HeadsObjective(
+        heads,
+        lm_head,
+        lambda _: packed,
+        lambda batch, _: text_tokens(batch, HEADS),
+        ComputedTarget(lm_head, loss),
+        HeadLoss(heads, lm_head, loss, decay=DECAY),
+    )
+
+
+def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: CollatedBatch, share: float) -> torch.Tensor:
     """The formula, written down directly."""
     embedded = lm_head.embed(packed.tokens[packed.places])
     logits = heads.logits(packed.hidden[packed.places], lm_head, lm_head.finish, embedded)
@@ -67,11 +78,10 @@ def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: Pack, share: float) 
 @pytest.mark.parametrize("chunk", [4, 10, 256])
 @pytest.mark.parametrize(("tied", "share", "layers"), [(True, 1.0, 1), (True, 0.0, 2), (True, 0.3, 1), (False, 0.6, 1)])
 def test_gradient_is_that_of_the_formula(lm_head, packed, monkeypatch, chunk, tied, share, layers):
-    monkeypatch.setattr(head_loss, "_CHUNK", chunk)
+    monkeypatch.setattr(losses, "_CHUNK", chunk)
     heads = new_heads(tied, lm_head, layers)
-    trainee = MedusaTrainee(heads, lm_head)
-    teacher = ComputedLaws(lm_head, TokensAndLaws(1.0 - share, share))
-    objective = HeadsObjective(trainee, lambda _: packed, TextFeed(HEADS), teacher, HeadLoss(trainee, decay=DECAY))
+    loss = MedusaTrainingConfig(law_share=share).distillation_loss
+    objective = objective_of(heads, lm_head, packed, loss)
     values = objective.accumulate(torch.zeros(1, 2), 0.5)
     found = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
     heads.zero_grad()
@@ -94,4 +104,4 @@ def test_a_new_head_starts_as_the_lm_head(lm_head, packed):
 @pytest.mark.parametrize("decay", [0.0, 1.1])
 def test_unusable_decays(lm_head, decay):
     with pytest.raises(OptionError, match="place_decay must lie in"):
-        HeadLoss(MedusaTrainee(new_heads(True, lm_head), lm_head), decay=decay)
+        HeadLoss(new_heads(True, lm_head), lm_head, ForwardKL(), decay=decay)

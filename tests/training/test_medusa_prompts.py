@@ -8,9 +8,15 @@ import pytest
 
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
-from truedraft.training import standard_library
-from truedraft.training.prompts import PromptCounts, cut_prompts, prompts_hash, shuffled, split_prompts
-from truedraft.training.standard_library import standard_library_prompts
+from truedraft.training import prompts
+from truedraft.training.prompts import (
+    PromptCounts,
+    cut_prompts,
+    prompts_hash,
+    shuffled,
+    split_prompts,
+    standard_library_prompts,
+)
 from truedraft.training.tokenizer import load_tokenizer
 
 TEXT = "".join(f"x{number} = add(left, {number})\n" for number in range(300))
@@ -87,7 +93,7 @@ def test_the_embedded_target_keeps_the_files_of_the_shipped_prompts_back():
     sets = standard_library_prompts(tokenizer, PromptCounts(40, 12, 32), 32)
     shipped = [json.loads(line) for line in heldout_prompts_file().read_text().splitlines()]
     assert decoded(tokenizer, sets.test) == [record["text"] for record in shipped]
-    library = standard_library._library()
+    library = prompts._library()
     held_out = "\0".join(library[record["file"]] for record in shipped if record["file"] in library)
     if held_out:  # another Python may lack those files
         assert all(prompt in held_out for prompt in decoded(tokenizer, sets.tree))
@@ -96,6 +102,6 @@ def test_the_embedded_target_keeps_the_files_of_the_shipped_prompts_back():
 
 
 def test_a_python_without_sources_is_said(monkeypatch):
-    monkeypatch.setattr(standard_library, "_library", dict)
+    monkeypatch.setattr(prompts, "_library", dict)
     with pytest.raises(DataError, match="without the sources of its standard library"):
         standard_library_prompts(load_tokenizer("embedded:target"), PromptCounts(4, 2, 2), 8)

@@ -1,4 +1,4 @@
-"""`train_medusa` from prompts to a folder of heads: exact after a kill, honest numbers, errors that lose nothing."""
+"""`train_heads` from prompts to a folder of heads: exact after a kill, honest numbers, errors that lose nothing."""
 
 from __future__ import annotations
 
@@ -21,26 +21,22 @@ from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.models.architecture import load_causal_lm
-from truedraft.models.lm_head import LmHead
+from truedraft.training import heads as heads_module
 from truedraft.training import loop as loop_module
-from truedraft.training import medusa as medusa_module
-from truedraft.training.budget import TimeBudget
+from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import schedule_of
-from truedraft.training.head_job import HeadJob
-from truedraft.training.medusa import train_medusa
-from truedraft.training.medusa_config import MedusaTrainingConfig
-from truedraft.training.medusa_trainee import MedusaTrainee
+from truedraft.training.head_objective import heads_optimizer
+from truedraft.training.heads import Callbacks, HeadJob, train_heads
+from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
-from truedraft.training.self_writing import SelfTextConfig
-from truedraft.training.trainee import heads_optimizer
+from truedraft.training.workspace import TimeBudget
 
 HEADS = 2
 CONFIG = MedusaTrainingConfig(
     heads=HEADS,
     tokens=400,
-    writing=SelfTextConfig(answer_tokens=16, batch=8),
+    writing=WritingConfig(answer_tokens=16, batch=8),
     steps=7,
     optimizer=OptimizerConfig(2e-2, 2e-2),
     positions_per_step=64,
@@ -75,7 +71,7 @@ def trained(target_folder, prompts, tmp_path_factory):
     """A folder after an uninterrupted training, with its result and what it said meanwhile."""
     out = tmp_path_factory.mktemp("heads")
     said = []
-    result = train_medusa(target_folder, prompts, out, CONFIG, on_progress=lambda *words: said.append(words))
+    result = train_heads(target_folder, prompts, out, CONFIG, callbacks=Callbacks(lambda *words: said.append(words)))
     return out, result, said
 
 
@@ -97,7 +93,7 @@ def test_what_it_leaves_behind(trained, target_folder):
     target = load_model(target_folder)
     assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
     assert checkpoint.record.trees.keys() == {"greedy", "sampled"}
-    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.heads.served]
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.served]
     for kind, tree in checkpoint.record.facts["trees"].items():
         compared = tree["compared"]
         best = max(compared, key=lambda way: compared[way], default="calibrated")
@@ -115,18 +111,18 @@ def test_what_it_leaves_behind(trained, target_folder):
 def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
     out, result, _ = trained
     target = load_model(target_folder)
-    for served in result.heads.served:
+    for served in result.report.served:
         params = SamplingParams(max_tokens=64, temperature=served.temperature, seed=0)  # half of the context
-        kept = MedusaHeads.load(out)
+        kept, about = MedusaHeads.load(out), served.about
         chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
-        trees = kept.record.trees if served.trees == "counted" else chosen
-        drafter = Medusa.load(out, nodes=served.nodes, trees=trees)
+        trees = kept.record.trees if about["trees"] == "counted" else chosen
+        drafter = Medusa.load(out, nodes=about["nodes"], trees=trees)
         answers = Engine(target, drafter).generate(list(prompts.test), params)
         emitted = sum(answer.stats.emitted_tokens for answer in answers)
         calls = sum(answer.stats.target_calls for answer in answers)
-        assert served.mean_acceptance_length == pytest.approx(emitted / calls)
-        assert (served.emitted_tokens, served.target_calls) == (emitted, calls)
-        assert served.promised >= 1.0
+        assert served.as_dict()["mean_acceptance_length"] == pytest.approx(emitted / calls)
+        assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
+        assert about["promised"] >= 1.0
 
 
 def test_accuracy_on_held_out_answers_is_logged_as_it_goes(trained):
@@ -142,13 +138,14 @@ def test_accuracy_on_held_out_answers_is_logged_as_it_goes(trained):
 
 def test_training_teaches(target_folder, prompts, tmp_path, trained):
     long = replace(CONFIG, steps=60, evaluate_every=60)
-    result = train_medusa(target_folder, prompts, copied(trained, tmp_path), long)
+    result = train_heads(target_folder, prompts, copied(trained, tmp_path), long)
     log = [json.loads(line) for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
     new = MedusaHeads(MedusaConfig(32, 300, HEADS))
     assert any(not torch.equal(weights(tmp_path)[name].float(), new.state_dict()[name]) for name in new.state_dict())
-    greedy = result.heads.trees["greedy"]
-    assert greedy.accuracy[0][0] > 0.3 and greedy.promised(8) > 1.5
+    greedy = result.report.facts["trees"]["greedy"]
+    assert greedy["accuracy"][0]["top_1"] > 0.3
+    assert next(each["replayed"] for each in greedy["promises"] if each["nodes"] == 8) > 1.5
 
 
 @pytest.mark.parametrize("killed_at", [1, 3, 5])
@@ -162,8 +159,8 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_fo
 
     copied(trained, tmp_path)
     with pytest.raises(KilledError):
-        train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=kill)
-    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+        train_heads(target_folder, prompts, tmp_path, CONFIG, callbacks=Callbacks(on_progress=kill))
+    train_heads(target_folder, prompts, tmp_path, CONFIG)
     expected = weights(trained[0])
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
     logs = [
@@ -179,8 +176,8 @@ def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_medusa(target_folder, prompts, tmp_path, CONFIG, on_progress=stop)
-    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+        train_heads(target_folder, prompts, tmp_path, CONFIG, callbacks=Callbacks(on_progress=stop))
+    train_heads(target_folder, prompts, tmp_path, CONFIG)
     for name in ("train.jsonl", "train.hidden", "tree.jsonl", "tree.hidden"):
         assert (tmp_path / "work" / name).read_bytes() == (trained[0] / "work" / name).read_bytes(), name
 
@@ -191,7 +188,7 @@ def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, 
         ({"heads": 3}, "heads was 2 and is now 3"),
         ({"law_share": 0.5}, "law_share was 1.0 and is now 0.5"),
         ({"optimizer": OptimizerConfig(1e-2, 2e-2)}, "optimizer.matrix_rate was 0.02 and is now 0.01"),
-        ({"writing": SelfTextConfig(answer_tokens=15)}, "answer_tokens was 16 and is now 15"),
+        ({"writing": WritingConfig(answer_tokens=15)}, "answer_tokens was 16 and is now 15"),
     ],
 )
 def test_another_configuration_is_refused_by_name(trained, target_folder, prompts, tmp_path, changes, message):
@@ -199,20 +196,20 @@ def test_another_configuration_is_refused_by_name(trained, target_folder, prompt
     shutil.copytree(trained[0], folder)
     record = (folder / "work" / "run.json").read_text()
     with pytest.raises(OptionError, match=message):
-        train_medusa(target_folder, prompts, folder, replace(CONFIG, **changes))
+        train_heads(target_folder, prompts, folder, replace(CONFIG, **changes))
     assert (folder / "work" / "run.json").read_text() == record
 
 
 def test_other_prompts_are_refused(trained, target_folder, prompts, tmp_path):
     shutil.copytree(trained[0], tmp_path / "out")
     with pytest.raises(OptionError, match="prompts_sha256"):
-        train_medusa(target_folder, replace(prompts, train=prompts.train[:-1]), tmp_path / "out", CONFIG)
+        train_heads(target_folder, replace(prompts, train=prompts.train[:-1]), tmp_path / "out", CONFIG)
 
 
 def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_path):
-    short = replace(CONFIG, heads=4, writing=SelfTextConfig(answer_tokens=4))
+    short = replace(CONFIG, heads=4, writing=WritingConfig(answer_tokens=4))
     with pytest.raises(DataError, match="heads that reach 4 tokens ahead learn from answers of at least 5"):
-        train_medusa(target_folder, prompts, tmp_path, short)
+        train_heads(target_folder, prompts, tmp_path, short)
 
 
 @pytest.mark.parametrize("failing", ["checkpoint.pt.partial", "log.jsonl"])
@@ -230,9 +227,9 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
-        train_medusa(target_folder, prompts, tmp_path, CONFIG)
+        train_heads(target_folder, prompts, tmp_path, CONFIG)
     assert not (tmp_path / "work" / "checkpoint.pt.partial").exists()
-    train_medusa(target_folder, prompts, tmp_path, CONFIG)
+    train_heads(target_folder, prompts, tmp_path, CONFIG)
     expected = weights(trained[0])
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
 
@@ -253,16 +250,15 @@ def test_a_disk_that_fills_while_torch_writes(trained, target_folder, prompts, t
     save = torch.save
     monkeypatch.setattr(loop_module.torch, "save", lambda state, file: save(state, Full(file)))
     with pytest.raises(TrainingError, match=r"cannot write .*checkpoint\.pt'"):
-        train_medusa(target_folder, prompts, copied(trained, tmp_path), CONFIG)
+        train_heads(target_folder, prompts, copied(trained, tmp_path), CONFIG)
 
 
 def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, target_folder, prompts, tmp_path):
     free = replace(CONFIG, tied=False, steps=2)
-    train_medusa(target_folder, prompts, copied(trained, tmp_path), free)
+    train_heads(target_folder, prompts, copied(trained, tmp_path), free)
     heads = MedusaHeads.load(tmp_path)
     assert heads.config.tied is False
-    lm_head = LmHead.of(load_causal_lm(target_folder))
-    optimizer = heads_optimizer(MedusaTrainee(heads.requires_grad_(True), lm_head), CONFIG.optimizer)
+    optimizer = heads_optimizer(heads.requires_grad_(True), CONFIG.optimizer)
     muon, adam = (inner.param_groups[0]["params"] for inner in optimizer._optimizers)
     assert {tuple(weight.shape) for weight in muon} == {(32, 32)}
     assert {tuple(weight.shape) for weight in adam} == {(32,), (300, 32)}
@@ -272,11 +268,11 @@ def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, targ
 
 def test_start_from_heads_that_fit(trained, target_folder, prompts, tmp_path):
     more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
-    train_medusa(target_folder, prompts, copied(trained, tmp_path), more)
+    train_heads(target_folder, prompts, copied(trained, tmp_path), more)
     expected = weights(trained[0])
     assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())
     with pytest.raises(CompositionError, match="ask for the same sizes"):
-        train_medusa(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
+        train_heads(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
 
 
 def test_start_from_heads_of_another_target(trained, prompts, tmp_path, target_folder):
@@ -285,15 +281,15 @@ def test_start_from_heads_of_another_target(trained, prompts, tmp_path, target_f
     shutil.copytree(trained[0], tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(json.dumps(record))
     with pytest.raises(CompositionError, match=r"were trained for another .* and the target is"):
-        train_medusa(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
+        train_heads(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
 
 
 def test_without_text_only_the_embedded_target_knows_what_to_read(target_folder, tmp_path):
     with pytest.raises(DataError, match=r"no text to cut prompts .* with --data FILE"):
-        train_medusa(target_folder, [], tmp_path / "out", CONFIG)
+        train_heads(target_folder, [], tmp_path / "out", CONFIG)
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(DataError, match="holds no text"):
-        train_medusa(target_folder, [tmp_path / "empty.txt"], tmp_path / "out", CONFIG)
+        train_heads(target_folder, [tmp_path / "empty.txt"], tmp_path / "out", CONFIG)
     assert not (tmp_path / "out").exists()
 
 
@@ -306,7 +302,7 @@ def writes_nothing(monkeypatch):
         found.append(job)
         raise InterruptedError
 
-    monkeypatch.setattr(medusa_module, "write_texts", keep)
+    monkeypatch.setattr(heads_module, "write_texts", keep)
     return found
 
 
@@ -315,10 +311,12 @@ def test_far_too_little_text_is_refused_and_little_is_said(target_folder, tokeni
     much, notes = replace(CONFIG, tokens=8000, prompt_tokens=40, tree_prompts=2, test_prompts=2), []
     got = r"gives \d+ prompts that share nothing, for about \d+ tokens by the target, and 8,000 are asked for"
     with pytest.raises(DataError, match=got + ": give more text, or ask for fewer tokens"):
-        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", much)
+        train_heads(target_folder, [tmp_path / "a.txt"], tmp_path / "out", much)
     with pytest.raises(InterruptedError):
         some = replace(much, tokens=2000, test_prompts=50)
-        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", some, on_note=notes.append)
+        train_heads(
+            target_folder, [tmp_path / "a.txt"], tmp_path / "out", some, callbacks=Callbacks(on_note=notes.append)
+        )
     assert "and 2,000 are asked for; heads learn more from more text" in notes[0]
     assert "of 50 to measure on: with more text the figures are surer" in notes[1]
 
@@ -326,7 +324,7 @@ def test_far_too_little_text_is_refused_and_little_is_said(target_folder, tokeni
 def test_disk_and_time_are_said_before_the_target_writes(target_folder, prompts, tmp_path, writes_nothing):
     plans = []
     with pytest.raises(InterruptedError):
-        train_medusa(target_folder, prompts, tmp_path / "out", CONFIG, on_plan=plans.append)
+        train_heads(target_folder, prompts, tmp_path / "out", CONFIG, callbacks=Callbacks(on_plan=plans.append))
     disk = (24 * 16 + 2 * 10 * 16) * 32 * 2  # answers x tokens x width x bytes: the vectors alone
     assert plans[0].startswith("the target writes up to 384 tokens to train on; with their vectors and a checkpoint")
     number, unit = re.search(r"up to ([0-9.]+) (kB|MB) of the disk", plans[0]).groups()
@@ -342,15 +340,19 @@ def test_within_minutes_it_writes_trains_and_measures_less_and_goes_on_with_what
     clock = iter(range(0, 10**9, 5))
     notes = []
     spent = TimeBudget(0.5, lambda: float(next(clock)))
-    result = train_medusa(target_folder, prompts, tmp_path, CONFIG, budget=spent, on_note=notes.append)
+    result = train_heads(
+        target_folder, prompts, tmp_path, CONFIG, budget=spent, callbacks=Callbacks(on_note=notes.append)
+    )
     assert result.effort.steps == 1 and 2 <= result.effort.written_tokens / 16 < 24
     assert any("in the time given the target wrote" in note for note in notes)
-    assert result.heads.served and (tmp_path / "README.md").is_file()
+    assert result.report.served and (tmp_path / "README.md").is_file()
     text = (tmp_path / "work" / "train.jsonl").read_bytes()
-    again = train_medusa(target_folder, prompts, tmp_path, CONFIG, budget=TimeBudget(60), on_note=notes.append)
+    again = train_heads(
+        target_folder, prompts, tmp_path, CONFIG, budget=TimeBudget(60), callbacks=Callbacks(on_note=notes.append)
+    )
     assert (tmp_path / "work" / "train.jsonl").read_bytes() == text and again.effort.steps == 1
     with pytest.raises(OptionError, match="minutes are a limit for stage 1"):
-        train_medusa(target_folder, prompts, tmp_path / "two", replace(CONFIG, stage=2), budget=TimeBudget(1))
+        train_heads(target_folder, prompts, tmp_path / "two", replace(CONFIG, stage=2), budget=TimeBudget(1))
 
 
 def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):
@@ -361,9 +363,10 @@ def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):
     assert (card.data.library_name, card.data.pipeline_tag) == ("truedraft", "text-generation")
     count = sum(weight.numel() for weight in weights(out).values())
     assert f"| parameters | {count:,} |" in card.text and f"| steps | {result.effort.steps} |" in card.text
-    for each in result.heads.served:
-        name = f"temperature {each.temperature:g}, {each.nodes} nodes, {each.trees} trees"
-        assert f"{name} | {each.mean_acceptance_length:.2f} (promised {each.promised:.2f}) |" in card.text
+    for each in result.report.served:
+        about, length = each.about, each.stats.mean_acceptance_length
+        name = f"temperature {each.temperature:g}, {about['nodes']} nodes, {about['trees']} trees"
+        assert f"{name} | {length:.2f} (promised {about['promised']:.2f}) |" in card.text
     command = json.loads((out / "work" / "run.json").read_text())["command"]
     assert f"    {shlex.join(command)}" in card.text
 
@@ -371,7 +374,13 @@ def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):
 def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, writes_nothing):
     (tmp_path / "a.txt").write_text(tokenizer.decode(stream[1:1000].tolist()))
     with pytest.raises(InterruptedError):
-        train_medusa(target_folder, [tmp_path / "a.txt"], tmp_path / "out", CONFIG, on_note=lambda sentence: None)
+        train_heads(
+            target_folder,
+            [tmp_path / "a.txt"],
+            tmp_path / "out",
+            CONFIG,
+            callbacks=Callbacks(on_note=lambda sentence: None),
+        )
     (job,) = writes_nothing
     assert len(job.prompts.train) > 10 and job.prompts.text.dtype == np.uint32 and job.data == "a.txt"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.optimizer import WarmupStableDecay
 
 
 def test_values():

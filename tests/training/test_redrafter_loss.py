@@ -9,16 +9,12 @@ import torch
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training import head_loss
-from truedraft.training.feeding import SelfFeed, TextFeed
-from truedraft.training.head_loss import HeadLoss, HeadsObjective
-from truedraft.training.lessons import ComputedLaws, goal_of
+from truedraft.training import losses
+from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
 from truedraft.training.losses import loss_from_spec
-from truedraft.training.redrafter_config import RedrafterTrainingConfig
-from truedraft.training.redrafter_kind import RedrafterKind
-from truedraft.training.redrafter_trainee import RedrafterTrainee
-from truedraft.training.trainee import heads_optimizer, place_logits
-from truedraft.training.windows import Pack
+from truedraft.training.redrafter import RedrafterTrainingConfig
+from truedraft.training.self_distillation import CollatedBatch, SelfFeeding, text_tokens
+from truedraft.training.targets import ComputedTarget
 
 SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 LENGTH, DECAY = 3, 0.7
@@ -37,22 +33,34 @@ def packed():
     noise = torch.Generator().manual_seed(2)
     places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
     tokens = torch.randint(0, 50, (33,), generator=noise)
-    return Pack(torch.randn(33, 16, generator=noise), tokens, places, np.arange(33))
+    return CollatedBatch(torch.randn(33, 16, generator=noise), tokens, places, np.arange(33))
 
 
-def trainee_of(lm_head, **sizes) -> RedrafterTrainee:
+def head_of(**sizes) -> RedrafterHead:
     config = {"width": 16, "vocab_size": 50, "state": 12, "exit_width": 16, "layers": 2, "length": LENGTH} | sizes
     head = RedrafterHead(RedrafterConfig(**config))
     noise = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
-    return RedrafterTrainee(head, lm_head)
+    return head
 
 
-def plain_loss(trainee, packed: Pack, spec: str) -> torch.Tensor:
+def objective_of(head, lm_head, packed: CollatedBatch, spec: str, feed=None) -> HeadsObjective:
+    loss = loss_from_spec(spec)
+    return HeadsObjective(
+        head,
+        lm_head,
+        lambda _: packed,
+        feed or (lambda batch, _: text_tokens(batch, LENGTH)),
+        ComputedTarget(lm_head, loss),
+        HeadLoss(head, lm_head, loss, decay=DECAY),
+    )
+
+
+def plain_loss(head, lm_head, packed: CollatedBatch, spec: str) -> torch.Tensor:
     """The formula, written down directly: no chunks, no shared rows."""
-    head, lm_head, loss = trainee.module, trainee.lm_head, loss_from_spec(spec)
+    loss = loss_from_spec(spec)
     hidden, total = packed.hidden[packed.places], torch.zeros(())
     state = torch.zeros(len(hidden), head.config.state)
     for place in range(LENGTH):
@@ -77,107 +85,101 @@ def plain_loss(trainee, packed: Pack, spec: str) -> torch.Tensor:
     ],
 )
 def test_gradient_is_that_of_the_formula(lm_head, packed, monkeypatch, chunk, spec, sizes):
-    monkeypatch.setattr(head_loss, "_CHUNK", chunk)
-    trainee = trainee_of(lm_head, **sizes)
-    teacher = ComputedLaws(lm_head, goal_of(loss_from_spec(spec)))
-    loss = HeadLoss(trainee, decay=DECAY)
-    values = HeadsObjective(trainee, lambda _: packed, TextFeed(LENGTH), teacher, loss).accumulate(
-        torch.zeros(1, 2), 0.5
-    )
-    found = {name: parameter.grad.clone() for name, parameter in trainee.module.named_parameters()}
-    trainee.module.zero_grad()
-    (0.5 * plain_loss(trainee, packed, spec)).backward()
-    for name, parameter in trainee.module.named_parameters():
+    monkeypatch.setattr(losses, "_CHUNK", chunk)
+    head = head_of(**sizes)
+    values = objective_of(head, lm_head, packed, spec).accumulate(torch.zeros(1, 2), 0.5)
+    found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    (0.5 * plain_loss(head, lm_head, packed, spec)).backward()
+    for name, parameter in head.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-5), name
-    assert values["loss"] == pytest.approx(plain_loss(trainee, packed, spec).item(), rel=1e-4)
+    assert values["loss"] == pytest.approx(plain_loss(head, lm_head, packed, spec).item(), rel=1e-4)
     assert values["loss"] == pytest.approx(sum(DECAY**k * values[f"place_{k + 1}"] for k in range(LENGTH)))
 
 
 def test_unrolled_at_once_equals_step_by_step(lm_head, packed):
-    trainee = trainee_of(lm_head)
+    head = head_of()
     hidden = packed.hidden[packed.places]
-    tokens = TextFeed(LENGTH).tokens(packed, hidden)
+    tokens = text_tokens(packed, LENGTH)
     assert torch.equal(tokens[0], packed.tokens[:LENGTH])
-    at_once = trainee.vectors(hidden, tokens)
+    at_once = head.unroll(hidden, lm_head.embed(tokens.T))
     for position in (0, 11, 26):
-        state = trainee.module.new_state(1)
+        state = head.new_state(1)
         for place in range(LENGTH):
             token = packed.tokens[packed.places[position] + place]
-            state = trainee.module.advance(state, lm_head.embed(token[None]))
-            alone = trainee.module.leaving(hidden[position][None], state)
+            state = head.advance(state, lm_head.embed(token[None]))
+            alone = head.leaving(hidden[position][None], state)
             assert torch.allclose(at_once[place, position], alone[0], atol=1e-5)
 
 
 def test_a_place_does_not_see_the_token_it_guesses(lm_head, packed):
-    trainee = trainee_of(lm_head)
+    head = head_of()
     hidden = packed.hidden[packed.places]
-    tokens = TextFeed(LENGTH).tokens(packed, hidden)
+    tokens = text_tokens(packed, LENGTH)
     other = tokens.clone()
     other[:, 2] = (other[:, 2] + 7) % 50
-    before, after = trainee.vectors(hidden, tokens), trainee.vectors(hidden, other)
+    before, after = head.unroll(hidden, lm_head.embed(tokens.T)), head.unroll(hidden, lm_head.embed(other.T))
     assert torch.equal(before[:2], after[:2]) and not torch.equal(before[2], after[2])
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_new_head_starts_as_the_lm_head(lm_head, packed, tied):
-    kind = RedrafterKind(RedrafterTrainingConfig(length=LENGTH, state=24, layers=2, tied=tied))
-    trainee = kind.new(lm_head)
+    head = RedrafterTrainingConfig(length=LENGTH, state=24, layers=2, tied=tied).new_head(lm_head)
     hidden = packed.hidden[packed.places]
-    vectors = trainee.vectors(hidden, TextFeed(LENGTH).tokens(packed, hidden))
+    vectors = head.unroll(hidden, lm_head.embed(text_tokens(packed, LENGTH).T))
     for place in range(LENGTH):
-        assert torch.equal(place_logits(trainee, place, vectors[place]), lm_head(hidden))
+        assert torch.equal(head.place_logits(place, vectors[place], lm_head), lm_head(hidden))
 
 
 def test_new_weights_are_decided_by_the_seed_alone(lm_head):
     before = torch.get_rng_state()
-    made = [RedrafterKind(RedrafterTrainingConfig(seed=seed)).new(lm_head).module.token.weight for seed in (3, 3, 4)]
+    made = [RedrafterTrainingConfig(seed=seed).new_head(lm_head).token.weight for seed in (3, 3, 4)]
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_self_fed_positions_read_their_own_greedy_guesses(lm_head, packed):
-    trainee = trainee_of(lm_head)
+    head = head_of()
     hidden = packed.hidden[packed.places]
-    text = TextFeed(LENGTH).tokens(packed, hidden)
-    fed = SelfFeed(trainee, 1.0, seed=0).tokens(packed, hidden)
+    text = text_tokens(packed, LENGTH)
+    fed = SelfFeeding(head, lm_head, 1.0, seed=0)(packed, hidden)
     assert torch.equal(fed[:, 0], text[:, 0]) and not torch.equal(fed, text)
-    vectors = trainee.vectors(hidden, fed)
+    vectors = head.unroll(hidden, lm_head.embed(fed.T))
     for place in range(LENGTH - 1):
-        assert torch.equal(place_logits(trainee, place, vectors[place]).argmax(-1), fed[:, place + 1])
+        assert torch.equal(head.place_logits(place, vectors[place], lm_head).argmax(-1), fed[:, place + 1])
     assert torch.equal(packed.tokens[packed.places[:, None] + torch.arange(LENGTH)], text)  # labels stay the text's
 
 
 def test_guessing_before_the_step_takes_no_gradient_away(lm_head, packed):
     """Autocast keeps weights that it has cast; those of the guesses, which need no gradient, must not be taken."""
-    trainee = trainee_of(lm_head)
-    teacher = ComputedLaws(lm_head, goal_of(loss_from_spec("kl")))
-    objective = HeadsObjective(trainee, lambda _: packed, SelfFeed(trainee, 0.5, 0), teacher, HeadLoss(trainee))
+    head = head_of()
+    objective = objective_of(head, lm_head, packed, "kl", SelfFeeding(head, lm_head, 0.5, 0))
     with torch.autocast("cpu", torch.bfloat16):
         objective.accumulate(torch.zeros(1, 2), 1.0)
-    assert all(weight.grad is not None and weight.grad.norm() > 0 for weight in trainee.module.parameters())
+    assert all(weight.grad is not None and weight.grad.norm() > 0 for weight in head.parameters())
 
 
 def test_the_share_of_self_fed_positions_is_drawn_anew_for_each_batch_and_the_same_again(lm_head):
-    trainee = trainee_of(lm_head)
+    head = head_of()
     noise = torch.Generator().manual_seed(5)
     rows = 2000
     tokens = torch.randint(0, 50, (rows + LENGTH,), generator=noise)
     hidden = torch.randn(rows + LENGTH, 16, generator=noise)
     chosen = []
     for first in (0, 0, 7):
-        pack = Pack(hidden, tokens, torch.arange(rows), np.arange(first, first + rows + LENGTH))
-        text = TextFeed(LENGTH).tokens(pack, hidden[:rows])
-        fed = SelfFeed(trainee, 0.25, seed=1).tokens(pack, hidden[:rows])
+        pack = CollatedBatch(hidden, tokens, torch.arange(rows), np.arange(first, first + rows + LENGTH))
+        text = text_tokens(pack, LENGTH)
+        fed = SelfFeeding(head, lm_head, 0.25, seed=1)(pack, hidden[:rows])
         chosen.append((fed != text).any(dim=1))
     assert torch.equal(chosen[0], chosen[1]) and not torch.equal(chosen[0], chosen[2])
     # Nearly every chosen position differs somewhere from its text of 50 equally likely tokens; 6 deviations.
     assert abs(chosen[0].float().mean() - 0.25) < 6 * (0.25 * 0.75 / rows) ** 0.5
 
 
-def test_outputs_of_its_own_are_for_adam(lm_head):
-    trainee = trainee_of(lm_head, tied=False, exit_width=20)
+def test_outputs_of_its_own_are_for_adam():
+    head = head_of(tied=False, exit_width=20)
     muon, adam = (
         {tuple(weight.shape) for weight in inner.param_groups[0]["params"]}
-        for inner in heads_optimizer(trainee, RedrafterTrainingConfig().optimizer)._optimizers
+        for inner in heads_optimizer(head, RedrafterTrainingConfig().optimizer)._optimizers
     )
     assert muon == {(12, 16), (12, 12), (20, 28), (20, 20)} and adam == {(12,), (20,), (50, 20)}

@@ -1,4 +1,4 @@
-"""`train_redrafter` from prompts to a folder: exact after a kill, honest numbers, errors that lose nothing."""
+"""`train_heads` from prompts to a folder: exact after a kill, honest numbers, errors that lose nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from truedraft.drafters.redrafter import Redrafter
 from truedraft.errors import CompositionError, DataError, ModelError, OptionError, TrainingError
 from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees
-from truedraft.training import acceptance
+from truedraft.training import evaluate
+from truedraft.training.answer_writer import WritingConfig
+from truedraft.training.heads import Callbacks, train_heads
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
-from truedraft.training.redrafter import train_redrafter
-from truedraft.training.redrafter_config import RedrafterTrainingConfig
-from truedraft.training.self_writing import SelfTextConfig
+from truedraft.training.redrafter import RedrafterTrainingConfig
 
 ANSWER = 20
 CONFIG = RedrafterTrainingConfig(
@@ -29,7 +29,7 @@ CONFIG = RedrafterTrainingConfig(
     state=24,
     layers=1,
     tokens=400,
-    writing=SelfTextConfig(answer_tokens=16, batch=8),
+    writing=WritingConfig(answer_tokens=16, batch=8),
     steps=6,
     self_fed=0.3,
     optimizer=OptimizerConfig(2e-2, 2e-2),
@@ -52,7 +52,7 @@ def one_thread_for_all():
 def short_answers():
     """What is measured at the end takes most of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "_TOKENS", ANSWER)
+        patch.setattr(evaluate, "_TOKENS", ANSWER)
         patch.setattr(beam_trees, "_POSITIONS", 40)
         yield
 
@@ -73,7 +73,7 @@ def trained(target_folder, prompts, tmp_path_factory):
     """A folder after an uninterrupted training, with its result and what it said meanwhile."""
     out = tmp_path_factory.mktemp("redrafter")
     said = []
-    result = train_redrafter(target_folder, prompts, out, CONFIG, on_progress=lambda *words: said.append(words))
+    result = train_heads(target_folder, prompts, out, CONFIG, callbacks=Callbacks(lambda *words: said.append(words)))
     return out, result, said
 
 
@@ -99,7 +99,7 @@ def test_what_it_leaves_behind(trained, target_folder):
     checkpoint, target = RedrafterHead.load(out), load_model(target_folder)
     assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
     assert (checkpoint.config.state, checkpoint.config.length) == (24, 3)
-    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.head.served]
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.served]
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["identity"]["self_fed"] == 0.3 and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 6
@@ -107,23 +107,24 @@ def test_what_it_leaves_behind(trained, target_folder):
     assert [entry["step"] for entry in log if "place_1_top_1" in entry] == [2, 5]
     assert all(0.0 <= log[2][f"place_{k}_top_1"] <= log[2][f"place_{k}_top_5"] <= 1.0 for k in (1, 2, 3))
     assert "places right" in next(remark for what, done, _, remark in said if what == "training" and done == 6)
-    assert list(result.head.accuracy) == [f"place_{k}_top_{top}" for k in (1, 2, 3) for top in (1, 5)]
+    assert list(result.report.facts["accuracy"]) == [f"place_{k}_top_{top}" for k in (1, 2, 3) for top in (1, 5)]
 
 
 def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
     out, result, _ = trained
     target = load_model(target_folder)
-    assert {(each.temperature, each.nodes) for each in result.head.served} == {(t, n) for t in (0, 1) for n in (8, 32)}
-    for served in result.head.served:
+    rounds = {(each.temperature, each.about["nodes"]) for each in result.report.served}
+    assert rounds == {(t, n) for t in (0, 1) for n in (8, 32)}
+    for served in result.report.served:
         params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature, seed=0)
-        drafter = Redrafter.load(out, nodes=served.nodes, beams=served.beams, length=served.length)
+        drafter = Redrafter.load(out, **{name: served.about[name] for name in ("nodes", "beams", "length")})
         answers = Engine(target, drafter).generate(list(prompts.test), params)
         counts = [(answer.stats.emitted_tokens, answer.stats.target_calls) for answer in answers]
         emitted, calls = map(sum, zip(*counts, strict=True))
-        assert (served.emitted_tokens, served.target_calls) == (emitted, calls)
-        assert served.mean_acceptance_length == pytest.approx(emitted / calls)
-        assert 0.9 < served.promised <= 4.0
-    assert {kind: len(of_kind.promises) for kind, of_kind in result.head.replayed.items()} == {
+        assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
+        assert served.as_dict()["mean_acceptance_length"] == pytest.approx(emitted / calls)
+        assert 0.9 < served.about["promised"] <= 4.0
+    assert {kind: len(of_kind) for kind, of_kind in result.report.facts["beams"].items()} == {
         "greedy": 18,
         "sampled": 18,
     }
@@ -137,10 +138,10 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
 @pytest.mark.parametrize("loss", ["kl", "tv=0.5,kl=0.5"])
 def test_training_teaches(target_folder, prompts, tmp_path, trained, loss):
     long = replace(CONFIG, steps=40, evaluate_every=40, loss=loss, self_fed=0.0)
-    result = train_redrafter(target_folder, prompts, copied(trained, tmp_path), long)
+    result = train_heads(target_folder, prompts, copied(trained, tmp_path), long)
     log = [json.loads(line) for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
-    before, after = (sum(each.head.accuracy.values()) for each in (trained[1], result))
+    before, after = (sum(each.report.facts["accuracy"].values()) for each in (trained[1], result))
     assert after > before + 0.1, (before, after)
 
 
@@ -155,8 +156,8 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_fo
 
     copied(trained, tmp_path)
     with pytest.raises(KilledError):
-        train_redrafter(target_folder, prompts, tmp_path, CONFIG, on_progress=kill)
-    train_redrafter(target_folder, prompts, tmp_path, CONFIG)
+        train_heads(target_folder, prompts, tmp_path, CONFIG, callbacks=Callbacks(on_progress=kill))
+    train_heads(target_folder, prompts, tmp_path, CONFIG)
     assert same_weights(trained[0], tmp_path)
     logs = [
         [{k: v for k, v in json.loads(line).items() if k != "elapsed_s"} for line in text.splitlines()]
@@ -169,13 +170,13 @@ def test_laws_are_stored_once_and_read_again(trained, target_folder, prompts, tm
     said = []
     config = replace(CONFIG, laws="stored", steps=3)
     copied(trained, tmp_path)
-    train_redrafter(target_folder, prompts, tmp_path, config, on_progress=lambda *words: said.append(words))
+    train_heads(target_folder, prompts, tmp_path, config, callbacks=Callbacks(lambda *words: said.append(words)))
     assert {what for what, *_ in said} >= {"storing laws", "training"}
     size = (tmp_path / "work" / "train.laws").stat().st_size
     assert size == len(trained[1].as_dict() and load_rows(tmp_path)) * 65 * 2
     (tmp_path / "work" / "checkpoint.pt").unlink()
     first = weights(tmp_path)
-    train_redrafter(target_folder, prompts, tmp_path, config)
+    train_heads(target_folder, prompts, tmp_path, config)
     assert all(torch.equal(weight, first[name]) for name, weight in weights(tmp_path).items())
 
 
@@ -198,29 +199,29 @@ def test_another_configuration_is_refused_by_name(trained, target_folder, prompt
     folder = tmp_path / "out"
     shutil.copytree(trained[0], folder)
     with pytest.raises(OptionError, match=message):
-        train_redrafter(target_folder, prompts, folder, replace(CONFIG, **changes))
+        train_heads(target_folder, prompts, folder, replace(CONFIG, **changes))
 
 
 def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_path):
-    short = replace(CONFIG, length=4, writing=SelfTextConfig(answer_tokens=4))
+    short = replace(CONFIG, length=4, writing=WritingConfig(answer_tokens=4))
     with pytest.raises(DataError, match="heads that reach 4 tokens ahead learn from answers of at least 5"):
-        train_redrafter(target_folder, prompts, tmp_path, short)
+        train_heads(target_folder, prompts, tmp_path, short)
 
 
 def test_no_data(target_folder, prompts, tmp_path):
     with pytest.raises(DataError, match=r"no text to cut prompts .* with --data FILE"):
-        train_redrafter(target_folder, [], tmp_path / "out", CONFIG)
+        train_heads(target_folder, [], tmp_path / "out", CONFIG)
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(DataError, match="holds no text"):
-        train_redrafter(target_folder, [tmp_path / "empty.txt"], tmp_path / "out", CONFIG)
+        train_heads(target_folder, [tmp_path / "empty.txt"], tmp_path / "out", CONFIG)
     assert not (tmp_path / "out").exists()
 
 
 def test_sizes_that_make_no_head_are_refused_before_the_target_writes(target_folder, prompts, tmp_path):
     with pytest.raises(OptionError, match="got an exit width of 40"):
-        train_redrafter(target_folder, prompts, tmp_path / "out", replace(CONFIG, exit_width=40))
+        train_heads(target_folder, prompts, tmp_path / "out", replace(CONFIG, exit_width=40))
     with pytest.raises(OptionError, match="sums embeddings"):
-        train_redrafter(target_folder, prompts, tmp_path / "out", replace(CONFIG, rnn=False))
+        train_heads(target_folder, prompts, tmp_path / "out", replace(CONFIG, rnn=False))
     assert not (tmp_path / "out").exists()
 
 
@@ -237,29 +238,29 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
-        train_redrafter(target_folder, prompts, tmp_path, config)
+        train_heads(target_folder, prompts, tmp_path, config)
     assert not (tmp_path / "work" / "checkpoint.pt.partial").exists()
-    train_redrafter(target_folder, prompts, tmp_path, config)
+    train_heads(target_folder, prompts, tmp_path, config)
     assert RedrafterHead.load(tmp_path).record.facts["steps"] == 2
 
 
 def test_start_from_a_head_that_fits(trained, target_folder, prompts, tmp_path):
     more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
-    train_redrafter(target_folder, prompts, copied(trained, tmp_path), more)
+    train_heads(target_folder, prompts, copied(trained, tmp_path), more)
     expected = weights(trained[0])
     assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())
     with pytest.raises(CompositionError, match="ask for the same sizes"):
-        train_redrafter(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
+        train_heads(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
 
 
 def test_start_from_a_head_of_another_target_or_another_kind(trained, target_folder, prompts, tmp_path):
     RedrafterHead.load(trained[0]).save(tmp_path / "other", HeadRecord("another", "0" * 32))
     with pytest.raises(CompositionError, match=r"were trained for another .* and the target is"):
-        train_redrafter(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
+        train_heads(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
     record = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(record | {"kind": "medusa"}))
     with pytest.raises(ModelError, match="holds Medusa heads, not a recurrent drafter; use medusa:"):
-        train_redrafter(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
+        train_heads(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
 
 
 def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, target_folder, tmp_path):

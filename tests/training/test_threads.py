@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from truedraft.training.threads import ThreadTrial
+from truedraft.training.answer_writer import ThreadTrial
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from truedraft.errors import OptionError
-from truedraft.training.budget import TRAINED, TimeBudget, duration
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.optimizer import WarmupStableDecay
+from truedraft.training.workspace import TRAINED, TimeBudget, duration
 
 
 class Clock:

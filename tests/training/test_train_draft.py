@@ -23,13 +23,13 @@ from truedraft.errors import (
     VocabularyMismatchError,
 )
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
-from truedraft.training import acceptance, draft_served
-from truedraft.training.budget import TimeBudget
-from truedraft.training.checkpoints import checkpoint_of
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.distill import DraftConfig, train_draft
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training import drafts, evaluate
+from truedraft.training.data import Curriculum
+from truedraft.training.drafts import DraftConfig, train_draft
+from truedraft.training.loop import checkpoint_of
+from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.workspace import TimeBudget
 
 CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=256)
 
@@ -42,7 +42,7 @@ def config(steps=30, **changes):
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
     """What is measured at the end takes most of the time of these tests."""
-    monkeypatch.setattr(acceptance, "_TOKENS", 12)
+    monkeypatch.setattr(evaluate, "_TOKENS", 12)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_result_is_an_ordinary_folder_with_a_card(target_folder, data, tmp_p
     about = ModelCard(card).data
     assert about.base_model == target_folder.name and "draft-model" in about.tags
     for served in result.served:
-        row = f"temperature {served.temperature:g}, 4 drafted tokens | {served.mean_acceptance_length:.2f} |"
+        row = f"temperature {served.temperature:g}, 4 drafted tokens | {served.stats.mean_acceptance_length:.2f} |"
         assert f"| tokens per target call, {row}" in card
 
 
@@ -92,15 +92,15 @@ def test_acceptance_is_that_of_the_engine(target_folder, data, tmp_path):
     for served, temperature in zip(result.served, (0.0, 1.0), strict=True):
         answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature, seed=0))
         emitted, calls = (sum(getattr(a.stats, name) for a in answers) for name in ("emitted_tokens", "target_calls"))
-        assert (served.emitted_tokens, served.target_calls) == (emitted, calls)
-        assert served.mean_acceptance_length == emitted / calls and served.temperature == temperature
+        assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
+        assert served.stats.mean_acceptance_length == emitted / calls and served.temperature == temperature
 
 
 def test_what_the_engine_cannot_run_is_trained_for_all_the_same(target_folder, data, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise UnsupportedModelError("it has a mixer")
 
-    monkeypatch.setattr(draft_served, "load_model", refuse)
+    monkeypatch.setattr(drafts, "load_model", refuse)
     notes = []
     result = train_draft(target_folder, [data], tmp_path / "out", config(steps=2), on_note=notes.append)
     assert result.served == () and notes == ["the draft was not measured in the engine: it has a mixer"]

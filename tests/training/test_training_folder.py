@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from truedraft.errors import OptionError
-from truedraft.training.disk import alone_in, clear_work, free_bytes, in_bytes, refuse_busy
+from truedraft.training.workspace import alone_in, clear_work, free_bytes, in_bytes, refuse_busy
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from truedraft.training.disk import alone_in
+from truedraft.training.workspace import alone_in
 with alone_in(Path(sys.argv[1])):
     (Path(sys.argv[1]) / "log.jsonl").write_text("{}")
     print("holds", flush=True)

@@ -12,10 +12,10 @@ import torch
 
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape
-from truedraft.training.checkpoints import CHECKPOINT, LOG, checkpoint_of
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.pretrain import PretrainConfig, pretraining_loop
-from truedraft.training.schedule import WarmupStableDecay
+from truedraft.training.data import Curriculum
+from truedraft.training.language_models import PretrainConfig, pretraining_loop
+from truedraft.training.loop import CHECKPOINT, LOG, checkpoint_of
+from truedraft.training.optimizer import WarmupStableDecay
 
 SHAPE = LlamaShape(vocab_size=300, width=32, layers=1, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
 CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, tokens_per_pass=64)
@@ -79,7 +79,7 @@ class Clock:
 def test_checkpoints_come_by_time(stream, tmp_path, whole):
     """Of steps of 50 seconds every third is saved: more than two minutes passed; a kill costs those since."""
     loop, saved = new_loop(stream, tmp_path / "slow"), []
-    loop.clock, loop.checkpoint_every_s = Clock(), 120.0
+    loop.clock, loop.folder.checkpoint_every_s = Clock(), 120.0
 
     def step(record):
         loop.clock.now += 50.0
@@ -121,7 +121,7 @@ def interrupting(objective, at):
 
 def test_ctrl_c_inside_a_step_ends_it_and_saves(stream, tmp_path, whole):
     loop = new_loop(stream, tmp_path / "interrupted")
-    loop.checkpoint_every_s = 1e9
+    loop.folder.checkpoint_every_s = 1e9
     interrupting(loop.objective, [8])  # the first of two passes of step 4
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -135,7 +135,7 @@ def test_ctrl_c_inside_a_step_ends_it_and_saves(stream, tmp_path, whole):
 
 def test_who_interrupts_twice_does_not_wait(stream, tmp_path, whole):
     loop = new_loop(stream, tmp_path / "twice")
-    loop.checkpoint_every_s = 1e9
+    loop.folder.checkpoint_every_s = 1e9
     interrupting(loop.objective, [8, 9])
     with pytest.raises(KeyboardInterrupt):
         loop.run()

@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from truedraft.cli.machine import machine_facts
-from truedraft.training.budget import duration
+from truedraft.machine import machine_facts
+from truedraft.training.workspace import duration
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.distill import DraftResult
-    from truedraft.training.medusa_results import Effort, MedusaResult, TrainedHeads
-    from truedraft.training.redrafter_results import RedrafterResult
+    from truedraft.training.drafts import DraftResult
+    from truedraft.training.report import Effort, HeadReport, HeadResult
 
 _LOG = Path("work") / "log.jsonl"
 _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
 _TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
 
 
-def record_of(kind: str, model: str, result: DraftResult | MedusaResult | RedrafterResult) -> dict[str, Any]:
+def record_of(kind: str, model: str, result: DraftResult | HeadResult) -> dict[str, Any]:
     """For JSON."""
     fixed = {"command": f"train {kind}", "model": model, "out": str(result.folder)}
     return fixed | result.as_dict() | {"machine": machine_facts()}
@@ -38,7 +37,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
         f"loss {report.draft_loss:.3f} nats per token",
         *(
             f"tokens per target call, measured in the engine at temperature {each.temperature:g} with "
-            f"{each.num_speculative_tokens} drafted tokens: {each.mean_acceptance_length:.2f}"
+            f"{each.about['num_speculative_tokens']} drafted tokens: {each.stats.mean_acceptance_length:.2f}"
             for each in result.served
         ),
     )
@@ -47,10 +46,10 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
     _try_it(terminal, model, f"draft:{result.folder}")
 
 
-def _medusa(terminal: Terminal, model: str, result: MedusaResult) -> None:
+def _medusa(terminal: Terminal, model: str, result: HeadResult) -> None:
     log = result.folder / (_LOG if result.joint is None else Path("work") / "joint" / "log.jsonl")
     _effort(terminal, result.effort, log)
-    _heads(terminal, result.heads)
+    _heads(terminal, result.report)
     if result.joint is not None:
         joint = result.joint
         model = str(joint.target)
@@ -65,10 +64,11 @@ def _medusa(terminal: Terminal, model: str, result: MedusaResult) -> None:
     _try_it(terminal, model, f"medusa:{result.folder}")
 
 
-def _heads(terminal: Terminal, heads: TrainedHeads) -> None:
+def _heads(terminal: Terminal, heads: HeadReport) -> None:
     """How often the heads are right, and the mean acceptance lengths."""
-    for kind, counted in heads.trees.items():
-        shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted.accuracy)
+    trees = heads.facts["trees"]
+    for kind, counted in trees.items():
+        shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted["rank_accuracy"])
         _say(terminal, f"heads right {_KINDS[kind]} with their first guess / one of five: {shares}")
     _say(
         terminal,
@@ -78,37 +78,38 @@ def _heads(terminal: Terminal, heads: TrainedHeads) -> None:
     columns = ("temperature", "nodes", "trees", "measured", "promised", "independent")
     table = Table(*columns, box=None, pad_edge=False)
     for each in heads.served:
-        counted = heads.trees["sampled" if each.temperature else "greedy"]
-        products = {promise.nodes: f"{promise.product:.2f}" for promise in counted.promises}
+        counted, about = trees["sampled" if each.temperature else "greedy"], each.about
+        products = {promise["nodes"]: f"{promise['product']:.2f}" for promise in counted["promises"]}
         table.add_row(
             f"{each.temperature:g}",
-            str(each.nodes),
-            _TREES[each.trees],
-            f"{each.mean_acceptance_length:.2f}",
-            f"{each.promised:.2f}",
-            products.get(each.nodes, "") if each.trees == "counted" else "",
+            str(about["nodes"]),
+            _TREES[about["trees"]],
+            f"{each.stats.mean_acceptance_length:.2f}",
+            f"{about['promised']:.2f}",
+            products.get(about["nodes"], "") if about["trees"] == "counted" else "",
         )
     terminal.out.print(table)
-    for kind, counted in heads.trees.items():
-        if counted.chosen == "counted":
+    for kind, counted in trees.items():
+        if counted["chosen"] == "counted":
             _say(
                 terminal,
                 f"{_KINDS[kind]} the counted tree is used: on text that neither was fitted to it brought more",
             )
 
 
-def _redrafter(terminal: Terminal, model: str, result: RedrafterResult) -> None:
-    head = result.head
+def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
+    head = result.report
     _effort(terminal, result.effort, result.folder / _LOG)
-    shares = iter(head.accuracy.values())
+    shares = iter(head.facts["accuracy"].values())
     pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
     _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")
     _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
     table = Table("temperature", "nodes", "beams", "tokens per target call", "promised", box=None, pad_edge=False)
     for each in head.served:
-        beams = f"{each.beams} of {each.length}"
-        found = f"{each.mean_acceptance_length:.2f}", "-" if each.promised is None else f"{each.promised:.2f}"
-        table.add_row(f"{each.temperature:g}", str(each.nodes), beams, *found)
+        about = each.about
+        promised = "-" if about["promised"] is None else f"{about['promised']:.2f}"
+        found = f"{each.stats.mean_acceptance_length:.2f}", promised
+        table.add_row(f"{each.temperature:g}", str(about["nodes"]), f"{about['beams']} of {about['length']}", *found)
     terminal.out.print(table)
     _try_it(terminal, model, f"redrafter:{result.folder}")
 

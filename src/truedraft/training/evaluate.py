@@ -1,26 +1,34 @@
-"""What a model, and a pair of models, are worth on held-out text.
+"""What a model and a pair of models are worth on held-out text, and a drafter in the very engine that serves it.
 
-All figures are means over the labels of whole, non-overlapping blocks: each token is predicted once, from the
+Figures on text are means over the labels of whole, non-overlapping blocks: each token is predicted once, from the
 tokens of its block before it.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from truedraft.errors import DataError
+from truedraft.core.counters import Counters
+from truedraft.core.sampling import SamplingParams
+from truedraft.drafters.base import Drafter
+from truedraft.engine import Engine
+from truedraft.errors import DataError, TrainingError
+from truedraft.models.base import LanguageModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
+
+_AT_ONCE = 4  # prompts that are answered together where there is little time
+_TOKENS = 128  # of an answer, half the context at the most
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def mean_loss(
     """The model's loss along the stream, in nats per token, and the number of tokens."""
     total, count = 0.0, 0
     for block in _blocks(stream, length, max_tokens, model.device):
-        total -= float(_label_log_probabilities(_log_law(model, block), block).sum())
+        total -= float(_label_log_probabilities(_log_probs(model, block), block).sum())
         count += block.shape[1] - 1
     return total / count, count
 
@@ -86,7 +94,7 @@ def evaluate_pair(
     """Alpha and greedy agreement along the stream (the text's own tokens, not the models' answers)."""
     overlap, agreed, loss, count = 0.0, 0, 0.0, 0
     for block in _blocks(stream, length, max_tokens, target.device):
-        p, q = _log_law(target, block), _log_law(draft, block)  # [length, vocab]
+        p, q = _log_probs(target, block), _log_probs(draft, block)  # [length, vocab]
         overlap += float(torch.minimum(p, q).exp().sum())
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
         loss -= float(_label_log_probabilities(q, block).sum())
@@ -106,7 +114,7 @@ def _blocks(
 
 
 @torch.no_grad()
-def _log_law(model: PreTrainedModel, block: torch.Tensor) -> torch.Tensor:
+def _log_probs(model: PreTrainedModel, block: torch.Tensor) -> torch.Tensor:
     """Log-probabilities at temperature 1, float32: [length, vocab]."""
     training = model.training
     model.eval()
@@ -115,5 +123,108 @@ def _log_law(model: PreTrainedModel, block: torch.Tensor) -> torch.Tensor:
     return functional.log_softmax(logits.float(), dim=-1)
 
 
-def _label_log_probabilities(log_law: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    return log_law.gather(-1, block[0, 1:, None]).squeeze(-1)  # [length]
+def _label_log_probabilities(log_probs: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    return log_probs.gather(-1, block[0, 1:, None]).squeeze(-1)  # [length]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRound:
+    """What one round over the prompts of a test measures.
+
+    Attributes:
+        temperature: of the requests.
+        new_drafter: makes the drafter that answers them, and holds a copy of its heads while it does.
+        about: what is said of the drafter, for JSON: its sizes, and what they are expected to bring.
+    """
+
+    temperature: float
+    new_drafter: Callable[[], Drafter]
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvaluation:
+    """What a drafter brought at one temperature, measured in the engine.
+
+    Attributes:
+        temperature: of the requests.
+        about: as of the round.
+        stats: counted over all answers.
+    """
+
+    temperature: float
+    about: Mapping[str, Any]
+    stats: Counters
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        stats = self.stats
+        counted = {"target_calls": stats.target_calls, "emitted_tokens": stats.emitted_tokens}
+        length = {"mean_acceptance_length": stats.mean_acceptance_length}
+        return {"temperature": self.temperature, **self.about, **length, **counted}
+
+
+def measure_in_engine(
+    target: LanguageModel,
+    rounds: Sequence[EngineRound],
+    prompts: Sequence[Sequence[int]],
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    within_s: float | None = None,
+) -> list[EngineEvaluation]:
+    """Answer the prompts in every round.
+
+    Args:
+        target: the drafters'.
+        rounds: what is measured.
+        prompts: that nothing was trained or fitted on.
+        on_progress: called with the number of finished rounds, and of all.
+        within_s: seconds for all rounds, of which each takes an equal part; None is as long as they take.
+
+    Raises:
+        TrainingError: the engine failed.
+        CompositionError: a drafter does not fit the target.
+    """
+    found, each_s = [], None if within_s is None else within_s / len(rounds)
+    for number, each in enumerate(rounds):
+        on_progress(number, len(rounds))
+        stats = count_answers(target, each.new_drafter(), prompts, each.temperature, each_s)
+        found.append(EngineEvaluation(each.temperature, each.about, stats))
+    on_progress(len(rounds), len(rounds))
+    return found
+
+
+def count_answers(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    within_s: float | None = None,
+) -> Counters:
+    """Answer prompts with a drafter, losslessly, and count.
+
+    Args:
+        target: the drafter's.
+        drafter: that was trained.
+        prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
+        temperature: of the requests.
+        within_s: seconds after which no further prompts are answered; None answers all of them.
+
+    Raises:
+        TrainingError: the engine failed.
+        CompositionError: the drafter does not fit the target.
+    """
+    max_tokens = min(_TOKENS, target.context_length // 2)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+    most = target.context_length - max_tokens
+    fitting = [list(prompt)[-most:] for prompt in prompts]
+    at_once = max(1, len(fitting)) if within_s is None else _AT_ONCE
+    stats, engine, began = Counters(), Engine(target, drafter), time.monotonic()
+    for first in range(0, len(fitting), at_once):
+        if within_s is not None and first and time.monotonic() - began >= within_s:
+            break
+        for answer in engine.generate(fitting[first : first + at_once], params):
+            if answer.error is not None or answer.warnings:
+                raise TrainingError(f"an answer with what was trained failed: {answer.error or answer.warnings[0]}")
+            stats = stats + answer.stats
+    return stats

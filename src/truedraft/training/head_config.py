@@ -1,26 +1,98 @@
-"""What decides the training of heads of any kind, but for the target and the data."""
+"""What decides a training of heads, and what a kind of heads brings to it."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
+from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
+from truedraft.heads import Head
+from truedraft.heads.base import HeadConfig
 from truedraft.options import check_whole
-from truedraft.training.checkpoints import CHECKPOINT_EVERY_S
-from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.answer_writer import WritingConfig
+from truedraft.training.loop import CHECKPOINT_EVERY_S
+from truedraft.training.losses import DistillationLoss
+from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.prompts import PromptCounts
-from truedraft.training.schedule import WarmupStableDecay
-from truedraft.training.self_writing import SelfTextConfig
+from truedraft.training.self_distillation import SelfDistillationData, text_tokens
+from truedraft.training.targets import ComputedTarget, DistillationTarget
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.lm_head import LmHead
+    from truedraft.training.evaluate import EngineRound
+    from truedraft.training.head_objective import Feed
 
 _WARMUP_STEPS = 20
 
 
 @dataclass(frozen=True)
-class HeadTrainingConfig:
-    """What all kinds of heads have in common.
+class JointConfig:
+    """Stage 2: heads and target are trained together (Medusa-2, 2401.10774, section 2.2.2).
+
+    The target keeps its own loss, the divergence KL(p0 || p) from its law before training, as that paper does for
+    self-distilled text (section 2.3.2): a cross-entropy of its own answers would only sharpen it.
+
+    Attributes:
+        steps: updates.
+        tokens_per_step: of one update.
+        length: tokens of a sequence.
+        heads: rates of the heads.
+        backbone: rates of the target, smaller.
+        heads_share: weight of the heads' loss beside the target's own, lambda_0 of the paper.
+        decay_share: of the steps, at the end, in which the rates decay.
+        lora_rank: rank of LoRA adapters, which are merged when the target is saved; 0 trains all weights; None decides
+            by the number of weights.
+    """
+
+    steps: int = 300
+    tokens_per_step: int = 4096
+    length: int = 256
+    heads: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-3, 5e-3))
+    backbone: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-4, 5e-4, matrix_weight_decay=0.0))
+    heads_share: float = 0.2
+    decay_share: float = 0.3
+    lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("steps", "tokens_per_step", "length"):
+            check_whole(f"joint.{name}", getattr(self, name), 1)
+        if not 0.0 < self.heads_share < math.inf:
+            raise OptionError(f"must be a number above 0, got {self.heads_share}", field="joint.heads_share")
+        check_share("joint.decay_share", self.decay_share)
+        if self.lora_rank is not None:
+            check_whole("joint.lora_rank", self.lora_rank, 0)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What held-out text says about trained heads, and what is to be measured of them.
+
+    Attributes:
+        facts: that are kept with the heads, for JSON: what their drafter is sized and calibrated by among them.
+        trees: trees of ranks that are kept with them.
+        rounds: what the engine is to measure.
+    """
+
+    facts: Mapping[str, Any]
+    rounds: Sequence[EngineRound]
+    trees: Mapping[str, RankTree] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeadTrainingConfig(ABC):
+    """A training of heads: numbers that all kinds have in common, and what each kind says for itself.
+
+    A kind of heads is a module (`head`), the sizes of it, a loss towards the target's distributions, and how trained
+    heads are calibrated and drafted with; all else is the same for all.
 
     Attributes:
         tied: whether heads end in the target's own LM head.
@@ -42,11 +114,16 @@ class HeadTrainingConfig:
         seed: of the order of the data, of new weights, and of what the target writes.
         device: where training runs.
         checkpoint_every_s: seconds between two checkpoints.
+        stage: 1 trains the heads of a frozen target; 2 trains both, after the heads were warmed up so; then
+            `start_from` takes the place of a first stage.
+        joint: what decides stage 2.
 
     Raises:
         OptionError: a value out of its range.
     """
 
+    head: ClassVar[type[Head]]
+    """The module that is trained."""
     decisive: ClassVar[frozenset[str]] = frozenset(
         {"tied", "place_decay", "optimizer", "positions_per_step", "window", "seed"}
     )
@@ -55,7 +132,7 @@ class HeadTrainingConfig:
     tied: bool = True
     tokens: int = 400_000
     prompt_tokens: int = 64
-    writing: SelfTextConfig = field(default_factory=SelfTextConfig)
+    writing: WritingConfig = field(default_factory=WritingConfig)
     tree_prompts: int = 64
     test_prompts: int = 32
     place_decay: float = 0.8
@@ -71,6 +148,8 @@ class HeadTrainingConfig:
     seed: int = 0
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
+    stage: int = 1
+    joint: JointConfig = field(default_factory=JointConfig)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is loaded or written."""
@@ -84,11 +163,69 @@ class HeadTrainingConfig:
         check_share("decay_share", self.decay_share)
         if not 0.0 < self.place_decay <= 1.0:
             raise OptionError(f"must lie in (0, 1], got {self.place_decay}", field="place_decay")
+        if self.stage not in (1, 2):
+            raise OptionError(f"must be 1 (heads alone) or 2 (heads and target), got {self.stage}", field="stage")
+
+    @abstractmethod
+    def sizes(self, width: int, vocab_size: int) -> HeadConfig:
+        """Of heads for a target.
+
+        Raises:
+            OptionError: they make no head.
+        """
 
     @property
-    def law_bytes(self) -> int:
+    @abstractmethod
+    def distillation_loss(self) -> DistillationLoss:
+        """What each place learns by."""
+
+    @abstractmethod
+    def calibrate(
+        self,
+        head: Any,
+        lm_head: LmHead,
+        target: LanguageModel,
+        text: SelfDistillationData,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Calibrated:
+        """Fit what drafting with trained heads needs to held-out text, and say what is to be measured of them.
+
+        Args:
+            head: trained, in evaluation mode, as it is saved.
+            lm_head: of the target.
+            target: as the engine runs it.
+            text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else.
+            on_progress: called with what is being done, how much of it is done, and how much there is.
+        """
+
+    @property
+    def bytes_per_token(self) -> int:
         """What is kept on disk of each token's distribution, beside its vector."""
         return 0
+
+    def feed(self, head: Any, lm_head: LmHead) -> Feed:
+        """Which tokens heads read: by default the text's."""
+        del lm_head
+        return lambda batch, hidden: text_tokens(batch, head.reach)
+
+    def target(
+        self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
+    ) -> DistillationTarget:
+        """What is learned from a text in a folder: by default the target's distributions, computed when needed."""
+        del text, folder, on_progress
+        return ComputedTarget(lm_head, self.distillation_loss)
+
+    def new_head(self, lm_head: LmHead) -> Head:
+        """A head that nothing has taught yet, in float32 on the configured device.
+
+        It starts as the target's LM head where it can; other weights are drawn by the seed.
+        """
+        vocab, width = lm_head.weight.shape
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            head = self.head(self.sizes(width, vocab))
+        head.start_from(lm_head.weight.float().cpu())
+        return head.to(self.device)
 
     @property
     def prompts(self) -> PromptCounts:

@@ -1,20 +1,30 @@
-"""What makes a run that run: the values that decide its weights. Checkpoints hold them; resuming compares them."""
+"""What makes a run that run: the values that decide its weights, and `run.json`, so that it can be made again.
+
+Checkpoints hold these values; resuming compares them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
 
 from truedraft.errors import ChangedOptionsError
+from truedraft.machine import cpu_name
+from truedraft.training.workspace import writing
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import torch
-
-Identity: TypeAlias = "Mapping[str, str | int | float | bool | None]"
+Identity: TypeAlias = Mapping[str, str | int | float | bool | None]
+RUN_RECORD = "run.json"
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 _FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the weights to start from count, not where they lie
 WARMUP = "schedule.warmup_steps"
@@ -60,3 +70,33 @@ def _flat(value: object, name: str) -> list[tuple[str, Any]]:
         return [pair for each in fields(value) for pair in _flat(getattr(value, each.name), prefix + each.name)]
     plain = value is None or isinstance(value, (str, int, float))
     return [(name, value if plain else repr(value))]
+
+
+def typed_command() -> list[str]:
+    """The words of the command that runs."""
+    program = Path(sys.argv[0])
+    first = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return [*first, *sys.argv[1:]]
+
+
+def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
+    """Write the command, the versions, the machine, and what decides the weights (with the hash of the data)."""
+    record = {
+        "command": typed_command(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+        "machine": describe_machine(device),
+        "threads": torch.get_num_threads(),
+        "identity": dict(identity),
+    }
+    with writing(folder / RUN_RECORD):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN_RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def describe_machine(device: str = "cpu") -> str:
+    """The GPU's name, or the processor's with its cores."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{cpu_name()}, {os.cpu_count()} cores ({platform.machine()}, {capability}), no GPU"

@@ -1,12 +1,15 @@
-"""Stage 2: heads and target learn together, and the target keeps its law (Medusa-2, 2401.10774, section 2.2.2).
+"""Stage 2: heads and target learn together, and the target keeps its distribution (Medusa-2, 2401.10774, 2.2.2).
 
-On text that the target wrote itself its own loss is the divergence from its law before training (section 2.3.2 there).
+On text that the target wrote itself its own loss is the divergence from its distribution before training (section 2.3.2
+there). A large target learns by LoRA adapters of `peft`, which are merged when it is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,28 +18,78 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from truedraft.models.architecture import load_causal_lm
+from truedraft.errors import MissingExtraError
+from truedraft.heads import Head, HeadRecord
+from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training.adapters import adapters_off, merged, rank_for, with_adapters
-from truedraft.training.blocks import BlockSampler, stream_hash
-from truedraft.training.head_config import schedule_of
-from truedraft.training.head_loop import identity_of_schedule
-from truedraft.training.head_loss import HeadLoss
+from truedraft.models.loading import load_model
+from truedraft.training.data import BlockSampler, stream_hash
+from truedraft.training.evaluate import mean_loss
+from truedraft.training.head_config import HeadTrainingConfig, schedule_of
+from truedraft.training.head_objective import HeadLoss, heads_optimizer, identity_of_schedule
+from truedraft.training.heads import (
+    TREE_TEXT,
+    Follower,
+    HeadJob,
+    TargetText,
+    judge,
+    lm_head_of,
+    starting_head,
+    train_stage_1,
+    write_tree_text,
+)
 from truedraft.training.identity import identity_of, weights_fingerprint
-from truedraft.training.lessons import Goal, Lesson
-from truedraft.training.loop import Phase, TrainingLoop
-from truedraft.training.losses import ForwardKL
-from truedraft.training.objectives import law_gradient
+from truedraft.training.loop import Phase, RunFolder, TrainingLoop, tensor_bytes
+from truedraft.training.losses import DistillationLoss, ForwardKL, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
-from truedraft.training.records import write_run_record
-from truedraft.training.trainee import heads_optimizer
+from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport
+from truedraft.training.targets import TargetRows, computed_rows
+from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.workspace import WORK, in_bytes, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from truedraft.training.medusa_config import MedusaTrainingConfig
-    from truedraft.training.medusa_trainee import MedusaTrainee
-    from truedraft.training.self_text import SelfText
+    from truedraft.training.self_distillation import SelfDistillationData
+
+_STAGE_1, _TARGET, _JOINT = "stage-1", "target", "joint"
+_EVALUATED_TOKENS = 65_536
+_LONGEST = 2048  # tokens of a sequence on which the loss is measured
+_SHARD = "5GB"
+_CHECKPOINTS = 2 * 3  # an old one beside a new one, each with the weights and at most two numbers for each of them
+_WHOLE_PARAMETERS = 300_000_000  # up to here all weights are trained: their gradients and moments take under 6 GB
+_RANK = 32
+
+
+def rank_for(parameters: int) -> int:
+    """The rank of adapters for a model of so many weights; 0 where all of them are trained."""
+    return 0 if parameters <= _WHOLE_PARAMETERS else _RANK
+
+
+def check_adapters() -> None:
+    """Refuse to start what needs adapters where nothing makes them.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError(
+            "training a large target needs LoRA adapters by peft, which is not installed; "
+            "`pip install 'truedraft[train]'` brings it, or train all weights with a LoRA rank of 0"
+        )
+
+
+def with_adapters(model: PreTrainedModel, rank: int) -> Any:
+    """The model with adapters of this rank at all of its linear layers but the LM head; only they are trained.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    check_adapters()
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
 
 
 class JointModel(nn.Module):
@@ -94,7 +147,7 @@ class Backbone:
         """What the target said before it was trained: `[tokens, vocab]` for ids `[sequences, length]`."""
         if self._before is not None:
             return cast("Tensor", self._before(input_ids=ids, use_cache=False).logits.flatten(0, 1))
-        with adapters_off(self.module):
+        with self.module.disable_adapter():
             return cast("Tensor", self.module(input_ids=ids, use_cache=False).logits.flatten(0, 1))
 
     def run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +158,7 @@ class Backbone:
 
     def finished(self) -> PreTrainedModel:
         """The trained target as an ordinary model; adapters are merged, and training is over."""
-        return cast("PreTrainedModel", merged(self.module) if self.rank else self.module)
+        return cast("PreTrainedModel", self.module.merge_and_unload() if self.rank else self.module)
 
 
 class JointObjective:
@@ -113,19 +166,19 @@ class JointObjective:
 
     Args:
         backbone: the target.
-        trainee: heads of it.
-        goal: what they learn from its tokens and laws before training.
-        loss: of the heads.
+        head: of it.
+        loss: what each place learns by, from the target's tokens and its distributions before training.
+        of_heads: the loss of all places.
         heads_share: lambda_0 of the paper.
     """
 
     def __init__(
-        self, backbone: Backbone, trainee: MedusaTrainee, goal: Goal, loss: HeadLoss, heads_share: float
+        self, backbone: Backbone, head: Head, loss: DistillationLoss, of_heads: HeadLoss, heads_share: float
     ) -> None:
         self._backbone = backbone
-        self._trainee = trainee
-        self._goal = goal
+        self._head = head
         self._loss = loss
+        self._of_heads = of_heads
         self._heads_share = heads_share
 
     def accumulate(self, batch: Tensor, scale: float) -> dict[str, float]:
@@ -133,32 +186,32 @@ class JointObjective:
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         before = self._backbone.logits_before(inputs)
         logits, hidden = self._backbone.run(inputs)
-        reach = self._trainee.reach
+        reach = self._head.reach
         rows = torch.arange(len(labels), device=batch.device).view(inputs.shape)
         places = rows[:, : inputs.shape[1] - reach].flatten()
-        read = labels[places[:, None] + torch.arange(reach, device=batch.device)]
-        vectors = self._trainee.vectors(hidden[places].float(), read)
+        read = labels[places[:, None] + torch.arange(reach, device=batch.device)]  # [positions, reach]
+        vectors = self._head.unroll(hidden[places].float(), self._backbone.lm_head.embed(read.T))
 
-        def lesson_of(some: slice) -> Lesson:
-            return self._goal.lesson(labels[some], lambda: before[some])
+        def target_at(some: slice) -> TargetRows:
+            return computed_rows(labels[some], lambda: before[some], self._loss)
 
-        of_heads, values = self._loss.gradient(vectors, places, lesson_of, scale * self._heads_share)
-        of_law, kept = law_gradient(logits, before, labels, ForwardKL(), scale)
-        torch.autograd.backward([logits, vectors], [of_law, of_heads])
+        of_heads, values = self._of_heads.gradient(vectors, places, target_at, scale * self._heads_share)
+        of_target, kept = distillation_gradient(logits, before, labels, ForwardKL(), scale)
+        torch.autograd.backward([logits, vectors], [of_target, of_heads])
         heads = values.pop("loss")
         return {"loss": kept["loss"] + self._heads_share * heads, "kl_to_before": kept["loss"], "heads": heads} | values
 
 
-def joint_stream(text: SelfText, separator: int) -> NDArray[np.uint32]:
+def joint_stream(text: SelfDistillationData, separator: int) -> NDArray[np.uint32]:
     """All prompts with their answers, one behind another, as one stream of ids."""
     ids = [id_ for record in text.records for id_ in (*record.prompt, *record.answer, separator)]
     return np.array(ids, dtype=np.uint32)
 
 
 def joint_loop(
-    config: MedusaTrainingConfig,
+    config: HeadTrainingConfig,
     backbone: Backbone,
-    trainee: MedusaTrainee,
+    head: Head,
     fingerprint: str,
     stream: NDArray[np.uint32],
     folder: Path,
@@ -168,7 +221,7 @@ def joint_loop(
     Args:
         config: what decides it.
         backbone: the target.
-        trainee: heads, warmed up, on the configured device.
+        head: warmed up, on the configured device.
         fingerprint: of the target before.
         stream: what it wrote, see `joint_stream`.
         folder: for checkpoint, log and record.
@@ -177,34 +230,32 @@ def joint_loop(
         DataError: the stream is shorter than a sequence.
         OptionError: the folder holds a training with another configuration.
     """
-    joint = config.joint
+    joint, lm_head = config.joint, backbone.lm_head
     schedule = schedule_of(joint.steps, joint.decay_share)
-    numbers = {name: value for name, value in identity_of(config).items() if name.split(".")[0] in _DECISIVE}
-    identity = numbers | identity_of_schedule(schedule)
+    decisive = config.decisive - _STAGE_1_ONLY | {"joint"}
+    numbers = {name: value for name, value in identity_of(config).items() if name.split(".")[0] in decisive}
+    identity = {**numbers, **identity_of_schedule(schedule)}
     identity |= {"joint.lora_rank": backbone.rank, "target": fingerprint, "data_sha256": stream_hash(stream)}
-    identity["start_from"] = weights_fingerprint(trainee.module)
+    identity["start_from"] = weights_fingerprint(head)
     identity.pop("joint.steps")
     sequences = max(1, joint.tokens_per_step // joint.length)
     adapters = [weight for weight in backbone.module.parameters() if weight.requires_grad] if backbone.rank else []
-    loop = TrainingLoop(
-        model=JointModel(backbone.module, trainee.module),
-        optimizer=SeparateOptimizers(
-            heads_optimizer(trainee, joint.heads), MixedOptimizer(backbone.module, joint.backbone, adapters)
+    loss = config.distillation_loss
+    of_heads = HeadLoss(head, lm_head, loss, decay=config.place_decay)
+    return TrainingLoop(
+        JointModel(backbone.module, head),
+        SeparateOptimizers(
+            heads_optimizer(head, joint.heads), MixedOptimizer(backbone.module, joint.backbone, adapters)
         ),
-        objective=JointObjective(
-            backbone, trainee, config.goal, HeadLoss(trainee, decay=config.place_decay), joint.heads_share
-        ),
-        phases=[Phase(schedule.total_steps, BlockSampler(stream, joint.length, config.seed), sequences, sequences)],
-        schedule=schedule,
-        folder=folder,
-        checkpoint_every_s=config.checkpoint_every_s,
-        identity=identity,
+        JointObjective(backbone, head, loss, of_heads, joint.heads_share),
+        [Phase(schedule.total_steps, BlockSampler(stream, joint.length, config.seed), sequences, sequences)],
+        schedule,
+        RunFolder(folder, identity, config.device, config.checkpoint_every_s),
     )
-    write_run_record(folder, identity=identity, device=config.device)
-    return loop
 
 
-_DECISIVE = frozenset({"heads", "layers", "tied", "law_share", "place_decay", "joint", "seed"})
+_STAGE_1_ONLY = frozenset({"reads_token", "optimizer", "positions_per_step", "window"})
+"""Fields that decide stage 2 by the heads it starts from alone."""
 
 
 @contextlib.contextmanager
@@ -220,3 +271,78 @@ def _entering(head: nn.Module) -> Iterator[list[Tensor]]:
         yield entered
     finally:
         hook.remove()
+
+
+def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
+    """Warm the heads up, train them with the target, and write both: `out/target`, and heads for it in `out`.
+
+    Args:
+        job: what is trained from; with `start_from` those heads are warm already.
+        text: what the target wrote.
+        out: the folder to write.
+
+    Raises:
+        MissingExtraError: adapters are needed, and peft is not installed.
+        TruedraftError: as `train_heads`.
+    """
+    warm, before = _warm_heads(job, text, out)
+    target = str(out / _TARGET)
+    job_of_both = replace(job, config=replace(job.config, start_from=warm))
+    rank, head, effort = _train(job_of_both, text, out)
+    model = load_model(target, device=job.config.device)
+    fingerprint = model.fingerprint
+    tree_text = write_tree_text(job, model, out / WORK, f"{TREE_TEXT}-{fingerprint[:8]}")
+    del model
+    lm_head = lm_head_of(target, job.config.device)
+    report = judge(job, head, lm_head, HeadRecord(target, fingerprint), tree_text, out, effort)
+    loss_before, tokens = _loss(job, job.target)
+    loss_after, _ = _loss(job, target)
+    return HeadResult(out, report, effort, JointReport(out / _TARGET, rank, loss_before, loss_after, tokens, before))
+
+
+def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadReport]:
+    """The folder with the heads to begin with, and what they are worth: given ones, or those of a first stage."""
+    folder = out / _STAGE_1
+    if job.config.start_from is None:
+        return folder, train_stage_1(job, text, folder, folder / WORK)[0]
+    lm_head = lm_head_of(job.target, job.config.device)
+    head = starting_head(job, lm_head, text.fingerprint)
+    record = HeadRecord(job.target, text.fingerprint)
+    return folder, judge(job, head, lm_head, record, text.tree, folder, Effort(0, 0, 0, 0.0))
+
+
+def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, Head, Effort]:
+    """Train both, and write the new target; gives the rank of its adapters, the heads, and what it took."""
+    config = job.config
+    backbone = Backbone(job.target, config.joint.lora_rank, config.device)
+    head = starting_head(job, backbone.lm_head, text.fingerprint)
+    stream = joint_stream(text.train, load_tokenizer(job.target).eos_token_id)
+    length = min(config.joint.length, _context(backbone.model), (len(stream) - 1) // 2)
+    config = replace(config, joint=replace(config.joint, length=length))
+    loop = joint_loop(config, backbone, head, text.fingerprint, stream, out / WORK / _JOINT)
+    size = in_bytes(_CHECKPOINTS * tensor_bytes(loop.model.state_dict()))
+    job.told.on_plan(f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}")
+    progress = loop.run(on_step=Follower(job, loop.total_steps), on_checkpoint=job.told.on_checkpoint)
+    _save_target(backbone.finished(), job.target, out / _TARGET)
+    effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
+    return backbone.rank, head, effort
+
+
+def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
+    """An ordinary model folder, with the tokenizer and the settings of generation that the target had."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_llama(model, folder, max_shard_size=_SHARD)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        copy_tokenizer(source, folder)
+
+
+def _loss(job: HeadJob, target: str) -> tuple[float, int]:
+    """The target's own loss on held-out text, in nats per token, and on how many tokens."""
+    model = load_causal_lm(target, dtype=torch.bfloat16, device=job.config.device).eval()
+    return mean_loss(model, job.prompts.text, length=min(_context(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)
+
+
+def _context(model: PreTrainedModel) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST

@@ -1,34 +1,33 @@
-"""The one training loop: phases of batches, accumulation, bfloat16 autocast, checkpoints that resume exactly."""
+"""The one training loop: phases of batches, accumulation, bfloat16 autocast, checkpoints that resume exactly.
+
+Ctrl-C comes between two steps in place of inside one: what is half done cannot be saved.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import pickle
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 
 from truedraft.errors import TrainingError
-from truedraft.training.checkpoints import (
-    CHECKPOINT,
-    CHECKPOINT_EVERY_S,
-    LOG,
-    Saved,
-    cut_log,
-    read_checkpoint,
-    tensor_bytes,
-)
-from truedraft.training.disk import writing
-from truedraft.training.identity import refuse_another_run
-from truedraft.training.interrupts import held_interrupts
+from truedraft.training.identity import Identity, refuse_another_run, write_run_record
+from truedraft.training.workspace import write_whole, writing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from truedraft.training.identity import Identity
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+CHECKPOINT_EVERY_S = 120.0
+"""Seconds between two checkpoints: what a kill costs at the most, and far more than writing one takes."""
 
 
 class Objective(Protocol):
@@ -133,39 +132,150 @@ class StepRecord:
         return json.dumps(fixed | rounded)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was just written.
+
+    Attributes:
+        step: updates that it holds.
+        total_steps: of the whole training.
+        tokens: that those updates saw.
+        loss: of the last of them.
+        left_s: seconds that the rest will take, as the steps of this run did.
+        path: of the checkpoint.
+    """
+
+    step: int
+    total_steps: int
+    tokens: int
+    loss: float
+    left_s: float
+    path: Path
+
+
+def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
+    """The step of a folder's checkpoint, and what decides its weights; None where there is none.
+
+    Raises:
+        TrainingError: it cannot be read.
+    """
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        return None
+    state = read_checkpoint(path)
+    return state["progress"]["step"], state.get("identity") or {}
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """All of a checkpoint, mapped from disk.
+
+    Raises:
+        TrainingError: it cannot be read.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(f"cannot read the checkpoint {str(path)!r}: remove it to begin again") from error
+    return state
+
+
+class RunFolder:
+    """The folder of one training: its checkpoint, its log, and the record of what it is.
+
+    Args:
+        path: is made if it does not exist.
+        identity: what decides the weights.
+        device: where it runs.
+        checkpoint_every_s: seconds between two checkpoints.
+
+    Raises:
+        OptionError: the folder holds a training with another configuration.
+        TrainingError: a checkpoint cannot be read, or the folder cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, identity: Identity, device: str, checkpoint_every_s: float = CHECKPOINT_EVERY_S
+    ) -> None:
+        self.path = path
+        self.checkpoint = path / CHECKPOINT
+        self.checkpoint_every_s = checkpoint_every_s
+        self._identity = dict(identity)
+        if self.checkpoint.exists():
+            state = read_checkpoint(self.checkpoint)
+            before = state.get("identity") or self._identity
+            refuse_another_run(before, self._identity, step=state["progress"]["step"], folder=path)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        write_run_record(path, identity=self._identity, device=device)
+
+    def append(self, record: StepRecord) -> None:
+        """Add a line to the log."""
+        with writing(self.path / LOG), (self.path / LOG).open("a") as log:
+            log.write(record.as_line() + "\n")
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint; a kill leaves the old one or the new one."""
+        partial = self.path / (CHECKPOINT + ".partial")
+        try:
+            with writing(self.checkpoint):
+                with partial.open("wb") as file:  # torch hides the reason where it opens the file itself
+                    torch.save({**state, "identity": self._identity}, file)
+                partial.replace(self.checkpoint)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def resume(self) -> dict[str, Any] | None:
+        """The checkpoint, with the log cut to it; None where there is none, and then no log either."""
+        log = self.path / LOG
+        if not self.checkpoint.exists():
+            log.unlink(missing_ok=True)
+            return None
+        state = read_checkpoint(self.checkpoint)
+        if log.exists():  # without steps that will be run again, and a last line that a full disk or a kill cut short
+            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            step = state["progress"]["step"]
+            write_whole(log, "".join(line for line in lines if json.loads(line)["step"] < step))
+        return state
+
+
 class TrainingLoop:
-    """Runs phases one after another inside a folder, and resumes from the folder's checkpoint."""
+    """Runs phases one after another inside a folder, and resumes from the folder's checkpoint.
+
+    Args:
+        model: in training.
+        optimizer: of its parameters.
+        objective: what is minimised.
+        phases: of batches.
+        schedule: from a step to the multiplier of the peak rates.
+        run: the folder.
+        measurement: what is measured now and then.
+
+    Attributes:
+        progress: where it stands.
+        autocast: whether products are in bfloat16.
+        clock: seconds, for the time between checkpoints.
+    """
 
     def __init__(
         self,
-        *,
         model: torch.nn.Module,
         optimizer: Optimizer,
         objective: Objective,
         phases: Sequence[Phase],
         schedule: Callable[[int], float],
-        folder: Path,
-        checkpoint_every_s: float = CHECKPOINT_EVERY_S,
-        autocast: bool = True,
-        identity: Identity | None = None,
+        run: RunFolder,
         measurement: Measurement | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
         self.phases = tuple(phases)
         self.schedule = schedule
-        self.folder = folder
-        self.checkpoint_every_s = checkpoint_every_s
-        self.autocast = autocast
-        self.identity = identity
+        self.folder = run
         self.measurement = measurement
-        self.clock = clock
         self.progress = Progress()
-        self._refuse_another_run()
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.autocast = True
+        self.clock: Callable[[], float] = time.perf_counter
 
     @property
     def total_steps(self) -> int:
@@ -201,12 +311,11 @@ class TrainingLoop:
             while self.progress.step < last and not stopped:
                 record = self._step()
                 self._measure(record, last)
-                with writing(self.folder / LOG), (self.folder / LOG).open("a") as log:
-                    log.write(record.as_line() + "\n")
+                self.folder.append(record)
                 if on_step is not None:
                     on_step(record)
                 step, now, stopped = self.progress.step, self.clock(), time_is_up()
-                if step == last or stopped or interrupts.waiting or now - saved >= self.checkpoint_every_s:
+                if step == last or stopped or interrupts.waiting or now - saved >= self.folder.checkpoint_every_s:
                     self._save()
                     saved = self.clock()
                     if on_checkpoint is not None:
@@ -216,7 +325,7 @@ class TrainingLoop:
         return self.progress
 
     def _saved(self, record: StepRecord, left_s: float) -> Saved:
-        where = self.folder / CHECKPOINT
+        where = self.folder.checkpoint
         return Saved(self.progress.step, self.total_steps, record.tokens, record.values["loss"], left_s, where)
 
     def trial(self, steps: int = 3) -> tuple[float, int]:
@@ -267,42 +376,79 @@ class TrainingLoop:
         raise TrainingError(f"step {step} lies behind the last phase")
 
     def _save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": vars(self.progress),
-            "random": torch.get_rng_state(),
-            "identity": None if self.identity is None else dict(self.identity),
-        }
-        partial = self.folder / (CHECKPOINT + ".partial")
-        try:
-            with writing(self.folder / CHECKPOINT):
-                with partial.open("wb") as file:  # torch hides the reason where it opens the file itself
-                    torch.save(state, file)
-                partial.replace(self.folder / CHECKPOINT)  # atomic: a kill leaves the old checkpoint or the new one
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _refuse_another_run(self) -> None:
-        """Refuse a folder whose checkpoint another configuration made, before anything is written into it."""
-        path = self.folder / CHECKPOINT
-        if self.identity is not None and path.exists():
-            state = read_checkpoint(path)
-            step, before = state["progress"]["step"], state.get("identity")
-            refuse_another_run(before or self.identity, self.identity, step=step, folder=self.folder)
+        self.folder.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "progress": vars(self.progress),
+                "random": torch.get_rng_state(),
+            }
+        )
 
     def _resume(self) -> None:
-        path = self.folder / CHECKPOINT
-        if not path.exists():
-            (self.folder / LOG).unlink(missing_ok=True)
-            return
-        state = read_checkpoint(path)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
-        torch.set_rng_state(state["random"])
-        cut_log(self.folder / LOG, self.progress.step)
+        state = self.folder.resume()
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+            torch.set_rng_state(state["random"])
 
 
 def _is_finite(value: float) -> bool:
     return value - value == 0.0
+
+
+def tensor_bytes(states: object) -> int:
+    """The bytes of all tensors in nested lists and dictionaries, each once."""
+    return sum({each.data_ptr(): each.numel() * each.element_size() for each in _tensors(states)}.values())
+
+
+def _tensors(states: object) -> Iterator[torch.Tensor]:
+    if isinstance(states, torch.Tensor):
+        yield states
+    inner = states.values() if isinstance(states, dict) else states if isinstance(states, list | tuple) else ()
+    for each in inner:
+        yield from _tensors(each)
+
+
+class Interrupts:
+    """An interruption that waits until it is let through.
+
+    Attributes:
+        waiting: whether there is one.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.waiting = False
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The first one waits; who interrupts again will not wait."""
+        if self.waiting:
+            self._before(number, frame)
+        self.waiting = True
+
+    def let_through(self) -> None:
+        """Do now what the interruption would have done, if there was one.
+
+        Raises:
+            KeyboardInterrupt: as a rule.
+        """
+        if self.waiting:
+            self.waiting = False
+            self._before(signal.SIGINT, None)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Interrupts]:
+    """Hold Ctrl-C back inside the block; where it is ignored, or in a thread that never sees it, nothing changes."""
+    before = signal.getsignal(signal.SIGINT)
+    interrupts = Interrupts(before)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,88 +1,104 @@
-"""`truedraft train medusa`: heads that learn what a target will write after the next token, from its own answers."""
+"""Medusa heads (2401.10774) as the training sees them: their numbers, their loss, and the trees they draft by."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from truedraft.errors import OptionError
-from truedraft.models.loading import load_model
-from truedraft.training.adapters import check_adapters, rank_for
-from truedraft.training.budget import TimeBudget
-from truedraft.training.cards import write_head_card
-from truedraft.training.checkpoints import CHECKPOINT, Saved
-from truedraft.training.disk import alone_in
-from truedraft.training.forecast import forecast
-from truedraft.training.head_job import WORK, HeadJob, OnProgress, Told, job_for, write_texts
-from truedraft.training.head_training import train_heads
-from truedraft.training.medusa_config import MedusaTrainingConfig
-from truedraft.training.medusa_kind import MedusaKind
-from truedraft.training.medusa_results import MedusaResult
-from truedraft.training.prompts import PromptSets
-from truedraft.training.stage_two import train_jointly
+from truedraft.drafters.calibration import COUNTED, FACT, LIKELIEST, Calibration
+from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
+from truedraft.drafters.medusa import Medusa
+from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.options import check_whole
+from truedraft.planning import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
+from truedraft.training.evaluate import EngineRound
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig, check_share
+from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture
+
+if TYPE_CHECKING:
+    from truedraft.heads import Head
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.lm_head import LmHead
+    from truedraft.training.self_distillation import SelfDistillationData
 
 
-def train_medusa(
-    target: str | Path,
-    data: Sequence[Path] | PromptSets,
-    out: Path,
-    config: MedusaTrainingConfig | None = None,
-    *,
-    held_out: Sequence[Path] = (),
-    on_progress: OnProgress = lambda what, done, total, remark: None,
-    on_note: Callable[[str], None] = warnings.warn,
-    on_plan: Callable[[str], None] = lambda sentence: None,
-    on_checkpoint: Callable[[Saved], None] = lambda saved: None,
-    budget: TimeBudget | None = None,
-) -> MedusaResult:
-    """Train Medusa heads for the target into the folder `out`, on what the target itself writes.
+@dataclass(frozen=True)
+class MedusaTrainingConfig(HeadTrainingConfig):
+    """All numbers of a training of Medusa heads.
 
-    Called again after an interruption, it goes on: behind the answers on disk, then from the last checkpoint in
-    `out/work`. In stage 2 the new target is written to `out/target`, and the heads in `out` are for that.
-
-    Args:
-        target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of text that prompts are cut from (.jsonl with a "text" field, or plain), or prompts. No files at
-            all means, for the embedded target, the standard library of the running interpreter.
-        out: the folder to write.
-        config: what decides the heads.
-        held_out: files whose prompts are kept for choosing trees and for measuring; without them the end of the data.
-        on_progress: called as it goes.
-        on_note: called with a sentence where something is done otherwise than asked for.
-        on_plan: called with a sentence on the disk and the time that it will take.
-        on_checkpoint: called after each checkpoint.
-        budget: the time for all of it, measuring included; None is as long as it takes.
+    Attributes:
+        heads: how many tokens after the next are guessed.
+        layers: residual blocks of a head.
+        reads_token: whether heads also read the token that was drawn from their vector, see `MedusaConfig`.
+        law_share: how much of the loss is the target's distribution at a place, and how much its token: (1 - law_share)
+            CE(token) + law_share KL(p || q). Medusa 2401.10774, section 2.2.1, has the token alone; a whole
+            distribution says more about a position than one draw from it.
 
     Raises:
-        ModelError: the target cannot be loaded, or heads cannot share its LM head.
-        DataError: the data cannot be read, or what the target writes is shorter than what the heads reach.
-        OptionError: `out` holds a training with another configuration, or another process is training there.
-        CompositionError: the heads to start from do not fit the target.
-        MissingExtraError: stage 2 of a large target needs peft.
-        TrainingError: the loss is not finite, or files cannot be written.
+        OptionError: a value out of its range.
     """
-    config = config or MedusaTrainingConfig()
-    job = job_for(target, data, held_out, config, Told(on_progress, on_note, on_plan, on_checkpoint), budget)
-    if config.stage == 2 and job.budget.limited:
-        raise OptionError("minutes are a limit for stage 1; stage 2 takes as long as its steps and joint steps do")
-    with alone_in(out / WORK):
-        result = _train(job, out)
-        write_head_card(job, "medusa", result.folder, result.as_dict())
-        return result
+
+    head: ClassVar[type[Head]] = MedusaHeads
+    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
+
+    heads: int = 4
+    layers: int = 1
+    reads_token: bool = True
+    law_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is loaded or written."""
+        super().__post_init__()
+        for name in ("heads", "layers"):
+            check_whole(name, getattr(self, name), 1)
+        check_share("law_share", self.law_share)
+
+    def sizes(self, width: int, vocab_size: int) -> MedusaConfig:
+        return MedusaConfig(width, vocab_size, self.heads, self.layers, self.tied, self.reads_token)
+
+    @property
+    def distillation_loss(self) -> DistillationLoss:
+        if self.law_share == 1.0:
+            return ForwardKL()
+        if self.law_share == 0.0:
+            return CrossEntropy()
+        return Mixture(((1.0 - self.law_share, CrossEntropy()), (self.law_share, ForwardKL())))
+
+    def calibrate(
+        self,
+        head: MedusaHeads,
+        lm_head: LmHead,
+        target: LanguageModel,
+        text: SelfDistillationData,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Calibrated:
+        """Count trees, fit how guesses survive, and measure small and large trees of both kinds."""
+        del target
+        on_progress("choosing trees", 0, 1)
+        counted = count_trees(head, lm_head, text)
+        on_progress("choosing trees", 1, 1)
+        facts = {
+            "trees": {kind: each.as_dict() for kind, each in counted.items()},
+            FACT: {kind: survival.depths for kind, survival in survival_of(counted).items()},
+        }
+        return Calibrated(facts, _rounds(head, counted), {kind: each.tree for kind, each in counted.items()})
 
 
-def _train(job: HeadJob[MedusaTrainingConfig], out: Path) -> MedusaResult:
-    config, kind = job.config, MedusaKind(job.config)
-    if not (out / WORK / CHECKPOINT).is_file() and (config.stage == 1 or config.start_from is None):
-        job = forecast(job, kind, out / WORK)
-    model = load_model(job.target, device=config.device)
-    rank = config.joint.lora_rank
-    if config.stage == 2 and (rank_for(model.parameters) if rank is None else rank):
-        check_adapters()  # before the target writes for minutes
-    text = write_texts(job, model, out / WORK)
-    del model  # training needs the LM head alone
-    if config.stage == 2:
-        return train_jointly(job, text, out)
-    trained, effort = train_heads(job, kind, text, out, out / WORK)
-    return MedusaResult(out, trained, effort)
+def _rounds(heads: MedusaHeads, counted: Mapping[str, CountedTree]) -> list[EngineRound]:
+    """Trees chosen at each step, and counted ones, of several numbers of nodes, greedily and at temperature 1."""
+    ways: dict[str, GuessTrees] = {
+        LIKELIEST: LikeliestTrees(heads.reach, calibration=Calibration(survival_of(counted))),
+        COUNTED: FixedTrees({kind: each.tree for kind, each in counted.items()}),
+    }
+    found = []
+    for kind, temperature in TREE_TEMPERATURES.items():
+        tree = counted[kind]
+        sizes = sorted({min(nodes, len(tree.tree)) for nodes in BUDGETS})
+        promised = [(LIKELIEST, nodes, tree.promised_by_likeliest(nodes)) for nodes in BUDGETS]
+        promised += [(COUNTED, nodes, tree.promised(nodes)) for nodes in sizes]
+        for way, nodes, tokens in promised:
+            new_drafter = functools.partial(Medusa, heads, ways[way], nodes=nodes)
+            found.append(EngineRound(temperature, new_drafter, {"trees": way, "nodes": nodes, "promised": tokens}))
+    return found

@@ -1,83 +1,150 @@
-"""`truedraft train redrafter`: a recurrent head that learns what a target will write, from its own answers."""
+"""The recurrent head of ReDrafter (2403.09919) as the training sees it: its numbers, its loss, and its beams."""
 
 from __future__ import annotations
 
-import warnings
+import functools
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from truedraft.drafters.redrafter import Redrafter
+from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.heads import HeadRecord, RedrafterConfig, RedrafterHead
+from truedraft.options import check_whole
+from truedraft.planning import BUDGETS, TREE_TEMPERATURES, BeamTokens, ReplayedBeams, facts_of, replay_beams
+from truedraft.training.evaluate import EngineRound
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig, check_share
+from truedraft.training.head_objective import HeldOutAccuracy
+from truedraft.training.losses import DistillationLoss, loss_from_spec
+from truedraft.training.self_distillation import SelfFeeding
+from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
 
-from truedraft.models.loading import load_model
-from truedraft.training.budget import TimeBudget
-from truedraft.training.cards import write_head_card
-from truedraft.training.checkpoints import CHECKPOINT, Saved
-from truedraft.training.disk import alone_in
-from truedraft.training.forecast import forecast
-from truedraft.training.head_job import WORK, HeadJob, OnProgress, Told, job_for, write_texts
-from truedraft.training.head_training import train_heads
-from truedraft.training.prompts import PromptSets
-from truedraft.training.redrafter_config import RedrafterTrainingConfig
-from truedraft.training.redrafter_kind import RedrafterKind
-from truedraft.training.redrafter_results import RedrafterResult
+if TYPE_CHECKING:
+    from truedraft.heads import Head
+    from truedraft.models.base import LanguageModel
+    from truedraft.models.lm_head import LmHead
+    from truedraft.training.head_objective import Feed
+    from truedraft.training.self_distillation import SelfDistillationData
+
+_LAWS = ("computed", "stored")
+_TEXT = "train"  # names the kept distributions, as the text beside them
 
 
-def train_redrafter(
-    target: str | Path,
-    data: Sequence[Path] | PromptSets,
-    out: Path,
-    config: RedrafterTrainingConfig | None = None,
-    *,
-    held_out: Sequence[Path] = (),
-    on_progress: OnProgress = lambda what, done, total, remark: None,
-    on_note: Callable[[str], None] = warnings.warn,
-    on_plan: Callable[[str], None] = lambda sentence: None,
-    on_checkpoint: Callable[[Saved], None] = lambda saved: None,
-    budget: TimeBudget | None = None,
-) -> RedrafterResult:
-    """Train a recurrent head for the target into the folder `out`, on what the target itself writes.
+@dataclass(frozen=True)
+class RedrafterTrainingConfig(HeadTrainingConfig):
+    """All numbers of a training of a recurrent head (ReDrafter 2403.09919).
 
-    Called again after an interruption, it goes on: behind the answers on disk, then from the last checkpoint in
-    `out/work`.
-
-    Args:
-        target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of text that prompts are cut from (.jsonl with a "text" field, or plain), or prompts. No files at
-            all means, for the embedded target, the standard library of the running interpreter.
-        out: the folder to write.
-        config: what decides the head.
-        held_out: files whose prompts are kept for measuring; without them the end of the data.
-        on_progress: called as it goes.
-        on_note: called with a sentence where something is done otherwise than asked for.
-        on_plan: called with a sentence on the disk and the time that it will take.
-        on_checkpoint: called after each checkpoint.
-        budget: the time for all of it, measuring included; None is as long as it takes.
+    Attributes:
+        length: how many tokens after the next are guessed, over as many of which it is unrolled.
+        state: entries of the recurrent state; None is the target's width.
+        exit_width: entries of what enters the blocks and the output; None is the target's width, and a head that ends
+            in the target's LM head has no other.
+        layers: residual blocks.
+        rnn: whether the state is recurrent, or the plain sum of the embeddings.
+        loss: words of `loss_from_spec`: `kl`, `ce`, `reverse-kl`, `tv`, `jsd`, or a mixture as `kl=0.5,tv=0.5`.
+        laws: "computed" from the stored vectors when they are needed, or "stored" as the 64 likeliest tokens and the
+            mass of the rest.
+        self_fed: the share of positions at which the recurrence reads the head's own guesses; 0 is teacher forcing.
 
     Raises:
-        ModelError: the target cannot be loaded, or heads cannot share its LM head or its embedding.
-        DataError: the data cannot be read, or what the target writes is shorter than what the head reaches.
-        OptionError: `out` holds a training with another configuration, another process is training there, or the sizes
-            make no head for the target.
-        CompositionError: the head to start from does not fit the target.
-        TrainingError: the loss is not finite, or files cannot be written.
+        OptionError: a value out of its range.
     """
-    config = config or RedrafterTrainingConfig()
-    job = job_for(target, data, held_out, config, Told(on_progress, on_note, on_plan, on_checkpoint), budget)
-    with alone_in(out / WORK):
-        result = _train(job, out)
-        write_head_card(job, "redrafter", result.folder, result.as_dict())
-        return result
+
+    head: ClassVar[type[Head]] = RedrafterHead
+    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
+        "length", "state", "exit_width", "layers", "rnn", "loss", "laws", "self_fed",
+    }  # fmt: skip
+
+    length: int = 5
+    state: int | None = None
+    exit_width: int | None = None
+    layers: int = 2
+    rnn: bool = True
+    loss: str = "kl"
+    laws: str = "computed"
+    self_fed: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is loaded or written."""
+        super().__post_init__()
+        check_whole("length", self.length, 1)
+        check_whole("layers", self.layers, 0)
+        for name in ("state", "exit_width"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        check_share("self_fed", self.self_fed)
+        if self.laws not in _LAWS:
+            raise UnknownOptionError.nearest("kind of laws", self.laws, _LAWS)
+        asks = self.distillation_loss.reads_target  # refuses an unknown loss
+        if self.laws == "stored" and not asks:
+            raise OptionError(
+                f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return KEPT_BYTES if self.laws == "stored" else 0
+
+    @property
+    def distillation_loss(self) -> DistillationLoss:
+        return loss_from_spec(self.loss)
+
+    def sizes(self, width: int, vocab_size: int) -> RedrafterConfig:
+        return RedrafterConfig(
+            width=width,
+            vocab_size=vocab_size,
+            state=width if self.state is None else self.state,
+            exit_width=width if self.exit_width is None else self.exit_width,
+            layers=self.layers,
+            length=self.length,
+            tied=self.tied,
+            rnn=self.rnn,
+        )
+
+    def feed(self, head: RedrafterHead, lm_head: LmHead) -> Feed:
+        return SelfFeeding(head, lm_head, self.self_fed, self.seed) if self.self_fed else super().feed(head, lm_head)
+
+    def target(
+        self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
+    ) -> DistillationTarget:
+        if self.laws == "computed":
+            return super().target(lm_head, text, folder, on_progress)
+        return keep_target(text, lm_head, folder, _TEXT, on_progress=functools.partial(on_progress, "storing laws"))
+
+    def calibrate(
+        self,
+        head: RedrafterHead,
+        lm_head: LmHead,
+        target: LanguageModel,
+        text: SelfDistillationData,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Calibrated:
+        """Fit how guesses survive, replay beams of many widths and lengths, and measure small and large trees."""
+        accuracy = HeldOutAccuracy.on(head, lm_head, text, len(text.tokens))()
+        replayed = replay_beams(target, head, text, on_progress=functools.partial(on_progress, "replaying beams"))
+        kept = facts_of(replayed)
+        calibrated = head.with_record(HeadRecord(facts=kept))
+        rounds = [
+            _round(calibrated, temperature, nodes, replayed[kind])
+            for (kind, temperature), nodes in itertools.product(TREE_TEMPERATURES.items(), BUDGETS)
+        ]
+        return Calibrated({"accuracy": dict(accuracy), **kept}, rounds)
 
 
-def _train(job: HeadJob[RedrafterTrainingConfig], out: Path) -> RedrafterResult:
-    config, kind = job.config, RedrafterKind(job.config)
-    if not (out / WORK / CHECKPOINT).is_file():
-        job = forecast(job, kind, out / WORK)
-    model = load_model(job.target, device=config.device)
-    # Refused before the target writes for minutes.
-    config.sizes(model.head_width, model.vocab_size)
-    model.embed(torch.zeros(1, dtype=torch.int64, device=model.device))
-    text = write_texts(job, model, out / WORK)
-    del model  # training needs the LM head alone
-    trained, effort = train_heads(job, kind, text, out, out / WORK)
-    return RedrafterResult(out, trained, effort)
+def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: ReplayedBeams) -> EngineRound:
+    """As many beams as nodes, so that the tree has the likeliest nodes of all."""
+    beams, length = nodes, head.reach
+    promised = _promised(replayed.promises, beams, length, nodes)
+    about = {"nodes": nodes, "beams": beams, "length": length, "promised": promised}
+    return EngineRound(temperature, functools.partial(Redrafter, head, beams=beams, nodes=nodes), about)
+
+
+def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: int) -> float | None:
+    """Tokens per target call, of so many nodes or, where the beams never come to that, of all that they come to.
+
+    None where there was nothing to replay.
+    """
+    promise = next((each for each in promises if (each.beams, each.length) == (beams, length)), None)
+    return None if promise is None else promise.at(nodes)

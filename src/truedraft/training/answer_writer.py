@@ -25,15 +25,16 @@ from truedraft.errors import OptionError, TrainingError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.training.identity import identity_of
 from truedraft.training.prompts import prompts_hash
-from truedraft.training.self_text import SelfText, SelfTextFiles, Written
-from truedraft.training.threads import ThreadTrial
+from truedraft.training.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
 
+_TRIED_STEPS = 25  # that are timed together
+_TRIED_TURNS = 3
 _PACED = 32  # steps after which it is said how long the rest will take
 _CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
 
 
 @dataclass(frozen=True)
-class SelfTextConfig:
+class WritingConfig:
     """How a target writes.
 
     Attributes:
@@ -68,24 +69,24 @@ class SelfTextConfig:
         return SamplingParams(max_tokens=self.answer_tokens, temperature=temperature, seed=seed)
 
 
-def write_self_text(
+def write_answers(
     target: LanguageModel,
     prompts: Sequence[Sequence[int]],
     folder: Path,
     name: str,
-    config: SelfTextConfig,
+    config: WritingConfig,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_forecast: Callable[[float], None] = lambda left_s: None,
     time_is_up: Callable[[], bool] = lambda: False,
-) -> SelfText:
+) -> SelfDistillationData:
     """Let the target answer the prompts, or go on where an interruption stopped; the files come out the same.
 
     Args:
         target: writes.
         prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
         folder: where the files lie.
-        name: of the files, see `SelfTextFiles`.
+        name: of the files, see `AnswerFiles`.
         config: how it writes.
         on_progress: called with the number of answers that are on disk, and of all.
         on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
@@ -98,7 +99,7 @@ def write_self_text(
     """
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
     about.pop("batch")
-    files = SelfTextFiles(folder, name, target.head_width, about)
+    files = AnswerFiles(folder, name, target.head_width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
     writer = _Writer(target, _fitting(prompts, target, config), config, files)
@@ -118,7 +119,7 @@ def write_self_text(
 
 
 @torch.inference_mode()
-def hidden_of(target: LanguageModel, record: Written) -> Tensor:
+def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
     """The vectors from which the tokens of a written answer were drawn, computed anew: `[tokens, width]`."""
     ids = torch.tensor([*record.prompt, *record.answer][:-1], device=target.device)
     first = len(record.prompt) - 1
@@ -132,6 +133,47 @@ def hidden_of(target: LanguageModel, record: Written) -> Tensor:
         found.append(output.hidden[:, : target.head_width].clone())
     target.release_cache(cache)
     return torch.cat(found)[: len(record.answer)]
+
+
+class ThreadTrial:
+    """Runs the steps of a loop on all of torch's threads and on one, in turns, and then on whichever was faster.
+
+    A step of a small model is a few hundred microseconds in many parts, and threads meet after each; where they share a
+    processor core, or wait for one, a second thread makes it slower.
+
+    Args:
+        device: only on the CPU there is anything to try.
+        clock: seconds.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._all = torch.get_num_threads()
+        self._clock = clock
+        self._times: dict[int, list[float]] = {self._all: [], 1: []}
+        self._turns = [self._all, 1] * _TRIED_TURNS if device.type == "cpu" and self._all > 1 else []
+        self._spent = 0.0
+        self._steps = 0
+
+    def run(self, step: Callable[[], int]) -> int:
+        """One step; returns what it returns."""
+        if not self._turns:
+            return step()
+        torch.set_num_threads(self._turns[0])
+        began = self._clock()
+        found = step()
+        self._spent += self._clock() - began
+        self._steps += 1
+        if self._steps == _TRIED_STEPS:
+            self._times[self._turns.pop(0)].append(self._spent)
+            self._spent, self._steps = 0.0, 0
+            if not self._turns:
+                # The best turn of each: the first of all also warms up, and a neighbour may disturb any.
+                torch.set_num_threads(min(self._times, key=lambda threads: min(self._times[threads])))
+        return found
+
+    def stop(self) -> None:
+        """Give torch its threads back."""
+        torch.set_num_threads(self._all)
 
 
 class _Pace:
@@ -174,7 +216,7 @@ class _Writer:
     """Keeps a batch full, and writes answers in the order of their prompts."""
 
     def __init__(
-        self, target: LanguageModel, prompts: Sequence[Sequence[int]], config: SelfTextConfig, files: SelfTextFiles
+        self, target: LanguageModel, prompts: Sequence[Sequence[int]], config: WritingConfig, files: AnswerFiles
     ) -> None:
         self._keeper = _VectorKeeper(target.head_width)
         self._engine = Engine(target, self._keeper, max_batch=config.batch)
@@ -184,7 +226,7 @@ class _Writer:
         self._stop_ids = target.eos_token_ids
         self._next = len(files.records)
         self._running: dict[int, Request] = {}
-        self._finished: dict[int, tuple[Written, Tensor]] = {}
+        self._finished: dict[int, tuple[WrittenAnswer, Tensor]] = {}
 
     @property
     def steps_left(self) -> int:
@@ -211,7 +253,7 @@ class _Writer:
         for request in self._running.values():
             self._engine.cancel(request)
 
-    def _written(self, request: Request) -> tuple[Written, Tensor]:
+    def _written(self, request: Request) -> tuple[WrittenAnswer, Tensor]:
         if request.error is not None:
             raise TrainingError(
                 f"the target failed while it wrote text to train on: {request.error}"
@@ -224,10 +266,10 @@ class _Writer:
         if stopped:
             answer = [*answer, self._stop_ids[0]]
         prompt = request.tokens[: request.prompt_tokens]
-        return Written(prompt, answer, float(request.params.temperature), stopped), hidden
+        return WrittenAnswer(prompt, answer, float(request.params.temperature), stopped), hidden
 
 
-def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: SelfTextConfig) -> list[list[int]]:
+def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
     """The prompts, cut at the front where no room for the answer would be left."""
     most = max(1, target.context_length - config.answer_tokens)
     return [list(prompt)[-most:] for prompt in prompts]

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from truedraft.errors import DataError
-from truedraft.training.self_text import SelfText, Written
-from truedraft.training.windows import WindowSampler, pack
+from truedraft.training.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer, collate
 
 HEADS = 2
 
@@ -18,9 +17,9 @@ def text():
     lengths = [7, 3, 0, 2, 12]
     rows = sum(lengths)
     tokens = iter(range(100, 100 + rows))
-    records = [Written([1], [next(tokens) for _ in range(length)], 0.0, False) for length in lengths]
+    records = [WrittenAnswer([1], [next(tokens) for _ in range(length)], 0.0, False) for length in lengths]
     bits = torch.arange(rows, dtype=torch.bfloat16)[:, None].repeat(1, 3).view(torch.int16).numpy().view(np.uint16)
-    return SelfText(records, bits)
+    return SelfDistillationData(records, bits)
 
 
 def test_every_place_whose_guesses_lie_in_its_answer_comes_once_an_epoch(text):
@@ -43,7 +42,7 @@ def test_a_batch_is_a_function_of_its_index_alone(text):
 
 
 def test_a_pack_has_the_tokens_and_vectors_that_heads_reach(text):
-    packed = pack(text, torch.tensor([[14, 3], [0, 2]]), HEADS)
+    packed = collate(text, torch.tensor([[14, 3], [0, 2]]), HEADS)
     assert packed.tokens.tolist() == [114, 115, 116, 117, 118, 100, 101, 102, 103]
     assert packed.hidden[:, 0].tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
     assert packed.places.tolist() == [0, 1, 2, 5, 6]

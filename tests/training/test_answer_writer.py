@@ -12,10 +12,10 @@ import torch
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import DataError, OptionError, TrainingError
-from truedraft.training import self_writing
-from truedraft.training.self_writing import SelfTextConfig, hidden_of, write_self_text
+from truedraft.training import answer_writer
+from truedraft.training.answer_writer import WritingConfig, hidden_of, write_answers
 
-CONFIG = SelfTextConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)
+CONFIG = WritingConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)
 PROMPTS = [[5 + number, 40, 7 * number + 1, 33] for number in range(8)]
 FILES = ("train.jsonl", "train.hidden", "train.json")
 
@@ -38,7 +38,7 @@ def model(target_folder):
 def whole(model, tmp_path_factory):
     """A folder that was written without an interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    write_self_text(model, PROMPTS, folder, "train", CONFIG)
+    write_answers(model, PROMPTS, folder, "train", CONFIG)
     return folder
 
 
@@ -53,7 +53,7 @@ def copied(whole: Path, folder: Path) -> Path:
 
 
 def test_answers_are_those_of_the_engine_whatever_the_batch(model, tmp_path):
-    text = write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+    text = write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     for number, record in enumerate(text.records):
         assert record.prompt == PROMPTS[number] and record.temperature == number % 2
         alone = Engine(model).generate(PROMPTS[number], CONFIG.params(number))
@@ -65,7 +65,7 @@ def test_answers_are_those_of_the_engine_whatever_the_batch(model, tmp_path):
 
 
 def test_the_vectors_are_those_that_the_tokens_were_drawn_from(model, whole):
-    text = write_self_text(model, PROMPTS, whole, "train", CONFIG)  # finished already: only read
+    text = write_answers(model, PROMPTS, whole, "train", CONFIG)  # finished already: only read
     for record, first, end in zip(text.records, text.starts, text.starts[1:], strict=False):
         vectors = text.hidden(slice(first, end))
         assert torch.equal(vectors, hidden_of(model, record).to(torch.bfloat16))
@@ -74,7 +74,7 @@ def test_the_vectors_are_those_that_the_tokens_were_drawn_from(model, whole):
 
 
 def test_traces_by_temperature(model, whole):
-    text = write_self_text(model, PROMPTS, whole, "train", CONFIG)
+    text = write_answers(model, PROMPTS, whole, "train", CONFIG)
     traces = text.traces(1.0)
     assert [trace.tokens.tolist() for trace in traces] == [r.answer for r in text.records if r.temperature == 1.0]
     assert torch.equal(traces[0].hidden, text.hidden(slice(text.starts[1], text.starts[2])))
@@ -82,7 +82,7 @@ def test_traces_by_temperature(model, whole):
 
 def test_a_long_prompt_keeps_its_end(model, tmp_path):
     long = list(range(1, 200))
-    text = write_self_text(model, [long], tmp_path, "train", CONFIG)
+    text = write_answers(model, [long], tmp_path, "train", CONFIG)
     assert text.records[0].prompt == long[-(model.context_length - CONFIG.answer_tokens) :]
     assert torch.equal(text.hidden(slice(0, 12)), hidden_of(model, text.records[0]).to(torch.bfloat16))
 
@@ -92,7 +92,7 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
     class KilledError(Exception):
         pass
 
-    append = self_writing.SelfTextFiles.append
+    append = answer_writer.AnswerFiles.append
 
     def kill(files, record, hidden):
         if len(files.records) == kept:
@@ -101,10 +101,10 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
         append(files, record, hidden)
 
     with monkeypatch.context() as patch, pytest.raises(KilledError):
-        patch.setattr(self_writing.SelfTextFiles, "append", kill)
-        write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+        patch.setattr(answer_writer.AnswerFiles, "append", kill)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     done = []
-    write_self_text(model, PROMPTS, tmp_path, "train", CONFIG, on_progress=lambda *counts: done.append(counts))
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG, on_progress=lambda *counts: done.append(counts))
     assert contents(tmp_path) == contents(whole)
     assert done[0] == (kept, len(PROMPTS)) and done[-1] == (len(PROMPTS), len(PROMPTS))
 
@@ -112,7 +112,7 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
 def test_a_torn_last_line_is_written_again(model, whole, tmp_path):
     lines = copied(whole, tmp_path) / "train.jsonl"
     lines.write_bytes(lines.read_bytes()[:-9])
-    write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert contents(tmp_path) == contents(whole)
 
 
@@ -120,17 +120,17 @@ def test_a_torn_last_line_is_written_again(model, whole, tmp_path):
 def test_lost_vectors_are_computed_again(model, whole, tmp_path, size):
     vectors = copied(whole, tmp_path) / "train.hidden"
     vectors.write_bytes(vectors.read_bytes()[:size])
-    write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert contents(tmp_path) == contents(whole)
 
 
 def test_other_prompts_or_options_are_refused_and_nothing_is_lost(model, whole, tmp_path):
     before = contents(copied(whole, tmp_path))
     with pytest.raises(OptionError, match=r"prompts_sha256 was .* and is now"):
-        write_self_text(model, PROMPTS[:-1], tmp_path, "train", CONFIG)
+        write_answers(model, PROMPTS[:-1], tmp_path, "train", CONFIG)
     with pytest.raises(OptionError, match="answer_tokens was 12 and is now 13"):
-        write_self_text(model, PROMPTS, tmp_path, "train", replace(CONFIG, answer_tokens=13))
-    write_self_text(model, PROMPTS, tmp_path, "train", replace(CONFIG, batch=8))  # decides the speed only
+        write_answers(model, PROMPTS, tmp_path, "train", replace(CONFIG, answer_tokens=13))
+    write_answers(model, PROMPTS, tmp_path, "train", replace(CONFIG, batch=8))  # decides the speed only
     assert contents(tmp_path) == before
 
 
@@ -138,7 +138,7 @@ def test_a_broken_line_is_named(model, whole, tmp_path):
     lines = copied(whole, tmp_path) / "train.jsonl"
     lines.write_text('{"prompt": [1]}\n' + lines.read_text())
     with pytest.raises(DataError, match=r"train\.jsonl, line 1: not an answer"):
-        write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
 
 
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_written(model, whole, tmp_path, monkeypatch):
@@ -154,9 +154,9 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_written(model, whole, tm
 
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device; what was fini"):
         patch.setattr(Path, "open", full)
-        write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 3
-    write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert contents(tmp_path) == contents(whole)
 
 
@@ -174,8 +174,8 @@ def test_going_on_while_the_disk_is_full_loses_nothing(model, whole, tmp_path, m
     lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:3]))
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
-        write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
-    write_self_text(model, PROMPTS, tmp_path, "train", CONFIG)
+        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert contents(tmp_path) == contents(whole)
 
 
@@ -195,10 +195,10 @@ def test_lines_are_json_that_others_can_read(whole):
 )
 def test_unusable_options(options, message):
     with pytest.raises(OptionError, match=message):
-        SelfTextConfig(**options)
+        WritingConfig(**options)
 
 
 def test_seeds_go_by_number():
-    seeds = {SelfTextConfig(seed=seed).params(number).seed for seed in range(3) for number in range(50)}
+    seeds = {WritingConfig(seed=seed).params(number).seed for seed in range(3) for number in range(50)}
     assert len(seeds) == 150
-    assert isinstance(SelfTextConfig().params(0), SamplingParams)
+    assert isinstance(WritingConfig().params(0), SamplingParams)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from truedraft.drafters.draft_model import DraftModel
 from truedraft.errors import DataError, OptionError, UnsupportedModelError, VocabularyMismatchError
 from truedraft.models.architecture import (
     LlamaShape,
@@ -20,25 +21,26 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
-from truedraft.models.loading import resolve_source
-from truedraft.training.blocks import read_stream, stream_hash, write_stream
-from truedraft.training.budget import TimeBudget, duration
-from truedraft.training.cards import Card, base_name, made_by, pair_facts, served_facts, training_facts
-from truedraft.training.checkpoints import CHECKPOINT_EVERY_S, Saved, checkpoint_of
-from truedraft.training.curriculum import Curriculum
-from truedraft.training.disk import alone_in, free_bytes, in_bytes
-from truedraft.training.draft_served import ServedDraft, measure_draft
-from truedraft.training.evaluate import PairReport, evaluate_pair
-from truedraft.training.identity import LENGTHS, WARMUP, identity_of, weights_fingerprint
-from truedraft.training.loop import Progress, StepRecord, TrainingLoop
+from truedraft.models.loading import load_model, resolve_source
+from truedraft.planning import TREE_TEMPERATURES
+from truedraft.training.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
+from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
+from truedraft.training.identity import LENGTHS, WARMUP, describe_machine, identity_of, weights_fingerprint
+from truedraft.training.language_models import StreamObjective
+from truedraft.training.loop import (
+    CHECKPOINT_EVERY_S,
+    Progress,
+    RunFolder,
+    Saved,
+    StepRecord,
+    TrainingLoop,
+    checkpoint_of,
+)
 from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation
-from truedraft.training.machine import describe_machine
-from truedraft.training.objectives import LawObjective
-from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
-from truedraft.training.records import write_run_record
-from truedraft.training.schedule import WarmupStableDecay
-from truedraft.training.texts import read_texts
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
+from truedraft.training.report import Card, base_name, made_by, pair_facts, served_facts, training_facts
 from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,12 +49,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_WORK = "work"  # the streams and the checkpoint, inside the output folder
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
 _TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
 _GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
 _LONGEST_CONTEXT = 2048  # of a draft whose target names no limit
+_PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class DraftResult:
     steps: int
     tokens: int
     elapsed_s: float
-    served: Sequence[ServedDraft] = ()  # by the engine; empty where it cannot run the target
+    served: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
 
     def as_dict(self) -> dict[str, Any]:
         """For records."""
@@ -106,7 +108,9 @@ class DraftResult:
             "elapsed_s": self.elapsed_s,
             "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0,
             "held_out": self.report.as_dict(),
-            "served": [each.as_dict() for each in self.served],
+            "served": [
+                {**each.as_dict(), "draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in self.served
+            ],
         }
 
 
@@ -147,14 +151,14 @@ def train_draft(
     """
     config, budget = config or DraftConfig(), budget or TimeBudget()
     tokenizer = load_tokenizer(resolve_source(str(target)))
-    with alone_in(out / _WORK):
-        train, test = _streams(data, held_out, tokenizer, out / _WORK)
+    with alone_in(out / WORK):
+        train, test = _streams(data, held_out, tokenizer, out / WORK)
         teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
         draft = starting_draft(config, teacher, tokenizer)
         config = _fitting(config, teacher, draft, on_note)
-        config = _planned(config, teacher, draft, train, out / _WORK, budget, on_plan)
+        config = _planned(config, teacher, draft, train, out / WORK, budget, on_plan)
         _check_amount(config, train, on_note)
-        loop = distillation_loop(config, teacher, draft, train, out / _WORK)
+        loop = distillation_loop(config, teacher, draft, train, out / WORK)
         progress = loop.run(on_step=on_step, on_checkpoint=on_checkpoint, time_is_up=lambda: budget.over(_TRAINED))
         if progress.step < loop.total_steps:
             on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
@@ -221,12 +225,31 @@ def _measured(
         most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
     saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
     report = evaluate_pair(teacher, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
-    served: Sequence[ServedDraft] = ()
+    served: Sequence[EngineEvaluation] = ()
     try:
-        served = measure_draft(target, out, held_out, config.device, budget.left_s() if budget.limited else None)
+        served = _measure_in_engine(target, out, held_out, config.device, budget.left_s() if budget.limited else None)
     except UnsupportedModelError as error:
         on_note(f"the draft was not measured in the engine: {error}")
     return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, served)
+
+
+def _measure_in_engine(
+    target: str | Path, draft: Path, held_out: NDArray[np.uint32], device: str, within_s: float | None
+) -> list[EngineEvaluation]:
+    """Continue pieces of held-out text, greedily and at temperature 1, with the chain that is the default.
+
+    Raises:
+        UnsupportedModelError: the engine cannot run the target.
+        TrainingError: the engine failed.
+    """
+    model = load_model(target, device=device)
+    drafter = DraftModel(load_model(draft, device=device))
+    count = min(_PROMPTS, max(1, len(held_out) // _PROMPT_TOKENS))
+    starts = [number * len(held_out) // count for number in range(count)]
+    prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
+    about = {"num_speculative_tokens": drafter.limits.depth}
+    rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
+    return measure_in_engine(model, rounds, prompts, within_s=within_s)
 
 
 def distillation_loop(
@@ -236,25 +259,21 @@ def distillation_loop(
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains the draft towards the target's laws along the stream."""
+    """The loop that trains the draft towards the target's distributions along the stream."""
     more = {"data_sha256": stream_hash(stream), "target": weights_fingerprint(target)}
     if config.start_from is not None:
         more["start_from"] = weights_fingerprint(draft)
-    identity = identity_of(config, **more)
     target.requires_grad_(False)
     use_training_attention(draft)
-    loop = TrainingLoop(
-        model=draft,
-        optimizer=MixedOptimizer(draft, config.optimizer),
-        objective=LawObjective(draft, config.loss, target),
-        phases=config.curriculum.phases(stream, config.schedule, seed=config.seed),
-        schedule=config.schedule,
-        folder=folder,
-        checkpoint_every_s=config.checkpoint_every_s,
-        identity=identity,
+    phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
+    return TrainingLoop(
+        draft,
+        MixedOptimizer(draft, config.optimizer),
+        StreamObjective(draft, config.loss, target),
+        phases,
+        config.schedule,
+        RunFolder(folder, identity_of(config, **more), config.device, config.checkpoint_every_s),
     )
-    write_run_record(folder, identity=identity, device=config.device)
-    return loop
 
 
 def _fitting(

@@ -1,28 +1,118 @@
-"""Model cards: the README.md of a trained folder, made from measured numbers only."""
+"""What trainings give back, and the model cards of trained folders, made from measured numbers only."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import safe_open
 
-from truedraft.training.budget import duration
-from truedraft.training.disk import write_whole
-from truedraft.training.machine import describe_machine
-from truedraft.training.records import typed_command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from truedraft.training.evaluate import PairReport
-    from truedraft.training.head_job import HeadJob
+from truedraft.drafters.calibration import PROMISED_ON
+from truedraft.training.evaluate import EngineEvaluation, PairReport
+from truedraft.training.identity import describe_machine, typed_command
+from truedraft.training.workspace import duration, write_whole
 
 _TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)"}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a training took.
+
+    Attributes:
+        written_tokens: that the target wrote to be trained on.
+        steps: updates of the last stage.
+        positions: that they saw, counted as often as they were seen.
+        elapsed_s: of those steps.
+    """
+
+    written_tokens: int
+    steps: int
+    positions: int
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What heads are worth after a stage.
+
+    Attributes:
+        facts: found on held-out text, which differs from kind to kind; kept with the heads.
+        served: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
+        promised_on: the held-out text, in words; what drafters expect of their sizes was found on it.
+    """
+
+    facts: Mapping[str, Any]
+    served: Sequence[EngineEvaluation]
+    promised_on: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        served = [each.as_dict() for each in self.served]
+        return {**self.facts, "served": served, PROMISED_ON: self.promised_on}
+
+
+@dataclass(frozen=True)
+class JointReport:
+    """What stage 2 did.
+
+    Attributes:
+        target: the folder of the new target.
+        lora_rank: of the adapters that were merged into it; 0 where all weights were trained.
+        loss_before: of the target on held-out text before, in nats per token.
+        loss_after: the same of the new target.
+        loss_tokens: how many tokens that is the mean of.
+        before: the heads before, with the target before.
+    """
+
+    target: Path
+    lora_rank: int
+    loss_before: float
+    loss_after: float
+    loss_tokens: int
+    before: HeadReport
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "target": str(self.target),
+            "lora_rank": self.lora_rank,
+            "loss_before": self.loss_before,
+            "loss_after": self.loss_after,
+            "loss_tokens": self.loss_tokens,
+            "before": self.before.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Trained heads: where they lie, what they are worth, and what it took.
+
+    Attributes:
+        folder: with the heads.
+        report: what they are worth.
+        effort: what it took.
+        joint: of stage 2; None after stage 1.
+    """
+
+    folder: Path
+    report: HeadReport
+    effort: Effort
+    joint: JointReport | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        joint = {} if self.joint is None else {"joint": self.joint.as_dict()}
+        return self.effort.as_dict() | self.report.as_dict() | joint
 
 
 @dataclass(frozen=True)
@@ -70,39 +160,41 @@ class Card:
         write_whole(folder / "README.md", self.text())
 
 
-def write_head_card(job: HeadJob[Any], kind: str, folder: Path, facts: Mapping[str, Any]) -> None:
+def write_head_card(result: HeadResult, kind: str, target: str, data: str, device: str) -> None:
     """Write the card of trained heads.
 
     Args:
-        job: what they were trained from.
+        result: of the training.
         kind: "medusa" or "redrafter", as `--drafter` names it.
-        folder: of the heads.
-        facts: what it took and what was measured, as the training gives it back.
+        target: that they were trained for.
+        data: what the prompts were cut from, in words.
+        device: where they were trained.
 
     Raises:
         TrainingError: it cannot be written.
     """
-    own = " The target was trained with them: it lies in `target`." if "joint" in facts else ""
+    own = "" if result.joint is None else " The target was trained with them: it lies in `target`."
+    effort = result.effort
     rows = training_facts(
-        parameters=_parameters(folder),
-        data=f"{facts['written_tokens']:,} tokens that the target wrote, asked with pieces of {job.data}",
-        steps=facts["steps"],
-        tokens=facts["positions"],
-        elapsed_s=facts["elapsed_s"],
-        machine=describe_machine(job.config.device),
+        parameters=_parameters(result.folder),
+        data=f"{effort.written_tokens:,} tokens that the target wrote, asked with pieces of {data}",
+        steps=effort.steps,
+        tokens=effort.positions,
+        elapsed_s=effort.elapsed_s,
+        machine=describe_machine(device),
     )
-    rows |= {"finished": time.strftime("%Y-%m-%d")} | served_facts(facts["served"])
+    served = served_facts(each.as_dict() for each in result.report.served)
     Card(
-        title=f"{_TITLES[kind]} for {base_name(job.target)}",
-        summary=f"Guess the next tokens of {base_name(job.target)}, which verifies them (speculative decoding): "
+        title=f"{_TITLES.get(kind, kind)} for {base_name(target)}",
+        summary=f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
         f"`--drafter {kind}:FOLDER`. Trained with truedraft.{own}",
-        facts=rows,
+        facts=rows | {"finished": time.strftime("%Y-%m-%d")} | served,
         license="other",
         notes=f"Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n{made_by()}",
-        base_model=base_name(job.target),
+        base_model=base_name(target),
         tags=("speculative-decoding", kind, "truedraft"),
         library="truedraft",
-    ).write(folder)
+    ).write(result.folder)
 
 
 def base_name(target: str) -> str:

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.training import objectives
+from truedraft.training import losses
+from truedraft.training.language_models import StreamObjective
 from truedraft.training.losses import CrossEntropy, ForwardKL, Mixture, TotalVariation
-from truedraft.training.objectives import LawObjective
 
 SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 
@@ -25,10 +25,10 @@ def gradients(model):
 
 @pytest.mark.parametrize("chunk", [7, 60, 512])
 def test_distillation_gradient(batch, monkeypatch, chunk):
-    monkeypatch.setattr(objectives, "_CHUNK", chunk)
+    monkeypatch.setattr(losses, "_CHUNK", chunk)
     target, draft = new_llama(SHAPE, seed=1), new_llama(SHAPE, seed=2)
     loss = Mixture(((0.5, ForwardKL()), (0.5, TotalVariation())))
-    values = LawObjective(draft, loss, target).accumulate(batch, 0.25)
+    values = StreamObjective(draft, loss, target).accumulate(batch, 0.25)
     found = gradients(draft)
     draft.zero_grad()
     log_p = target(input_ids=batch[:, :-1]).logits.detach().log_softmax(-1).flatten(0, 1)
@@ -43,7 +43,7 @@ def test_distillation_gradient(batch, monkeypatch, chunk):
 
 def test_without_a_target_it_is_next_token_cross_entropy(batch):
     model = new_llama(SHAPE, seed=3)
-    values = LawObjective(model, CrossEntropy()).accumulate(batch, 1.0)
+    values = StreamObjective(model, CrossEntropy()).accumulate(batch, 1.0)
     logits = model(input_ids=batch[:, :-1]).logits
     expected = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert values == {"loss": pytest.approx(float(expected.detach()), rel=1e-5)}

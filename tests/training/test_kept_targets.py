@@ -12,9 +12,9 @@ import torch
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training import kept_laws
-from truedraft.training.kept_laws import keep_laws
-from truedraft.training.self_text import SelfText, Written
+from truedraft.training import targets
+from truedraft.training.self_distillation import SelfDistillationData, WrittenAnswer
+from truedraft.training.targets import keep_target
 
 SHAPE = LlamaShape(vocab_size=90, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 ROWS = 25
@@ -32,7 +32,7 @@ def lm_head():
 def text():
     noise = torch.Generator().manual_seed(3)
     bits = torch.randn(ROWS, 16, generator=noise).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    return SelfText([Written([1], list(range(ROWS)), 0.0, False)], bits)
+    return SelfDistillationData([WrittenAnswer([1], list(range(ROWS)), 0.0, False)], bits)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -40,9 +40,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_likeliest_tokens_and_the_mass_of_the_rest(lm_head, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_laws, "_CHUNK", 8)
+    monkeypatch.setattr(targets, "_CHUNK", 8)
     done = []
-    laws = keep_laws(text, lm_head, tmp_path, "train", on_progress=lambda *counts: done.append(counts))
+    laws = keep_target(text, lm_head, tmp_path, "train", on_progress=lambda *counts: done.append(counts))
     law = lm_head(text.hidden(slice(None))).float().softmax(-1)
     ids, logs = laws.at(np.arange(ROWS))
     assert ids.shape == (ROWS, 64) and logs.shape == (ROWS, 65)
@@ -56,27 +56,27 @@ def test_the_likeliest_tokens_and_the_mass_of_the_rest(lm_head, text, tmp_path, 
 
 
 def test_an_interruption_is_gone_on_with(lm_head, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_laws, "_CHUNK", 8)
+    monkeypatch.setattr(targets, "_CHUNK", 8)
     (tmp_path / "a").mkdir()
-    keep_laws(text, lm_head, tmp_path / "a", "train")
+    keep_target(text, lm_head, tmp_path / "a", "train")
     whole = contents(tmp_path / "a")
     for ids, logs in ((0, 0), (17 * 256, 9 * 130), (3 * 256 + 7, 25 * 130), (25 * 256, 25 * 130 - 1)):
         folder = tmp_path / f"{ids}-{logs}"
         folder.mkdir()
         (folder / "train.law_ids").write_bytes(whole["train.law_ids"][:ids])
         (folder / "train.laws").write_bytes(whole["train.laws"][:logs])
-        keep_laws(text, lm_head, folder, "train")
+        keep_target(text, lm_head, folder, "train")
         assert contents(folder) == whole
 
 
 def test_finished_files_are_only_read(lm_head, text, tmp_path, monkeypatch):
-    keep_laws(text, lm_head, tmp_path, "train")
+    keep_target(text, lm_head, tmp_path, "train")
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("a finished file was opened to be written"))
-    keep_laws(text, lm_head, tmp_path, "train")
+    keep_target(text, lm_head, tmp_path, "train")
 
 
 def test_a_small_vocabulary_keeps_all_but_one(lm_head, text, tmp_path):
-    laws = keep_laws(text, LmHead(lm_head.weight[:5], None, lm_head.finish), tmp_path, "train")
+    laws = keep_target(text, LmHead(lm_head.weight[:5], None, lm_head.finish), tmp_path, "train")
     assert laws.ids.shape == (ROWS, 4) and np.isfinite(laws.logs).all()
 
 
@@ -90,5 +90,5 @@ def test_a_full_disk_is_one_sentence(lm_head, text, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device; what was fini"):
         patch.setattr(Path, "open", full)
-        keep_laws(text, lm_head, tmp_path, "train")
-    keep_laws(text, lm_head, tmp_path, "train")
+        keep_target(text, lm_head, tmp_path, "train")
+    keep_target(text, lm_head, tmp_path, "train")

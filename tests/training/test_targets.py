@@ -1,4 +1,4 @@
-"""What places learn, against values worked by hand on three and four tokens, and against plain autograd."""
+"""What places learn of whole and of kept distributions, against values worked by hand and against plain autograd."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from truedraft.training.kept_laws import KeptLaws
-from truedraft.training.lessons import StoredLaws, TokensAndLaws, WholeLaws, goal_of, reads_laws
-from truedraft.training.losses import (
-    CrossEntropy,
-    ForwardKL,
-    Mixture,
-    ReverseKL,
-    TotalVariation,
-    loss_from_spec,
-)
-from truedraft.training.windows import Pack
+from truedraft.training.losses import CrossEntropy, ForwardKL, TotalVariation, distill, loss_from_spec
+from truedraft.training.self_distillation import CollatedBatch
+from truedraft.training.targets import KeptTarget, TargetRows, computed_rows
 
 # One row: the target has (1/2, 1/4, 1/4) and gave token 1; what is learned has (1/4, 1/2, 1/4) so far.
 P = torch.tensor([[0.5, 0.25, 0.25]])
@@ -39,58 +31,56 @@ BY_HAND = {
 }
 
 
+def gradient_of(rows: TargetRows, logits: torch.Tensor, at: torch.Tensor, loss) -> tuple[torch.Tensor, float]:
+    """The gradient in the student's logits of the sum of losses, and that sum."""
+    leaf = logits.clone().requires_grad_()
+    total = rows.losses(leaf, at, loss).sum()
+    total.backward()
+    return leaf.grad, float(total.detach())
+
+
 @pytest.mark.parametrize("spec", BY_HAND)
 def test_each_loss_and_its_gradient_by_hand(spec):
     expected, slope = BY_HAND[spec]
-    gradient, loss = goal_of(loss_from_spec(spec)).lesson(TOKEN, lambda: P.log() + 3.0)(Q.log() - 2.0, ROW)
-    assert float(loss) == pytest.approx(expected, abs=1e-6)
+    loss = loss_from_spec(spec)
+    rows = computed_rows(TOKEN, lambda: P.log() + 3.0, loss)
+    gradient, found = gradient_of(rows, Q.log() - 2.0, ROW, loss)
+    assert found == pytest.approx(expected, abs=1e-6)
     assert gradient[0].tolist() == pytest.approx(slope, abs=1e-6)
 
 
 def test_a_mixture_is_the_sum_of_its_parts():
-    half = TokensAndLaws(0.25, 0.75).lesson(TOKEN, P.log)(Q.log(), ROW)
-    assert float(half[1]) == pytest.approx(0.25 * LOG_2 + 0.75 * 0.25 * LOG_2, abs=1e-6)
-    assert half[0][0].tolist() == pytest.approx([0.25 * 0.25 - 0.75 * 0.25, -0.25 * 0.5 + 0.75 * 0.25, 0.0625])
-    mixed = goal_of(loss_from_spec("kl=0.5,tv=2")).lesson(TOKEN, P.log)(Q.log(), ROW)
-    assert float(mixed[1]) == pytest.approx(0.125 * LOG_2 + 0.5, abs=1e-6)
-
-
-def test_the_closed_form_is_taken_where_it_is_known():
-    assert goal_of(CrossEntropy()) == TokensAndLaws(1.0, 0.0)
-    assert goal_of(ForwardKL()) == TokensAndLaws(0.0, 1.0)
-    assert goal_of(Mixture(((0.5, ForwardKL()), (0.25, CrossEntropy())))) == TokensAndLaws(0.25, 0.5)
-    assert goal_of(TotalVariation()) == WholeLaws(TotalVariation())
-    assert not reads_laws(CrossEntropy()) and reads_laws(Mixture(((0.5, CrossEntropy()), (0.5, ReverseKL()))))
+    half = loss_from_spec("ce=0.25,kl=0.75")
+    gradient, found = gradient_of(computed_rows(TOKEN, P.log, half), Q.log(), ROW, half)
+    assert found == pytest.approx(0.25 * LOG_2 + 0.75 * 0.25 * LOG_2, abs=1e-6)
+    assert gradient[0].tolist() == pytest.approx([0.25 * 0.25 - 0.75 * 0.25, -0.25 * 0.5 + 0.75 * 0.25, 0.0625])
+    mixed = loss_from_spec("kl=0.5,tv=2")
+    assert float(distill(Q.log(), P.log(), TOKEN, mixed)) == pytest.approx(0.125 * LOG_2 + 0.5, abs=1e-6)
 
 
 def test_tokens_alone_do_not_ask_the_target():
     def asked():
         raise AssertionError("the target was asked")
 
-    goal_of(CrossEntropy()).lesson(TOKEN, asked)(Q.log(), ROW)
+    rows = computed_rows(TOKEN, asked, CrossEntropy())
+    assert float(rows.losses(Q.log(), ROW, CrossEntropy())) == pytest.approx(LOG_2)
+    assert not CrossEntropy().reads_target and loss_from_spec("ce=0.5,reverse-kl=0.5").reads_target
 
 
-@pytest.mark.parametrize(("token", "share"), [(1.0, 0.0), (0.0, 1.0), (0.4, 0.6), (0.5, 0.5)])
-def test_closed_forms_equal_autograd(token, share):
+def test_rows_are_chosen_by_what_each_guess_is_about():
     noise = torch.Generator().manual_seed(1)
     target, own = (torch.randn(5, 11, generator=noise) * 3 for _ in range(2))
     tokens, rows = torch.randint(0, 11, (5,), generator=noise), torch.tensor([0, 2, 2, 4])
-    closed = TokensAndLaws(token, share).lesson(tokens, lambda: target)(own[:4].clone(), rows)
-    loss = Mixture(((token, CrossEntropy()), (share, ForwardKL())))
-    plain = WholeLaws(loss).lesson(tokens, lambda: target)(own[:4].clone(), rows)
-    assert torch.allclose(closed[0], plain[0], atol=1e-6)
-    assert float(closed[1]) == pytest.approx(float(plain[1]), rel=1e-5)
+    found = computed_rows(tokens, lambda: target, ForwardKL()).losses(own[:4], rows, ForwardKL())
+    plain = ForwardKL()(target[rows].log_softmax(-1), own[:4].log_softmax(-1), tokens[rows])
+    assert torch.allclose(found, plain)
 
 
-def stored(ids, probabilities, loss):
-    laws = KeptLaws(np.array(ids, dtype=np.int32), np.log(np.array(probabilities)).astype(np.float16))
-    return StoredLaws(laws, loss)
-
-
-def lesson_of(teacher, tokens):
+def kept_rows(ids, probabilities, tokens) -> TargetRows:
+    target = KeptTarget(np.array(ids, dtype=np.int32), np.log(np.array(probabilities)).astype(np.float16))
     tokens = torch.tensor(tokens)
-    pack = Pack(torch.zeros(len(tokens), 2), tokens, torch.arange(1), np.arange(len(tokens)))
-    return teacher.lessons(pack)(slice(0, len(tokens)))
+    batch = CollatedBatch(torch.zeros(len(tokens), 2), tokens, torch.arange(1), np.arange(len(tokens)))
+    return target.rows(batch, slice(0, len(tokens)))
 
 
 def test_the_rest_of_a_truncated_law_is_one_bucket():
@@ -100,7 +90,7 @@ def test_the_rest_of_a_truncated_law_is_one_bucket():
         (ForwardKL(), 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75), (0.75 - 0.5, 0.25 - 0.5)),
         (TotalVariation(), 0.25, (0.75 * (0.5 - 0.25), 0.25 * (-0.5 - 0.25))),
     ):
-        gradient, found = lesson_of(stored([[2]], [[0.5, 0.5]], loss), [0])(own.clone(), ROW)
+        gradient, found = gradient_of(kept_rows([[2]], [[0.5, 0.5]], [0]), own, ROW, loss)
         assert float(found) == pytest.approx(value, abs=1e-3)  # logs are kept in float16
         rest, kept = slopes
         # The rest's slope goes to its tokens by what they have: 1/6, 1/6 and 2/3 of 3/4.
@@ -109,9 +99,8 @@ def test_the_rest_of_a_truncated_law_is_one_bucket():
 
 def test_a_label_outside_of_the_kept_ones_is_the_rest():
     own = torch.tensor([[0.125, 0.125, 0.25, 0.5]] * 2).log()
-    lesson = lesson_of(stored([[2], [2]], [[0.5, 0.5]] * 2, CrossEntropy()), [0, 2])
-    assert float(lesson(own[:1].clone(), torch.tensor([0]))[1]) == pytest.approx(-math.log(0.75), abs=1e-6)
-    assert float(lesson(own[:1].clone(), torch.tensor([1]))[1]) == pytest.approx(-math.log(0.25), abs=1e-6)
+    found = kept_rows([[2], [2]], [[0.5, 0.5]] * 2, [0, 2]).losses(own, torch.tensor([0, 1]), CrossEntropy())
+    assert found.tolist() == pytest.approx([-math.log(0.75), -math.log(0.25)], abs=1e-6)
 
 
 @pytest.mark.parametrize("spec", ["kl", "reverse-kl", "tv", "jsd", "kl=0.5,ce=0.5"])
@@ -123,16 +112,15 @@ def test_gradients_of_truncated_laws_equal_autograd_on_the_buckets(spec):
     coarse = torch.cat([law.gather(1, ids), 1 - law.gather(1, ids).sum(-1, keepdim=True)], dim=1)
     loss, tokens = loss_from_spec(spec), torch.randint(0, vocab, (rows,), generator=noise)
     own = torch.randn(rows, vocab, generator=noise).requires_grad_()
-    teacher = stored(ids.numpy(), coarse.numpy(), loss)
-    gradient, found = lesson_of(teacher, tokens.tolist())(own.detach().clone(), torch.arange(rows))
+    kept_at = kept_rows(ids.numpy(), coarse.numpy(), tokens.tolist())
+    gradient, found = gradient_of(kept_at, own.detach(), torch.arange(rows), loss)
     inside = torch.zeros(rows, vocab).scatter_(1, ids, 1.0).bool()
     q = own.softmax(-1)
     log_q = torch.cat([q.gather(1, ids), q.masked_fill(inside, 0.0).sum(-1, keepdim=True)], dim=1).log()
     buckets = torch.tensor(
         [row.tolist().index(token) if token in row else kept for row, token in zip(ids, tokens, strict=True)]
     )
-    log_p = teacher._kept.at(np.arange(rows))[1]
-    plain = loss(log_p, log_q, buckets).sum()
+    plain = loss(kept_at.log_probs, log_q, buckets).sum()
     plain.backward()
     assert float(found) == pytest.approx(plain.item(), rel=1e-5)
     assert torch.allclose(gradient, own.grad, atol=1e-6)

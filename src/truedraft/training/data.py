@@ -1,0 +1,253 @@
+"""Texts to train whole models on: files, near duplicates among texts, streams of ids on disk, and blocks of these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from truedraft.errors import DataError, TrainingError
+from truedraft.models.loading import quiet_transformers
+from truedraft.training.loop import Phase
+from truedraft.training.optimizer import WarmupStableDecay
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def read_texts(paths: Iterable[Path]) -> list[str]:
+    """The documents of all files, in order: a `.jsonl` file has one per line, any other file is one."""
+    texts = [text for path in paths for text in _documents(path)]
+    if not any(text.strip("\0").strip() for text in texts):
+        raise DataError("the training data holds no text: give at least one file that is not empty")
+    return texts
+
+
+def _documents(path: Path) -> Iterator[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"cannot read the data file {path}: {error.strerror or error}; name a file of text that exists"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the data file {path} is not UTF-8 text (byte {error.start}): convert it, or leave it out"
+        ) from error
+    if "\0" in content:
+        place = content.index("\0")
+        raise DataError(
+            f"the data file {path} holds a NUL character (the first at place {place + 1}), so it is no plain text: "
+            "convert it, or leave it out"
+        )
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(content.splitlines(), start=1):
+            if line.strip():
+                yield _text_field(line, path, number)
+    else:
+        yield content
+
+
+def _text_field(line: str, path: Path, number: int) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, line {number}: not a JSON object ({error.msg}); a .jsonl file has one a line"
+        ) from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{path}, line {number}: the object has no "text" field that is a string; add one')
+    return text
+
+
+def near_duplicate_clusters(texts: Sequence[str], *, window: int = 13, threshold: float = 0.5) -> list[list[int]]:
+    """Partition the texts into clusters of (transitively) near-duplicate ones.
+
+    Two texts are linked when the Jaccard similarity of their `window`-gram sets exceeds `threshold`.
+    A text shorter than one window counts as a single window. Returns lists of indices into `texts`, each
+    in ascending order, ordered by their first member.
+    """
+    grams = [_window_hashes(text, window) for text in texts]
+    sizes = np.array([len(gram) for gram in grams], dtype=np.int64)
+    shared = _shared_counts(grams)
+    union = sizes[:, None] + sizes[None, :] - shared
+    linked = shared > threshold * union
+    parent = list(range(len(texts)))
+    for left, right in np.argwhere(np.triu(linked, k=1)):
+        parent[_root(parent, int(right))] = _root(parent, int(left))
+    clusters: dict[int, list[int]] = {}
+    for index in range(len(texts)):
+        clusters.setdefault(_root(parent, index), []).append(index)
+    return sorted(clusters.values())
+
+
+def _window_hashes(text: str, window: int) -> NDArray[np.uint64]:
+    """The distinct 64-bit hashes of all windows of words in the text."""
+    words = np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text)], dtype=np.uint64)
+    count = max(1, len(words) - window + 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(min(window, len(words))):
+        piece = words[offset : offset + count]
+        hashes[: len(piece)] = (hashes[: len(piece)] ^ piece) * _MULTIPLIER
+        hashes ^= hashes >> np.uint64(29)
+    return np.unique(hashes)
+
+
+def _shared_counts(grams: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
+    """How many windows each pair of texts shares: [texts, texts]."""
+    count = len(grams)
+    shared = np.zeros((count, count), dtype=np.int64)
+    hashes = np.concatenate(grams)
+    owners = np.repeat(np.arange(count), [len(gram) for gram in grams])
+    order = np.argsort(hashes, kind="stable")
+    hashes, owners = hashes[order], owners[order]
+    starts = np.flatnonzero(np.r_[True, hashes[1:] != hashes[:-1]])
+    frequency = np.diff(np.r_[starts, len(hashes)])
+    for size in np.unique(frequency[frequency > 1]):  # windows found in exactly `size` texts, all at once
+        rows = owners[starts[frequency == size][:, None] + np.arange(size)]  # [windows, size]
+        for left in range(size - 1):
+            for right in range(left + 1, size):
+                np.add.at(shared, (rows[:, left], rows[:, right]), 1)
+    return shared + shared.T
+
+
+def _root(parent: list[int], index: int) -> int:
+    while parent[index] != index:
+        parent[index] = parent[parent[index]]  # halve the path, so that later look-ups are short
+        index = parent[index]
+    return index
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that packing needs."""
+
+    eos_token_id: int
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of the text."""
+
+
+def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
+    """Write `<eos> text <eos> text ... <eos>` as uint32 ids; returns the number of tokens."""
+    pieces = [np.array([tokenizer.eos_token_id], dtype=np.uint32)]
+    with quiet_transformers():  # which warns of texts longer than the context; they are cut into blocks
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint32))
+    stream = np.concatenate(pieces)
+    if len(pieces) == 1:
+        raise DataError("the training data holds no text: give at least one file that is not empty")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    stream.tofile(partial)
+    partial.replace(path)
+    return len(stream)
+
+
+def read_stream(path: Path) -> NDArray[np.uint32]:
+    """The ids that `write_stream` wrote, mapped from disk rather than read."""
+    return np.memmap(path, dtype=np.uint32, mode="r")
+
+
+def stream_hash(stream: NDArray[np.uint32]) -> str:
+    """The sha256 of the ids, which names the data of a run."""
+    return hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class BlockSampler:
+    """Blocks of one length from a stream: a pure function of an index, so that resuming needs no state.
+
+    In each epoch the stream is cut at a new random offset and the blocks are visited in a new random order.
+    A block has one token more than the model reads: inputs are `block[:-1]`, labels `block[1:]`.
+    """
+
+    stream: NDArray[np.uint32]
+    sequence_length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.blocks_per_epoch < 1:
+            raise DataError(
+                f"the data has {len(self.stream)} tokens, fewer than the {2 * self.sequence_length + 1} "
+                f"that blocks of {self.sequence_length} need: give more text or a shorter sequence length"
+            )
+
+    @property
+    def blocks_per_epoch(self) -> int:
+        """Whole blocks that fit behind the largest offset."""
+        return max(0, (len(self.stream) - self.sequence_length - 1) // self.sequence_length)
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Blocks number `first` to `first + count - 1` of the run: int64 [count, sequence_length + 1]."""
+        rows = [self._block(index) for index in range(first, first + count)]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def _block(self, index: int) -> NDArray[np.uint32]:
+        epoch, position = divmod(index, self.blocks_per_epoch)
+        offset, order = self._epoch(epoch)
+        start = offset + int(order[position]) * self.sequence_length
+        return self.stream[start : start + self.sequence_length + 1]
+
+    def _epoch(self, epoch: int) -> tuple[int, NDArray[np.int64]]:
+        random = np.random.default_rng((self.seed, epoch))
+        offset = int(random.integers(self.sequence_length))
+        return offset, random.permutation(self.blocks_per_epoch)
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Lengths of sequences and sizes of batches, in tokens.
+
+    Attention costs less in short sequences, so most of the training uses them; the decay uses long ones, so
+    that every position of the context has been trained.
+    """
+
+    stable_length: int = 512
+    decay_length: int = 2048
+    tokens_per_step: int = 4096
+    tokens_per_pass: int = 4096  # what one forward pass holds; the rest is accumulated
+
+    def __post_init__(self) -> None:
+        for length in (self.stable_length, self.decay_length):
+            if length < 1 or self.tokens_per_step % length:
+                raise TrainingError(
+                    f"tokens_per_step ({self.tokens_per_step}) must be a multiple of the sequence length ({length})"
+                )
+
+    def fitting(self, context: int) -> Curriculum:
+        """The same with sequences no longer than a model's context; they still divide a step and a pass."""
+        unit = math.gcd(self.tokens_per_step, min(self.tokens_per_pass, self.tokens_per_step))
+        longest = next(length for length in range(min(context, unit), 0, -1) if unit % length == 0)
+        return replace(
+            self,
+            stable_length=self.stable_length if self.stable_length <= context else longest,
+            decay_length=self.decay_length if self.decay_length <= context else longest,
+        )
+
+    def phases(self, stream: NDArray[np.uint32], schedule: WarmupStableDecay, *, seed: int) -> list[Phase]:
+        """The stable stretch and the decay; each draws its blocks from a seed of its own."""
+        parts = [
+            (schedule.stable_steps, self.stable_length, 2 * seed),
+            (schedule.decay_steps, self.decay_length, 2 * seed + 1),
+        ]
+        return [self._phase(stream, steps, length, seed=seed) for steps, length, seed in parts if steps]
+
+    def _phase(self, stream: NDArray[np.uint32], steps: int, length: int, *, seed: int) -> Phase:
+        return Phase(
+            steps=steps,
+            sampler=BlockSampler(stream, length, seed),
+            sequences_per_step=self.tokens_per_step // length,
+            sequences_per_pass=max(1, min(self.tokens_per_pass, self.tokens_per_step) // length),
+        )

@@ -1,0 +1,501 @@
+"""Training heads of any kind on a target's own answers, from prompts to a folder of measured heads."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from truedraft.errors import CompositionError, DataError, OptionError
+from truedraft.heads import Head, HeadRecord
+from truedraft.models.architecture import load_causal_lm
+from truedraft.models.lm_head import LmHead
+from truedraft.models.loading import load_model
+from truedraft.planning import TREE_TEMPERATURES
+from truedraft.training.answer_writer import write_answers
+from truedraft.training.data import read_texts
+from truedraft.training.evaluate import measure_in_engine
+from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.head_objective import head_loop
+from truedraft.training.identity import LENGTHS
+from truedraft.training.loop import CHECKPOINT, Saved, StepRecord, TrainingLoop, checkpoint_of
+from truedraft.training.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
+from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
+from truedraft.training.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
+from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.workspace import (
+    TRAINED,
+    WORK,
+    WRITTEN,
+    TimeBudget,
+    alone_in,
+    duration,
+    free_bytes,
+    in_bytes,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+    from truedraft.training.loop import Progress
+
+TRAIN_TEXT, TREE_TEXT = "train", "tree"
+"""Names of what the target wrote: to train on, and to choose trees and measure on."""
+OnProgress: TypeAlias = Callable[[str, int, int, str], None]
+"""Called with what is being done, how much of it is done, how much there is, and a remark."""
+_EMBEDDED_TARGET = "embedded:target"
+_TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest of it is for the text that trees are chosen on
+_FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of the training that was asked for is left
+_ENOUGH = 0.95  # of them is as good as all
+_REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
+_REPLAY_COST = 20.0  # replaying a position is taken to last as long as training on so many
+_LEAST_REPLAYED = 1024  # positions, however little time there is
+_MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Who is told of a training, and of what.
+
+    Attributes:
+        on_progress: how far each kind of work has come.
+        on_note: sentences on what is done otherwise than asked for.
+        on_plan: sentences on the disk and the time that it will take.
+        on_checkpoint: each checkpoint.
+    """
+
+    on_progress: OnProgress = lambda what, done, total, remark: None
+    on_note: Callable[[str], None] = warnings.warn
+    on_plan: Callable[[str], None] = lambda sentence: None
+    on_checkpoint: Callable[[Saved], None] = lambda saved: None
+
+
+@dataclass(frozen=True)
+class HeadJob:
+    """What is trained from, and how.
+
+    Attributes:
+        target: an embedded name, a folder, or a hub name.
+        prompts: that the target answers.
+        config: what decides the heads.
+        told: called as it goes.
+        budget: the time for all of it.
+        data: what the prompts were cut from, in words.
+        step_s: seconds of a training step, where they are known before.
+    """
+
+    target: str
+    prompts: PromptSets
+    config: HeadTrainingConfig
+    told: Callbacks = field(default_factory=Callbacks)
+    budget: TimeBudget = field(default_factory=TimeBudget)
+    data: str = "prompts of the caller's"
+    step_s: float | None = None
+
+    @property
+    def within_s(self) -> float | None:
+        """Seconds that are left for measuring; None where nothing limits them."""
+        return self.budget.left_s() if self.budget.limited else None
+
+    def follow(self, what: str, done: int, total: int) -> None:
+        """`on_progress` without a remark."""
+        self.told.on_progress(what, done, total, "")
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """What a target wrote.
+
+    Attributes:
+        train: to train on.
+        tree: to choose trees on.
+        fingerprint: of the target.
+    """
+
+    train: SelfDistillationData
+    tree: SelfDistillationData
+    fingerprint: str
+
+
+def train_heads(
+    target: str | Path,
+    data: Sequence[Path] | PromptSets,
+    out: Path,
+    config: HeadTrainingConfig,
+    *,
+    held_out: Sequence[Path] = (),
+    callbacks: Callbacks | None = None,
+    budget: TimeBudget | None = None,
+) -> HeadResult:
+    """Train heads for the target into the folder `out`, on what the target itself writes.
+
+    Called again after an interruption, it goes on: behind the answers on disk, then from the last checkpoint in
+    `out/work`. In stage 2 the new target is written to `out/target`, and the heads in `out` are for that.
+
+    Args:
+        target: an embedded name, a folder, or a name on the Hugging Face hub.
+        data: files of text that prompts are cut from (.jsonl with a "text" field, or plain), or prompts. No files at
+            all means, for the embedded target, the standard library of the running interpreter.
+        out: the folder to write.
+        config: what decides the heads, and of which kind they are.
+        held_out: files whose prompts are kept for choosing trees and for measuring; without them the end of the data.
+        callbacks: who is told as it goes.
+        budget: the time for all of it, measuring included; None is as long as it takes.
+
+    Raises:
+        ModelError: the target cannot be loaded, or heads cannot share its LM head or its embedding.
+        DataError: the data cannot be read, or what the target writes is shorter than what the heads reach.
+        OptionError: `out` holds a training with another configuration, another process is training there, or the sizes
+            make no head for the target.
+        CompositionError: the heads to start from do not fit the target.
+        MissingExtraError: stage 2 of a large target needs peft.
+        TrainingError: the loss is not finite, or files cannot be written.
+    """
+    from truedraft.training import joint  # which trains heads, too
+
+    job = _job_for(target, data, held_out, config, callbacks or Callbacks(), budget or TimeBudget())
+    if config.stage == 2 and job.budget.limited:
+        raise OptionError("minutes are a limit for stage 1; stage 2 takes as long as its steps and joint steps do")
+    with alone_in(out / WORK):
+        if not (out / WORK / CHECKPOINT).is_file() and (config.stage == 1 or config.start_from is None):
+            job = forecast(job, out / WORK)
+        model = load_model(job.target, device=config.device)
+        _refuse_early(job, model)
+        text = write_texts(job, model, out / WORK)
+        del model  # training needs the LM head alone
+        if config.stage == 2:
+            result = joint.train_jointly(job, text, out)
+        else:
+            result = HeadResult(out, *train_stage_1(job, text, out, out / WORK))
+        write_head_card(result, config.head.kind, job.target, job.data, config.device)
+        return result
+
+
+def _job_for(
+    target: str | Path,
+    data: Sequence[Path] | PromptSets,
+    held_out: Sequence[Path],
+    config: HeadTrainingConfig,
+    told: Callbacks,
+    budget: TimeBudget,
+) -> HeadJob:
+    """A job, with prompts as they are given, or cut from files; the embedded target needs none of either.
+
+    With a limit of time the prompts are shuffled, so that those which are answered in time come from all of the text.
+
+    Raises:
+        DataError: there are no files and the target is another, they cannot be used, or hold far too little text.
+        ModelError: the target has no tokenizer.
+    """
+    words = "prompts of the caller's"
+    if isinstance(data, PromptSets):
+        prompts = data
+    else:
+        prompts = _prompts_of(target, data, held_out, config)
+        _check_amount(prompts, config, told.on_note)
+        words = ", ".join(path.name for path in data) or "the standard library of Python"
+    if budget.limited:
+        prompts = replace(prompts, train=shuffled(prompts.train, config.seed))
+    return HeadJob(str(target), prompts, config, told, budget, words)
+
+
+def _prompts_of(
+    target: str | Path, data: Sequence[Path], held_out: Sequence[Path], config: HeadTrainingConfig
+) -> PromptSets:
+    if not data and str(target) != _EMBEDDED_TARGET:
+        raise DataError(
+            f"there is no text to cut prompts for {str(target)!r} from; name at least one file like what it will be "
+            "used for with --data FILE"
+        )
+    tokenizer = load_tokenizer(target)
+    if not data:
+        return standard_library_prompts(tokenizer, config.prompts, config.prompt_tokens)
+    others = read_texts(held_out) if held_out else ()
+    found = split_prompts(read_texts(data), others, tokenizer, config.prompts, config.prompt_tokens)
+    names = ", ".join(path.name for path in held_out or data)
+    return replace(found, source=names if held_out else f"the end of {names}")
+
+
+def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:
+    """Say where there is less text than asked for, and refuse far too little."""
+    wanted = config.prompts
+    separate = len(prompts.train) if prompts.apart is None else prompts.apart
+    if separate < _ENOUGH * wanted.train:
+        got = (
+            f"the text gives {separate:,} prompts that share nothing, for about "
+            f"{separate * config.writing.answer_tokens:,} tokens by the target, and {config.tokens:,} are asked for"
+        )
+        if separate < _FLOOR * wanted.train:
+            raise DataError(f"{got}: give more text, or ask for fewer tokens")
+        on_note(f"{got}; heads learn more from more text")
+    if len(prompts.tree) < _ENOUGH * wanted.tree or len(prompts.test) < _ENOUGH * wanted.test:
+        on_note(
+            f"the held-out text gives {len(prompts.tree)} of {wanted.tree} prompts to choose trees on, and "
+            f"{len(prompts.test)} of {wanted.test} to measure on: with more text the figures are surer"
+        )
+
+
+def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
+    """Refuse what cannot be trained before the target writes for minutes."""
+    from truedraft.training.joint import check_adapters, rank_for
+
+    config = job.config
+    sizes = config.sizes(model.head_width, model.vocab_size)
+    with torch.device("meta"):
+        reads_tokens = config.head(sizes).reads_tokens
+    if reads_tokens:
+        model.embed(torch.zeros(1, dtype=torch.int64, device=model.device))
+    rank = config.joint.lora_rank
+    if config.stage == 2 and (rank_for(model.parameters) if rank is None else rank):
+        check_adapters()
+
+
+def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
+    """Let the target answer all prompts that are trained on or that trees are chosen on.
+
+    Raises:
+        OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
+        TrainingError: the target failed, or the files cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    told = job.told
+    train = write_answers(
+        model,
+        job.prompts.train,
+        folder,
+        TRAIN_TEXT,
+        job.config.writing,
+        on_progress=lambda done, total: told.on_progress("writing text", done, total, f"answers by {model.name}"),
+        on_forecast=lambda left_s: told.on_plan(f"writing takes about {duration(left_s)}"),
+        time_is_up=_time_is_up(job, folder, _TRAIN_WRITTEN),
+    )
+    if len(train.records) < len(job.prompts.train):
+        told.on_note(f"in the time given the target wrote {len(train.tokens):,} of about {job.config.tokens:,} tokens")
+    return TargetText(train, write_tree_text(job, model, folder, TREE_TEXT), model.fingerprint)
+
+
+def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str) -> SelfDistillationData:
+    """The target's answers to the prompts for trees, to each one at every temperature that trees are counted at."""
+    temperatures = tuple(TREE_TEMPERATURES.values())
+    prompts = list(itertools.chain.from_iterable([prompt] * len(temperatures) for prompt in job.prompts.tree))
+    config = replace(job.config.writing, temperatures=temperatures, seed=job.config.writing.seed + 1)
+
+    def follow(done: int, total: int) -> None:
+        job.told.on_progress("writing text for trees", done, total, f"answers by {model.name}")
+
+    over = _time_is_up(job, folder, WRITTEN)
+    return write_answers(model, prompts, folder, name, config, on_progress=follow, time_is_up=over)
+
+
+def _time_is_up(job: HeadJob, folder: Path, share: float) -> Callable[[], bool]:
+    """Whether writing must end. What a training that goes on was begun with stays as it is."""
+    begun = job.budget.limited and (folder / CHECKPOINT).is_file()
+    return lambda: begun or job.budget.over(share)
+
+
+def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:
+    """Train heads of a frozen target on what it wrote, save and measure them.
+
+    Args:
+        job: what is trained from.
+        text: what the target wrote, in the folder `work` or above it.
+        out: where the heads are saved.
+        work: for checkpoint and log.
+
+    Returns:
+        What the heads are worth, and what it took.
+
+    Raises:
+        TruedraftError: as `train_heads`.
+    """
+    lm_head = lm_head_of(job.target, job.config.device)
+    head = starting_head(job, lm_head, text.fingerprint)
+    job = replace(job, config=_within_budget(job, text, head.reach, work))
+    loop = _loop(job, head, lm_head, text, work)
+    progress = loop.run(
+        on_step=Follower(job, loop.total_steps),
+        on_checkpoint=job.told.on_checkpoint,
+        time_is_up=lambda: job.budget.over(TRAINED),
+    )
+    if progress.step < loop.total_steps:
+        job.told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+    effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
+    held_out = _measured_on(job, text.tree, progress)
+    return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), held_out, out, effort), effort
+
+
+def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
+    target = job.config.target(lm_head, text.train, work, job.follow)
+    return head_loop(job.config, head, lm_head, target, (text.train, text.tree), text.fingerprint, work)
+
+
+def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> HeadTrainingConfig:
+    """The configuration, with as many steps as there is time for; a training that goes on keeps its own number."""
+    config = job.config
+    if not job.budget.limited:
+        return config
+    checkpoint = checkpoint_of(work)
+    if checkpoint is not None:
+        return replace(config, steps=sum(int(checkpoint[1][name] or 0) for name in LENGTHS))
+    windows = WindowSampler(text.train, reach, config.window, config.seed).windows
+    return replace(config, steps=job.budget.steps(config.schedule(len(windows)).total_steps, job.step_s or 0.0))
+
+
+def _measured_on(job: HeadJob, text: SelfDistillationData, progress: Progress) -> SelfDistillationData:
+    """The held-out text that trees are chosen on: as much as there is time for."""
+    left_s = _REPLAYED * job.budget.left_s()
+    if not job.budget.limited or not progress.elapsed_s:
+        return text
+    return text.first(max(_LEAST_REPLAYED, int(left_s * progress.tokens / progress.elapsed_s / _REPLAY_COST)))
+
+
+def lm_head_of(target: str, device: str) -> LmHead:
+    """The target's LM head in bfloat16; the rest of the model is freed.
+
+    Raises:
+        UnsupportedModelError: heads cannot share it.
+    """
+    return LmHead.of(load_causal_lm(target, dtype=torch.bfloat16, device=device).eval())
+
+
+def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
+    """New heads, or those to start from.
+
+    Raises:
+        CompositionError: those to start from were trained for another target, or are of other sizes.
+        ModelError: they cannot be read.
+    """
+    head, folder = job.config.new_head(lm_head), job.config.start_from
+    if folder is None:
+        return head
+    found = job.config.head.load(folder)
+    if found.record.fingerprint not in (None, fingerprint):
+        raise CompositionError(
+            f"the heads in {str(folder)!r} were trained for {found.record.target_name} (fingerprint "
+            f"{found.record.fingerprint}), and the target is {job.target} (fingerprint {fingerprint}); start from "
+            "heads that were trained for it, or from none"
+        )
+    if found.config != head.config:
+        raise CompositionError(
+            f"the heads in {str(folder)!r} are {found.config}, and asked for are {head.config}; ask for the "
+            "same sizes, or start from none"
+        )
+    head.load_state_dict(found.float().state_dict())
+    return head
+
+
+def judge(
+    job: HeadJob,
+    head: Head,
+    lm_head: LmHead,
+    record: HeadRecord,
+    held_out: SelfDistillationData,
+    out: Path,
+    effort: Effort,
+) -> HeadReport:
+    """Save trained heads, calibrate them on held-out text, and measure them in the engine that serves.
+
+    Args:
+        job: names the prompts of the test.
+        head: trained.
+        lm_head: of the target.
+        record: names the target.
+        held_out: what the target wrote to choose trees on.
+        out: the folder where they are saved.
+        effort: what it took, which is saved too.
+    """
+    head = head.eval().requires_grad_(False).to(torch.bfloat16)  # as they are saved, and served
+    record = replace(record, facts=effort.as_dict())
+    head.save(out, record)
+    target = load_model(record.target_name, device=job.config.device)
+    found = job.config.calibrate(head, lm_head, target, held_out, job.follow)
+    measured = measure_in_engine(
+        target,
+        found.rounds,
+        job.prompts.test,
+        on_progress=lambda done, total: job.follow("measuring", done, total),
+        within_s=job.within_s,
+    )
+    report = HeadReport(found.facts, measured, job.prompts.promised_on)
+    head.save(out, replace(record, trees=found.trees, facts={**record.facts, **report.as_dict()}))
+    return report
+
+
+class Follower:
+    """Reports the steps of a training, with what was last measured on held-out answers.
+
+    Args:
+        job: whose `on_progress` is called.
+        total: steps of the training.
+    """
+
+    def __init__(self, job: HeadJob, total: int) -> None:
+        self._job = job
+        self._total = total
+        self._right = ""
+
+    def __call__(self, record: StepRecord) -> None:
+        """A step is over."""
+        right = [value for name, value in record.values.items() if name.endswith("_top_1")]
+        if right:
+            shares = " ".join(f"{share:.2f}" for share in right)
+            self._right = f", {self._job.config.head.place_word}s right {shares}"
+        remark = f"loss {record.values['loss']:.3f}{self._right}"
+        self._job.told.on_progress("training", record.step + 1, self._total, remark)
+
+
+def forecast(job: HeadJob, work: Path) -> HeadJob:
+    """Say what disk and time a training will take, before the target writes for hours.
+
+    Args:
+        job: that is about to begin.
+        work: where its working files will lie.
+
+    Returns:
+        The job with the seconds of a step.
+
+    Raises:
+        UnsupportedModelError: heads cannot share the target's LM head.
+    """
+    config = job.config
+    lm_head = lm_head_of(job.target, config.device)
+    step_s, checkpoint = _trial(job, config.new_head(lm_head), lm_head)
+    answers = len(job.prompts.train) + len(TREE_TEMPERATURES) * len(job.prompts.tree)
+    tokens, all_tokens = (count * config.writing.answer_tokens for count in (len(job.prompts.train), answers))
+    disk = all_tokens * 2 * lm_head.weight.shape[1] + tokens * config.bytes_per_token
+    disk += 2 * checkpoint  # a new one is written beside the old one
+    free = free_bytes(work)
+    room = f"of which {in_bytes(free)} are free" if free >= disk else f"where only {in_bytes(free)} are free"
+    most = config.schedule(max(1, tokens // config.window)).total_steps
+    steps = job.budget.steps(most, step_s)
+    took = f"about {duration(steps * step_s)} ({step_s:.2g} s each)"
+    within = f", all within {job.budget.minutes:g} minutes" if job.budget.limited else ""
+    job.told.on_plan(
+        f"the target writes up to {tokens:,} tokens to train on; with their vectors and a checkpoint they take up to "
+        f"{in_bytes(disk)} of the disk of {str(work)!r}, {room}; then come {steps:,} steps of training, {took}{within}"
+    )
+    return replace(job, step_s=step_s)
+
+
+def _trial(job: HeadJob, head: Head, lm_head: LmHead) -> tuple[float, int]:
+    """Seconds of a step on a made-up text, and bytes of a checkpoint; nothing of it is kept."""
+    config = job.config
+    vocab, width = lm_head.weight.shape
+    length = max(config.writing.answer_tokens, head.reach + 2)
+    count = 2 + config.positions_per_step // (length - head.reach)
+    random = np.random.default_rng(config.seed)
+    records = [WrittenAnswer([0], random.integers(vocab, size=length).tolist(), 1.0, False) for _ in range(count)]
+    vectors = random.standard_normal((count * length, width), dtype=np.float32) * np.float32(_MADE_UP_SIZE)
+    bits = torch.from_numpy(vectors).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    data = SelfDistillationData(records, bits)
+    text = TargetText(data, data, "")
+    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
+        return _loop(replace(job, told=Callbacks()), head, lm_head, text, Path(place)).trial()

@@ -1,0 +1,345 @@
+"""Self-distillation data: what a target wrote, with the vector from which each token was drawn, and batches of it.
+
+On disk answers are appended one by one. `NAME.jsonl` holds one JSON object a line:
+{"prompt": [...], "answer": [...], "temperature": t, "stopped": b}. `NAME.hidden` holds the vectors that entered the LM
+head as bfloat16, one for each token of each answer, in the order of the lines. `NAME.json` says what it was written by
+and from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from truedraft.errors import DataError
+from truedraft.planning import Trace
+from truedraft.training.identity import Identity, refuse_another_run
+from truedraft.training.workspace import write_whole, writing
+
+if TYPE_CHECKING:
+    from truedraft.heads import RedrafterHead
+    from truedraft.models.lm_head import LmHead
+
+_BYTES = 2  # of a bfloat16
+_CHUNK = 256  # positions whose logits are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenAnswer:
+    """One answer of the target.
+
+    Attributes:
+        prompt: token ids.
+        answer: token ids; where the target ended it, the id that did is the last.
+        temperature: at which it was drawn; 0 is greedy.
+        stopped: whether the last token ended the answer.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class SelfDistillationData:
+    """Answers of a target and their vectors.
+
+    Attributes:
+        records: the answers.
+        bits: uint16 `[tokens, width]`: the vectors as the bits of bfloat16, mapped from disk; row i is the vector from
+            which token i of all answers, one behind another, was drawn.
+    """
+
+    records: list[WrittenAnswer]
+    bits: NDArray[np.uint16]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """For each answer the row of its first token, then the number of rows."""
+        return list(itertools.accumulate((len(record.answer) for record in self.records), initial=0))
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """The tokens of all answers, one behind another: `[tokens]`."""
+        return np.array([id_ for record in self.records for id_ in record.answer], dtype=np.int64)
+
+    @property
+    def width(self) -> int:
+        """Entries of a vector."""
+        return int(self.bits.shape[1])
+
+    def hidden(self, rows: slice | NDArray[np.int64]) -> Tensor:
+        """Some of the vectors: bfloat16 `[rows, width]`, on the CPU."""
+        return torch.from_numpy(np.array(self.bits[rows]).view(np.int16)).view(torch.bfloat16)
+
+    def first(self, tokens: int) -> SelfDistillationData:
+        """The first answers, of so many tokens where there are as many; in pairs, one for each kind of trees."""
+        count = sum(start < tokens for start in self.starts[:-1])
+        count = min(len(self.records), max(2, count + count % 2))
+        return SelfDistillationData(self.records[:count], self.bits[: self.starts[count]])
+
+    def traces(self, temperature: float) -> list[Trace]:
+        """The answers drawn at one temperature, as traces."""
+        return [
+            Trace(torch.tensor(record.answer), self.hidden(slice(first, end)), record.stopped)
+            for record, (first, end) in zip(self.records, itertools.pairwise(self.starts), strict=True)
+            if record.temperature == temperature and record.answer
+        ]
+
+
+class AnswerFiles:
+    """The files of a `SelfDistillationData` while it is being written.
+
+    A kill leaves whole answers behind: a vector is written before its line, and what has no whole line is cut off when
+    the files are opened again.
+
+    Args:
+        folder: where they lie.
+        name: of the files.
+        width: entries of a vector.
+        identity: what the answers are decided by: target, prompts, temperatures, seed.
+
+    Attributes:
+        records: the answers so far.
+        covered: how many of them have their vectors; fewer than there are where `NAME.hidden` was lost.
+
+    Raises:
+        OptionError: the files were begun otherwise; says in what.
+        DataError: a line is not one of ours.
+        TrainingError: they cannot be written.
+    """
+
+    def __init__(self, folder: Path, name: str, width: int, identity: Identity) -> None:
+        self._lines = folder / f"{name}.jsonl"
+        self._bits = folder / f"{name}.hidden"
+        self._width = width
+        about = folder / f"{name}.json"
+        if about.is_file():
+            refuse_another_run(_json_object(about), identity, step=0, folder=folder)
+        with writing(about):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not about.is_file():
+                write_whole(about, json.dumps(dict(identity), indent=1) + "\n")
+            self.records = self._whole_lines()
+            self.covered = self._whole_vectors()
+
+    def append(self, record: WrittenAnswer, hidden: Tensor) -> None:
+        """Add an answer and its vectors `[tokens, width]`.
+
+        Raises:
+            TrainingError: the disk is full, for instance; what was added before stays whole.
+        """
+        self.append_vectors(hidden)
+        with writing(self._lines), self._lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        self.records.append(record)
+
+    def append_vectors(self, hidden: Tensor) -> None:
+        """Add the vectors `[tokens, width]` of the first answer that has none."""
+        bits = hidden.to(torch.bfloat16).contiguous().cpu().view(torch.int16).numpy()
+        with writing(self._bits), self._bits.open("ab") as file:
+            file.write(bits.tobytes())
+        self.covered += 1
+
+    def read(self) -> SelfDistillationData:
+        """All of it."""
+        rows = sum(len(record.answer) for record in self.records)
+        shape = (rows, self._width)
+        empty = np.zeros(shape, dtype=np.uint16)
+        return SelfDistillationData(self.records, np.memmap(self._bits, np.uint16, "r", shape=shape) if rows else empty)
+
+    def _whole_lines(self) -> list[WrittenAnswer]:
+        """The answers in whole lines; a torn last line is cut off."""
+        if not self._lines.is_file():
+            return []
+        content = self._lines.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(self._lines, len(whole))
+        return list(_parsed(whole, self._lines))
+
+    def _whole_vectors(self) -> int:
+        """How many answers have all of their vectors; what lies behind those is cut off."""
+        size = self._bits.stat().st_size if self._bits.is_file() else 0
+        covered, end = 0, 0
+        for record in self.records:
+            more = end + len(record.answer) * self._width * _BYTES
+            if more > size:
+                break
+            covered, end = covered + 1, more
+        if size > end:
+            os.truncate(self._bits, end)
+        return covered
+
+
+def _parsed(content: bytes, path: Path) -> Iterator[WrittenAnswer]:
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            yield WrittenAnswer(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{path}, line {number}: not an answer with prompt, answer, temperature and stopped; remove the file "
+                "to let the target write again"
+            ) from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON; remove it and its neighbours to let the target write again") from error
+    return found
+
+
+@dataclass(frozen=True)
+class CollatedBatch:
+    """Windows one behind another.
+
+    Attributes:
+        hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
+        tokens: `[rows]`, int64: the token that was drawn from each.
+        places: `[positions]`, int64, rising: the rows at which heads guess; behind each there are as many rows of the
+            same answer as heads reach.
+        rows: `[rows]`: which rows of the text these are.
+    """
+
+    hidden: Tensor
+    tokens: Tensor
+    places: Tensor
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WindowSampler:
+    """Windows of up to `length` positions, in a new random order in each epoch: a pure function of an index.
+
+    Neighbouring positions share the laws of their targets, so a window costs far less than its positions one by one.
+
+    Attributes:
+        text: what the target wrote.
+        reach: how many tokens after the next are guessed.
+        length: positions of a window; the last of an answer has fewer.
+        seed: of the order.
+
+    Raises:
+        DataError: no answer is longer than what the heads reach.
+    """
+
+    text: SelfDistillationData
+    reach: int
+    length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse answers that teach nothing."""
+        if not len(self.windows):
+            longest = max((len(record.answer) for record in self.text.records), default=0)
+            raise DataError(
+                f"the longest answer of the target has {longest} tokens, and heads that reach {self.reach} tokens "
+                f"ahead learn from answers of at least {self.reach + 1}: let it write longer answers, or let them "
+                "reach less far"
+            )
+
+    @cached_property
+    def windows(self) -> NDArray[np.int64]:
+        """For each window its first row and its number of positions: `[windows, 2]`."""
+        found = [
+            (row, min(self.length, end - self.reach - row))
+            for first, end in itertools.pairwise(self.text.starts)
+            for row in range(first, end - self.reach, self.length)
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+    @property
+    def positions(self) -> int:
+        """Positions of all windows."""
+        return int(self.windows[:, 1].sum())
+
+    @property
+    def sequence_length(self) -> int:
+        """Positions of a window."""
+        return self.length
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Windows number `first` to `first + count - 1` of the run: int64 `[count, 2]`."""
+        epochs = sorted({index // len(self.windows) for index in (first, first + count - 1)})
+        order = np.concatenate([self._order(epoch) for epoch in range(epochs[0], epochs[-1] + 1)])
+        start = first - epochs[0] * len(self.windows)
+        return torch.from_numpy(self.windows[order[start : start + count]])
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.windows))
+
+
+def collate(text: SelfDistillationData, windows: Tensor, reach: int) -> CollatedBatch:
+    """The rows of some windows `[count, 2]`, on the device of `windows`."""
+    rows, places, end = [], [], 0
+    for first, count in windows.tolist():
+        rows.append(np.arange(first, first + count + reach))
+        places.append(np.arange(end, end + count))
+        end += count + reach
+    chosen = np.concatenate(rows)
+    return CollatedBatch(
+        text.hidden(chosen).to(windows.device),
+        torch.from_numpy(text.tokens[chosen]).to(windows.device),
+        torch.from_numpy(np.concatenate(places)).to(windows.device),
+        chosen,
+    )
+
+
+def text_tokens(batch: CollatedBatch, reach: int) -> Tensor:
+    """The text's tokens that heads read at the places of a batch, `[positions, reach]`: teacher forcing."""
+    return batch.tokens[batch.places[:, None] + torch.arange(reach, device=batch.places.device)]
+
+
+class SelfFeeding:
+    """At a share of the positions the recurrence reads the head's own greedy guesses, from the second token on.
+
+    The first token is the one that the target gave, which is known in decoding too. Which positions these are is a
+    function of the seed and the batch alone, so a resumed training draws the same.
+
+    Args:
+        head: that guesses.
+        lm_head: of its target.
+        share: in [0, 1], the probability of each position.
+        seed: of the choice.
+    """
+
+    def __init__(self, head: RedrafterHead, lm_head: LmHead, share: float, seed: int) -> None:
+        self._head = head
+        self._lm_head = lm_head
+        self._share = share
+        self._seed = seed
+
+    def __call__(self, batch: CollatedBatch, hidden: Tensor) -> Tensor:
+        """The tokens to read, `[positions, reach]`, at the places of a batch and their vectors `[positions, width]`."""
+        tokens = text_tokens(batch, self._head.reach)
+        key = (self._seed, len(batch.rows), int(batch.rows[0]), int(batch.rows[-1]))
+        drawn = np.random.default_rng(key).random(len(tokens))
+        chosen = torch.from_numpy(np.flatnonzero(drawn < self._share)).to(tokens.device)
+        for some in chosen.split(_CHUNK):
+            tokens[some, 1:] = self._guesses(hidden[some], tokens[some, 0])
+        return tokens
+
+    @torch.no_grad()
+    def _guesses(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """Greedy guesses `[positions, reach - 1]` behind a token `[positions]`."""
+        head, lm_head = self._head, self._lm_head
+        state, found = head.new_state(len(hidden)), []
+        for place in range(head.reach - 1):
+            state = head.advance(state, lm_head.embed(token))
+            token = head.place_logits(place, head.leaving(hidden, state), lm_head).argmax(dim=-1)
+            found.append(token)
+        return torch.stack(found, dim=1) if found else hidden.new_zeros(len(hidden), 0, dtype=torch.int64)

@@ -1,0 +1,197 @@
+"""Distillation targets of heads: what the target says at the rows of its own answers, computed or kept.
+
+Computing a distribution from a stored vector takes one product with the LM head, vocabulary x width, for each row in
+each epoch. Kept, it is read: 4 bytes for each of the likeliest ids and 2 for each log-probability, and one of the rest,
+together 386 bytes a row at 64 ids. That pays where the vocabulary is large; it is an approximation, see `KeptTarget`.
+
+`NAME.law_ids` holds the ids as int32 `[tokens, kept]`, `NAME.laws` the logs as float16 `[tokens, kept + 1]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from truedraft.models.ranking import largest_ids
+from truedraft.training.losses import DistillationLoss, distill
+from truedraft.training.workspace import writing
+
+if TYPE_CHECKING:
+    from truedraft.models.lm_head import LmHead
+    from truedraft.training.self_distillation import CollatedBatch, SelfDistillationData
+
+KEPT = 64
+"""Ids of a row."""
+KEPT_BYTES = 6 * KEPT + 2
+"""What a row takes on disk: an id and a log of each, and the log of the rest."""
+_CHUNK = 512  # rows whose distributions are held at once
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What is learned at some rows.
+
+    Attributes:
+        labels: `[rows]`, int64: the tokens that were drawn; with `ids` the bucket that holds each.
+        log_probs: `[rows, buckets]`, float32; None where the loss looks at labels alone.
+        ids: `[rows, buckets - 1]`: the ids that have a bucket each, the last bucket being all others together; None
+            where every id of the vocabulary has its own.
+    """
+
+    labels: Tensor
+    log_probs: Tensor | None
+    ids: Tensor | None = None
+
+    def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
+        """The loss of each guess, `[guesses]`.
+
+        With buckets the student's are taken alike: of logits z these are z at the ids, and log sum exp z over the rest.
+        What is learned inside the rest is left open: its tokens share the gradient in proportion to what they have.
+
+        Args:
+            student_logits: `[guesses, vocab]`.
+            rows: `[guesses]`: the row that each is about, from 0.
+            loss: between the distributions.
+        """
+        if self.ids is not None:
+            here = self.ids[rows]
+            logits = student_logits.float()
+            rest = logits.scatter(1, here, -torch.inf).logsumexp(dim=-1, keepdim=True)
+            student_logits = torch.cat([logits.gather(1, here), rest], dim=1)  # [guesses, buckets]
+        log_probs = None if self.log_probs is None else self.log_probs[rows]
+        return distill(student_logits, log_probs, self.labels[rows], loss)
+
+
+class DistillationTarget(Protocol):
+    """Says what is learned at the rows of a batch."""
+
+    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
+        """At some of the rows, which follow each other."""
+
+
+def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: DistillationLoss) -> TargetRows:
+    """The whole distributions at some rows.
+
+    Args:
+        labels: `[rows]`: the tokens that were drawn.
+        logits: the target's, `[rows, vocab]`; not called where the labels are enough.
+        loss: that is learned by.
+    """
+    return TargetRows(labels, functional.log_softmax(logits().float(), dim=-1) if loss.reads_target else None)
+
+
+@dataclass(frozen=True)
+class ComputedTarget:
+    """The target's distributions from its stored vectors, through its LM head, when they are needed.
+
+    Attributes:
+        lm_head: of the target.
+        loss: that is learned by.
+    """
+
+    lm_head: LmHead
+    loss: DistillationLoss
+
+    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
+        return computed_rows(batch.tokens[rows], lambda: self.lm_head(batch.hidden[rows]), self.loss)
+
+
+@dataclass(frozen=True)
+class KeptTarget:
+    """The target's distributions as kept beside its vectors: its likeliest tokens, and the rest as one bucket.
+
+    Student and target are compared on these few buckets, so a label outside of them counts as the rest.
+
+    Attributes:
+        ids: int32 `[rows, kept]`: the likeliest tokens of each row of the text, the likeliest first; mapped from disk.
+        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of that of all others together.
+    """
+
+    ids: NDArray[np.int32]
+    logs: NDArray[np.float16]
+
+    def at(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Ids `[some, kept]`, int64, and logs `[some, kept + 1]`, float32, of distributions that sum to 1."""
+        logs = torch.from_numpy(np.array(self.logs[rows])).float()
+        return torch.from_numpy(self.ids[rows].astype(np.int64)), functional.log_softmax(logs, dim=-1)
+
+    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
+        ids, log_probs = (each.to(batch.tokens.device) for each in self.at(batch.rows[rows]))
+        same = ids == batch.tokens[rows][:, None]
+        buckets = torch.where(same.any(dim=1), same.int().argmax(dim=1), ids.shape[1])
+        return TargetRows(buckets, log_probs, ids)
+
+
+@torch.no_grad()
+def keep_target(
+    text: SelfDistillationData,
+    lm_head: LmHead,
+    folder: Path,
+    name: str,
+    *,
+    kept: int = KEPT,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> KeptTarget:
+    """Write the distributions of a text beside it, or go on where an interruption stopped.
+
+    Args:
+        text: what the target wrote; its files never change once they are written.
+        lm_head: of the target.
+        folder: where the text lies.
+        name: of its files.
+        kept: ids of each row; fewer where the vocabulary has no more.
+        on_progress: called with the number of finished rows, and of all.
+
+    Raises:
+        TrainingError: the files cannot be written.
+    """
+    rows, kept = len(text.tokens), min(kept, lm_head.weight.shape[0] - 1)
+    files = [(folder / f"{name}.law_ids", np.int32, kept), (folder / f"{name}.laws", np.float16, kept + 1)]
+    done = min(_whole_rows(path, np.dtype(kind).itemsize * width) for path, kind, width in files)
+    done = min(rows, done // _CHUNK * _CHUNK) if done < rows else rows  # the same chunks after an interruption
+    for path, kind, width in files:
+        _cut(path, done * width * np.dtype(kind).itemsize)
+    while done < rows:
+        on_progress(done, rows)
+        here = slice(done, min(done + _CHUNK, rows))
+        parts = _likeliest(lm_head(text.hidden(here).to(lm_head.weight.device)).float(), kept)
+        for (path, kind, _), part in zip(files, parts, strict=True):
+            with writing(path), path.open("ab") as file:
+                file.write(part.cpu().numpy().astype(kind).tobytes())
+        done = here.stop
+    on_progress(rows, rows)
+    ids, logs = (_mapped(path, kind, (rows, width)) for path, kind, width in files)
+    return KeptTarget(ids, logs)
+
+
+def _likeliest(logits: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Ids `[rows, kept]` and logs `[rows, kept + 1]` of the distributions of logits `[rows, vocab]`."""
+    logs = functional.log_softmax(logits, dim=-1)
+    ids = largest_ids(logs, kept)
+    own = logs.gather(1, ids)
+    rest = logs.scatter_(1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    return ids, torch.cat([own, rest], dim=1)
+
+
+def _whole_rows(path: Path, size: int) -> int:
+    return path.stat().st_size // size if path.is_file() else 0
+
+
+def _cut(path: Path, size: int) -> None:
+    """Cut off what lies behind whole rows."""
+    if path.is_file() and path.stat().st_size > size:
+        with writing(path):
+            os.truncate(path, size)
+
+
+def _mapped(path: Path, kind: Any, shape: tuple[int, int]) -> NDArray[Any]:
+    return np.memmap(path, kind, "r", shape=shape) if shape[0] else np.zeros(shape, kind)
