@@ -24,7 +24,7 @@ from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.heads import train_heads
-from truedraft.training.losses import DistillationLoss, TotalVariation
+from truedraft.training.losses import DistillationLoss, ForwardKL
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
 
@@ -100,7 +100,7 @@ class LinearTrainingConfig(HeadTrainingConfig):
 
     @property
     def distillation_loss(self) -> DistillationLoss:
-        return TotalVariation()
+        return ForwardKL()
 
     def calibrate(self, head, lm_head, target, text, on_progress) -> Calibrated:
         chain = {"num_speculative_tokens": 1}
@@ -138,7 +138,7 @@ def test_it_is_trained_measured_and_saved(trained, learned_folder):
     assert kept.record.facts["served"] == [each.as_dict() for each in result.report.served]
     assert kept.record.facts["seen"] > 0 and result.effort.steps == 40
     assert kept.linear.weight.abs().sum() > 0 and "linear:FOLDER" in (out / "README.md").read_text()
-    assert result.report.served[0].stats.mean_acceptance_length > 1.1
+    assert result.report.served[0].stats.accepted_tokens > 10
 
 
 def test_it_drafts_and_changes_no_answer(trained, learned_folder, prompts):
