@@ -66,7 +66,7 @@ class JointConfig:
         for name in ("steps", "tokens_per_step", "length"):
             check_whole(f"joint.{name}", getattr(self, name), 1)
         if not 0.0 < self.heads_share < math.inf:
-            raise OptionError(f"joint.heads_share must be a number above 0, got {self.heads_share}")
+            raise OptionError(f"must be a number above 0, got {self.heads_share}", field="joint.heads_share")
         check_share("joint.decay_share", self.decay_share)
         if self.lora_rank is not None:
             check_whole("joint.lora_rank", self.lora_rank, 0)

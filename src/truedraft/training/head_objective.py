@@ -63,7 +63,7 @@ class HeadLoss:
 
     def __init__(self, head: Head, lm_head: LmHead, loss: DistillationLoss, *, decay: float = 0.8) -> None:
         if not 0.0 < decay <= 1.0:
-            raise OptionError(f"place_decay must lie in (0, 1], got {decay}")
+            raise OptionError(f"must lie in (0, 1], got {decay}", field="place_decay")
         self._head = head
         self._lm_head = lm_head
         self._loss = loss

@@ -79,7 +79,9 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
             raise UnknownOptionError.nearest("kind of laws", self.laws, _LAWS)
         asks = self.distillation_loss.reads_target  # refuses an unknown loss
         if self.laws == "stored" and not asks:
-            raise OptionError(f"laws need not be stored for the loss {self.loss!r}, which looks at tokens alone")
+            raise OptionError(
+                f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
+            )
 
     @property
     def bytes_per_token(self) -> int:

@@ -166,7 +166,7 @@ class TimeBudget:
 
     def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         if minutes is not None and not 0.0 < minutes < math.inf:
-            raise OptionError(f"minutes must be a number above 0, got {minutes}")
+            raise OptionError(f"must be a number above 0, got {minutes}", field="minutes")
         self.minutes = minutes
         self._clock = clock
         self._began = clock()
