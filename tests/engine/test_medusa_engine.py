@@ -276,7 +276,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
     assert not any(answer.warnings for answer in answers)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
-    assert not drafter._vectors, "every request gave its vector back"
+    assert not drafter.holding, "every request gave its vector back"
     if budgets != [NO_DRAFT]:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 

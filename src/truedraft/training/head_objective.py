@@ -86,7 +86,7 @@ class HeadLoss:
         reach, rows = len(self._weights), places.tolist()
         sums = torch.zeros(reach, device=vectors.device)
 
-        def losses(some: Tensor, here: slice) -> Iterator[Tensor]:
+        def losses(some: list[Tensor], here: slice) -> Iterator[Tensor]:
             first, last = rows[here][0] + 1, rows[here][-1] + 1
             with torch.no_grad():
                 target = target_at(slice(first, last + reach))  # neighbours share rows

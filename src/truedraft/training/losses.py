@@ -54,10 +54,11 @@ class ForwardKL:
     def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
         del labels
         p = target.exp()
-        if bool(target.amin() == -math.inf):
-            return (p * _difference(target, student)).sum(-1)
-        # Without products of all ids: as fast as the closed form of the gradient, and the form above takes 1.4 of it.
-        return torch.linalg.vecdot(p, target) - torch.linalg.vecdot(p, student)
+        # Without products of all ids: as fast as the closed form of the gradient; the form below takes 1.4 of it.
+        found = torch.linalg.vecdot(p, target) - torch.linalg.vecdot(p, student)
+        if bool(found.isfinite().all()):
+            return found
+        return (p * _difference(target, student)).sum(-1)  # somewhere p is 0
 
 
 @dataclass(frozen=True)
@@ -195,25 +196,26 @@ def distill(student_logits: Tensor, target_log_probs: Tensor | None, labels: Ten
         return loss(log_q.detach() if target_log_probs is None else target_log_probs, log_q, labels)
 
 
-def gradient_in_chunks(x: Tensor, losses: Callable[[Tensor, slice], Iterable[Tensor]]) -> Tensor:
+def gradient_in_chunks(x: Tensor, losses: Callable[[list[Tensor], slice], Iterable[Tensor]]) -> Tensor:
     """The gradient in x of a sum of losses over its rows, some rows at a time.
 
     So distributions in float32 are never held for all rows, and what made x is gone back through once.
 
     Args:
-        x: `[..., rows, width]`.
-        losses: gives scalars for some rows, `[..., some, width]` and which they are; each is gone back through before
-            the next is asked for.
+        x: `[places, rows, width]`.
+        losses: gives scalars for some rows, of each place `[some, width]`, and which they are; each is gone back
+            through before the next is asked for.
     """
     gradient = torch.empty_like(x)
-    for start in range(0, x.shape[-2], _CHUNK):
+    for start in range(0, x.shape[1], _CHUNK):
         rows = slice(start, start + _CHUNK)
-        leaf = x[..., rows, :].detach().requires_grad_()
+        leaves = [place.detach().requires_grad_() for place in x[:, rows].unbind()]
         with torch.enable_grad():
-            for loss in losses(leaf, rows):
+            for loss in losses(leaves, rows):
                 loss.backward()
-        assert leaf.grad is not None, "every row has a loss"
-        gradient[..., rows, :] = leaf.grad
+        for place, leaf in zip(gradient, leaves, strict=True):
+            assert leaf.grad is not None, "every row has a loss"
+            place[rows] = leaf.grad
     return gradient
 
 
@@ -234,7 +236,8 @@ def distillation_gradient(
     """
     values = {"loss": 0.0}
 
-    def losses(piece: Tensor, rows: slice) -> Iterable[Tensor]:
+    def losses(pieces: list[Tensor], rows: slice) -> Iterable[Tensor]:
+        (piece,) = pieces
         log_p = None if target_logits is None else functional.log_softmax(target_logits[rows].float(), dim=-1)
         mean = distill(piece, log_p, labels[rows], loss).sum() / len(labels)
         values["loss"] += float(mean.detach())
@@ -243,4 +246,4 @@ def distillation_gradient(
             values["alpha"] = float(torch.minimum(log_p, log_q).exp().sum(-1).mean())
         yield mean * scale
 
-    return gradient_in_chunks(logits, losses), values
+    return gradient_in_chunks(logits[None], losses)[0], values
