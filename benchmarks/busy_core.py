@@ -86,7 +86,7 @@ def forwards_of(model: LanguageModel, rows: int) -> Callable[[], int]:
     """One forward behind a text; returns how many that were."""
     import torch
 
-    from truedraft.core.trees import chain_shape
+    from truedraft.core.tree import chain_shape
     from truedraft.models.base import Segment
 
     ids = torch.arange(CONTEXT + rows) * 7919 % model.vocab_size

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from truedraft import SamplingParams
-from truedraft.core.laws import law_from_logits
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import Proposal
 from truedraft.drafters.draws import OpenNode, drawing_for
 from truedraft.machine import this_machine, wait_for
 from truedraft.verification import CoupledSampling
@@ -65,7 +65,7 @@ def choices(rows: int, vocab: int, shape: str, device: torch.device, rounds: int
     generator = torch.Generator().manual_seed(rows)
     # A spread of 3 in the logits: 5 to 7 nats, flatter than a language model's laws mostly are.
     logits = (torch.randn(rows, vocab, generator=generator) * 3.0).to(device)
-    law = law_from_logits(logits, SHAPES[shape])
+    law = probs_from_logits(logits, SHAPES[shape])
     laws, rule, nothing = list(law.split(1)), CoupledSampling(), [Proposal.empty()] * rows
 
     def shipped(noise: list[KeyedNoise]) -> list[int]:
@@ -121,7 +121,7 @@ def drafting(
         nodes = [OpenNode(KeyedNoise(seed, 100 + step, step), 0, 0, 8, False) for seed in range(len(law))]
         for times, work in (
             (drawn, lambda nodes=nodes: drawing.draw(logits, params, nodes)),  # type: ignore[misc]
-            (alone, lambda: law_from_logits(logits, params)),
+            (alone, lambda: probs_from_logits(logits, params)),
         ):
             wait_for(device)
             began = time.perf_counter()

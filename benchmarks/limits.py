@@ -21,10 +21,10 @@ import torch
 
 from truedraft import SamplingParams, load_model
 from truedraft.core.budget import Budget
-from truedraft.core.laws import laws_from_logits
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
-from truedraft.core.trees import chain_shape
+from truedraft.core.probs import batch_probs
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.costs import read_bandwidth
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
@@ -163,17 +163,17 @@ def sampling(device: torch.device, rounds: int) -> dict[str, float]:
     """Laws, verification and noise at temperature 1, top-p 0.9, vocabulary 32,000, laws of about 3 nats, 8 rows."""
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
     logits = rows_of_entropy(8, 32_000, 3.0).to(device)
-    draft = laws_from_logits(rows_of_entropy(7, 32_000, 3.0).to(device), [(params, 7)])[0]
+    draft = batch_probs(rows_of_entropy(7, 32_000, 3.0).to(device), [(params, 7)])[0]
     chain = Proposal.chain(draft.argmax(dim=-1), draft)
     rule = SpeculativeSampling()
     steps = iter(range(10**9))
 
     def one_request() -> None:
-        laws = laws_from_logits(logits, [(params, 8)])
+        laws = batch_probs(logits, [(params, 8)])
         rule.verify([chain], laws, [KeyedNoise(3, 100, next(steps))])
 
     def eight_requests() -> None:
-        laws = laws_from_logits(logits, [(params, 1)] * 8)
+        laws = batch_probs(logits, [(params, 1)] * 8)
         rule.verify([Proposal.empty()] * 8, laws, [KeyedNoise(i, 100, next(steps)) for i in range(8)])
 
     return {

@@ -25,7 +25,7 @@ import torch
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise, Noise
-from truedraft.core.proposals import Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.drafters import Drafter, Medusa, from_spec
 from truedraft.drafters.base import DraftRequest
 from truedraft.embedded import embedded_heads, heldout_prompts_file

@@ -32,7 +32,7 @@ for _name in ("training", "certify", "bench", "server"):
     BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
 BELOW["__main__"] = {"cli"}
-TORCH_FREE = ("core/sampling.py", "core/budget.py", "core/counters.py", "errors.py")
+TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py")
 TORCH_FREE_PACKAGES = ("control", "theory")
 
 
@@ -103,7 +103,7 @@ def loaded_after(statement: str) -> set[str]:
     [
         "import truedraft",
         "from truedraft import SamplingParams; SamplingParams()",
-        "from truedraft.core.counters import Counters; from truedraft.core.budget import Budget",
+        "from truedraft.core.stats import Counters; from truedraft.core.budget import Budget",
         "import truedraft.control",
         "import truedraft.text.tokenizer",
         "import truedraft.cli.main",

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from truedraft.core.sampling import SamplingParams
+    from truedraft.core.params import SamplingParams
     from truedraft.engine import Answer, Engine, Piece
     from truedraft.errors import TruedraftError
     from truedraft.models.loading import load_model
@@ -20,7 +20,7 @@ _HOMES = {
     "Answer": "truedraft.engine",
     "Engine": "truedraft.engine",
     "Piece": "truedraft.engine",
-    "SamplingParams": "truedraft.core.sampling",
+    "SamplingParams": "truedraft.core.params",
     "TruedraftError": "truedraft.errors",
     "load_model": "truedraft.models.loading",
 }

@@ -15,7 +15,7 @@ from truedraft.bench.report import markdown
 from truedraft.bench.runs import Failure, Results, Row, time_without_core
 from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, shown, summarise
 from truedraft.bench.tables import acceptance_table, all_tables, speed_table, time_table
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.peers import Outcome
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")

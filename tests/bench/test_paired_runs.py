@@ -8,7 +8,7 @@ import pytest
 
 from truedraft import Engine
 from truedraft.bench import Group, OurEngine, Results, Row, grouped, run_all
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.drafters import PromptLookup
 from truedraft.errors import ModelError
 from truedraft.peers import Outcome, System

@@ -14,7 +14,7 @@ from truedraft.bench.plots import draw_all
 from truedraft.bench.report import OutputFolder
 from truedraft.bench.runs import Row
 from truedraft.bench.summary import Ratio, Spread, Summary
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.errors import DataError, MissingExtraError
 from truedraft.peers import Outcome
 

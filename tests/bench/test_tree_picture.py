@@ -19,8 +19,8 @@ from truedraft.bench.runs import Results
 from truedraft.bench.suite import PLAIN, OurEngine, Suite
 from truedraft.bench.summary import Spread, Summary
 from truedraft.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
+from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.sampling import SamplingParams
 from truedraft.costs import StepCosts
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa

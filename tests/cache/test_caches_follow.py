@@ -15,8 +15,8 @@ from truedraft.cache import RequestCache
 from truedraft.control import Controller, Decision, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import Proposal
-from truedraft.core.trees import chain_shape
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.engine import Request

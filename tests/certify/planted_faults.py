@@ -11,9 +11,9 @@ from torch import Tensor
 
 from truedraft.cache import RequestCache
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TreeShape, chain_shape
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment

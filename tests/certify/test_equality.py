@@ -21,7 +21,7 @@ from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.equality import Equality, enough_prompts, lead_needed
-from truedraft.core.laws import law_from_logits
+from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import LanguageModel
@@ -244,7 +244,7 @@ def test_the_lead_of_a_perturbed_choice_is_its_gap_times_the_temperature() -> No
     params = SamplingParams(temperature=0.5, coupled=True)
 
     def choose(logits: torch.Tensor) -> int:
-        return int(coupled_choice(law_from_logits(logits[None], params), gumbel))
+        return int(coupled_choice(probs_from_logits(logits[None], params), gumbel))
 
     # Scores up to a constant: 4.1, 3.3 and 0.
     assert choose(row) == 0

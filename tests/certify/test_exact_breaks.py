@@ -18,7 +18,7 @@ from truedraft.certify.checks import Status
 from truedraft.certify.exact import TOLERANCE
 from truedraft.certify.worlds import Choice, build
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.transfers import Array
 from truedraft.verification import (
     BlockVerification,

@@ -21,8 +21,8 @@ from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judg
 from truedraft.certify.exact import TOLERANCE
 from truedraft.certify.worlds import Choice, World, build, worlds_for
 from truedraft.core.noise import KeyedNoise, Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import (
     CoupledSampling,
     Rule,

@@ -16,7 +16,7 @@ from truedraft.certify.cells import cell_probs
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.exact import TOLERANCE, Exact
 from truedraft.certify.worlds import Choice, build
-from truedraft.core.proposals import DrawKind
+from truedraft.core.proposal import DrawKind
 from truedraft.drafters import NoDrafter
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification import (

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import faults
-from truedraft.core.laws import total_variation
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import Proposal
-from truedraft.core.trees import TokenTree
+from truedraft.core.probs import total_variation
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import TokenTree
 from truedraft.drafters import NoDrafter
 from truedraft.drafters.base import DraftRequest
 from truedraft.testing import altered

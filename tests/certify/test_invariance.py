@@ -14,8 +14,8 @@ from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.invariance import AlternatingBudget, Invariance
 from truedraft.control import RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.counters import Counters
-from truedraft.core.laws import laws_from_logits
+from truedraft.core.probs import batch_probs
+from truedraft.core.stats import Counters
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.engine import verifier
@@ -74,9 +74,9 @@ def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request of a batch lends its options to all."""
 
     def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
-        return laws_from_logits(logits, [(rows[0][0], count) for _, count in rows])
+        return batch_probs(logits, [(rows[0][0], count) for _, count in rows])
 
-    monkeypatch.setattr(verifier, "laws_from_logits", borrowed)
+    monkeypatch.setattr(verifier, "batch_probs", borrowed)
 
 
 def test_one_request_at_a_time_still_has_two_neighbours(borrowing: None) -> None:
@@ -179,8 +179,8 @@ def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             verifier,
-            "laws_from_logits",
-            lambda logits, rows: laws_from_logits(logits, [(rows[0][0], n) for _, n in rows]),
+            "batch_probs",
+            lambda logits, rows: batch_probs(logits, [(rows[0][0], n) for _, n in rows]),
         )
         broken = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
     assert broken.status is Status.FAILS

@@ -15,7 +15,7 @@ from certify.planted_faults import markov
 from truedraft import SamplingParams
 from truedraft.certify import faults, statistics
 from truedraft.certify.checks import Context, Deadline, Stack
-from truedraft.core.laws import law_from_logits
+from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import DraftModel
 from truedraft.testing import reduced
 from truedraft.verification import SpeculativeSampling
@@ -51,7 +51,7 @@ def test_the_joint_law_is_the_product_of_the_targets_laws() -> None:
         logits = target.law_after(text).double().log()
         masked = torch.full_like(logits, -math.inf)
         masked[list(kept)] = logits[list(kept)]
-        return law_from_logits(masked[None], PARAMS)[0][list(kept)]
+        return probs_from_logits(masked[None], PARAMS)[0][list(kept)]
 
     expected = torch.zeros(3, 3, 3, dtype=torch.float64)
     for a, b, c, d in itertools.product(range(3), repeat=4):

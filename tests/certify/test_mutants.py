@@ -36,7 +36,7 @@ from truedraft.certify import (
     statistics,
 )
 from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Stack, Status
-from truedraft.core.laws import laws_from_logits
+from truedraft.core.probs import batch_probs
 from truedraft.drafters import DraftModel, NoDrafter
 from truedraft.engine import verifier
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
@@ -196,7 +196,7 @@ def joint_distributions_are_judged() -> bool:
 
 def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
     """The first request of a batch lends its options to all."""
-    return laws_from_logits(logits, [(rows[0][0], count) for _, count in rows])
+    return batch_probs(logits, [(rows[0][0], count) for _, count in rows])
 
 
 def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int = 4) -> Finding:
@@ -205,7 +205,7 @@ def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int =
 
 def borrowed_options_show(name: str, batch: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier, "laws_from_logits", borrowed)
+        patch.setattr(verifier, "batch_probs", borrowed)
         return asked(healthy(), name, WARM, batch).status is Status.FAILS
 
 

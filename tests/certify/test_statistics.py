@@ -21,7 +21,7 @@ from truedraft.certify.controls import drafting_one
 from truedraft.certify.e_process import Events
 from truedraft.certify.sampling import Decision, Scored, plain_probs, scored_answers
 from truedraft.certify.statistics import Sample, Statistics, TokenTests
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment

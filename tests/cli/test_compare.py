@@ -14,7 +14,7 @@ from cli.tiny import Result
 from truedraft import SamplingParams, load_model
 from truedraft.bench import Group, OurEngine, Row, find_difference
 from truedraft.cli.compare import Comparison, Pair, Sides, repeated_ngrams
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.peers import Outcome
 
 Run = Callable[..., Result]

@@ -11,8 +11,8 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.cli.report import divergence_words
-from truedraft.core.counters import Counters
-from truedraft.core.divergence import Divergence
+from truedraft.core.stats import Counters
+from truedraft.core.verdict import Divergence
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.verification import LenientSampling, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.specs import rule_from_spec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cli.tiny import tiny_tokenizer
 from truedraft.cli.painting import TokenPainter, legend
-from truedraft.core.counters import Counters
-from truedraft.core.verdicts import Origin
+from truedraft.core.stats import Counters
+from truedraft.core.verdict import Origin
 from truedraft.engine import Answer, Piece
 from truedraft.engine.answer import Timing
 from truedraft.text.tokenizer import Tokenizer

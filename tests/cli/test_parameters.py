@@ -11,7 +11,7 @@ import typer
 
 from truedraft.cli.main import build_app
 from truedraft.cli.parameters import command
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError
 from truedraft.options import flag, group, option
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truedraft.core.rank_tree import CandidatePaths, candidate_paths, likeliest_paths
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.errors import OptionError
 
 Path = tuple[int, ...]

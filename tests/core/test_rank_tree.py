@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.errors import OptionError
 from truedraft.heads.published import published_tree
 

@@ -12,7 +12,7 @@ from support.records import step_record
 from truedraft import Engine
 from truedraft.bench import OurEngine, Suite
 from truedraft.bench import costs as bench_costs
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.costs import (
     CostStore,
     CurveCheck,

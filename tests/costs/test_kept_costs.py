@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.tiny_models import noisy, packed
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, Effort, Measured, drafter_cost, target_cost
 from truedraft.costs import store as store_module
 from truedraft.costs.store import CostKey, model_identity, versions

@@ -9,7 +9,7 @@ import torch
 from timed_doubles import Clock, TimedDrafter, TimedModel
 
 from support.tiny_models import noisy, packed
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.costs import Effort, measure_drafter, measure_target
 from truedraft.costs.measuring import in_rounds
 from truedraft.drafters import DraftModel, PromptLookup

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.trees import TokenTree
+from truedraft.core.tree import TokenTree
 from truedraft.drafters.beams import NO_TOKEN, Beams, first_with_prefix, merge, trees_of
 
 # The example of the module's docstring.

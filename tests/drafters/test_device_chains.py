@@ -9,8 +9,8 @@ from support.tiny_models import PROMPTS, noisy
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.growing import DeviceChain

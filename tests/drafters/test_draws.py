@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import DrawKind
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind
 from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
 from truedraft.verification.coupled import coupled_choice
 
@@ -57,7 +57,7 @@ def test_sampled_tokens_are_those_of_the_slow_draws(widths: tuple[int, ...], wan
         open_nodes = nodes(*widths, wants=wants)
         children, laws = drawing_for(SAMPLED, max(widths)).draw(scores, SAMPLED, open_nodes)
         assert laws is not None
-        assert torch.equal(laws, L.law_from_logits(scores, SAMPLED))
+        assert torch.equal(laws, L.probs_from_logits(scores, SAMPLED))
         for child, law, node in zip(children, laws, open_nodes, strict=True):
             tokens, masses = slow_draws(law, node)
             assert child == DrawnChildren(tokens, masses if wants else [1.0] * len(tokens))

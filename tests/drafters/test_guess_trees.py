@@ -10,8 +10,8 @@ import torch
 from support.head_models import SHARPENED
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import Survival
 from truedraft.drafters.calibration import Calibration, tree_curves
 from truedraft.drafters.guess_trees import (

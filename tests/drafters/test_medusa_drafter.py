@@ -16,7 +16,7 @@ from support.head_models import MarkovWithHead, random_heads
 from truedraft import SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from truedraft.core.budget import Budget
-from truedraft.core.laws import law_from_logits
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import sampled_beams
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Drawing, DrawnChildren, OpenNode
@@ -231,7 +231,7 @@ def test_a_head_like_the_target_is_always_right_when_coupled() -> None:
         noise = KeyedNoise(seed, 0, 0)
         proposal = propose(noise, 2, 9, COUPLED)
         paths = [()] + [proposal.tree.path_tokens(node) for node in range(len(proposal.tree))]
-        laws = torch.stack([law_from_logits(law("q", path).log()[None], COUPLED)[0] for path in paths])
+        laws = torch.stack([probs_from_logits(law("q", path).log()[None], COUPLED)[0] for path in paths])
         verdict = rule.verify([proposal], [laws], [noise])[0]
         assert len(verdict.path) == LENGTH
 

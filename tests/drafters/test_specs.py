@@ -121,7 +121,7 @@ def test_help_names_every_kind_and_option() -> None:
 
 OWN = """
 from truedraft.core.budget import Budget
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import Drafter
 
 

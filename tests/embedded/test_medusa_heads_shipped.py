@@ -7,7 +7,7 @@ import json
 import pytest
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.drafters import Medusa, from_spec
 from truedraft.embedded import embedded_heads, heldout_prompts_file
 from truedraft.errors import CompositionError, ModelNotFoundError, UnknownOptionError

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.laws import overlap
-from truedraft.core.trees import chain_shape
+from truedraft.core.probs import overlap
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import from_spec
 from truedraft.embedded import embedded_folder, embedded_names, heldout_prompts_file
 from truedraft.errors import ModelNotFoundError, UnknownOptionError

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
-from truedraft.core.laws import draw
 from truedraft.core.noise import Purpose
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TokenTree
+from truedraft.core.probs import draw
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.testing import MarkovModel, ScriptedDrafter

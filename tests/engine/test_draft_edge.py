@@ -8,7 +8,7 @@ import pytest
 
 from support.tiny_models import PROMPTS, build, gpt2, packed
 from truedraft import Engine, SamplingParams
-from truedraft.core.verdicts import Origin
+from truedraft.core.verdict import Origin
 from truedraft.drafters import DraftModel
 from truedraft.models.huggingface import HuggingFaceModel
 

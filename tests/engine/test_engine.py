@@ -10,8 +10,8 @@ import torch
 
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Origin
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.verdict import Origin
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter

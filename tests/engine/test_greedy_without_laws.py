@@ -13,8 +13,8 @@ from torch import Tensor
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
-from truedraft.core import laws as laws_module
-from truedraft.core.laws import law_from_logits
+from truedraft.core import probs as laws_module
+from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
 from truedraft.engine import verifier as verifier_module
@@ -63,9 +63,9 @@ def count_laws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(logits: Tensor, groups: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
         rows.append(len(logits))
-        return laws_module.laws_from_logits(logits, groups)
+        return laws_module.batch_probs(logits, groups)
 
-    monkeypatch.setattr(verifier_module, "laws_from_logits", counted)
+    monkeypatch.setattr(verifier_module, "batch_probs", counted)
     return rows
 
 
@@ -225,7 +225,7 @@ def test_minus_infinity_forbids_a_token_and_nothing_else(target: MarkovModel, dr
 def test_a_row_of_minus_infinity_and_one_number_is_that_token() -> None:
     logits = torch.full((1, 5), -torch.inf)
     logits[0, 3] = -1e30
-    assert law_from_logits(logits, GREEDY)[0].tolist() == [0, 0, 0, 1, 0]
+    assert probs_from_logits(logits, GREEDY)[0].tolist() == [0, 0, 0, 1, 0]
     certain = torch.zeros(5, 5, 5, dtype=torch.float64)
     certain[:, :, 3] = 1.0
     answer = Engine(MarkovModel(certain)).generate([0], SamplingParams(max_tokens=4))

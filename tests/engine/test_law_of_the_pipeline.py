@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams
-from truedraft.core.laws import law_from_logits
-from truedraft.core.trees import chain_shape
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -60,7 +60,7 @@ def exact_law(model: LanguageModel) -> Tensor:
         ids = torch.tensor([*PROMPT, *prefix])
         segments.append(Segment(model.new_cache(), ids, chain_shape(len(ids)), range(len(PROMPT) - 1, len(ids))))
     logits = model.forward(segments).logits.view(VOCAB, VOCAB, VOCAB, 4, VOCAB)
-    law = law_from_logits(logits.double().view(-1, VOCAB), PARAMS).view_as(logits)
+    law = probs_from_logits(logits.double().view(-1, VOCAB), PARAMS).view_as(logits)
     first, second = law[:, 0, 0, 0], law[:, :, 0, 1]  # [1st, 2nd's law] is the same for all later tokens
     joint = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64)
     for token in range(VOCAB):

@@ -9,7 +9,7 @@ import torch
 
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
-from truedraft.core.divergence import Divergence
+from truedraft.core.verdict import Divergence
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
 from truedraft.errors import InvalidLogitsError

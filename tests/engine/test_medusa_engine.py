@@ -19,7 +19,7 @@ from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise, Noise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa
 from truedraft.drafters.base import DraftRequest, StepOutcome

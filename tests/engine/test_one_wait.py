@@ -21,10 +21,10 @@ from support.head_models import random_heads, random_redrafter
 from support.tiny_models import PROMPTS, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
-from truedraft.core.nucleus import nucleus_by_sorting
-from truedraft.core.proposals import Proposal
+from truedraft.core.probs import nucleus_by_sorting
+from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.trees import TokenTree
+from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
@@ -83,9 +83,9 @@ class Standin:
         self._in_step = self._at_the_door = False
         self._allowed = (*self.HOST_BLOCKS, *lenient)
         patch.setattr(transfers, "waits", lambda device: True)
-        for module in ("core.laws", "verification.coupled", "verification.lossy", "drafters.draws"):
+        for module in ("core.probs", "verification.coupled", "verification.lossy", "drafters.draws"):
             patch.setattr(f"truedraft.{module}.most_likely", lambda scores: scores.argmax(dim=-1))
-        patch.setattr("truedraft.core.laws.keep_nucleus", nucleus_by_sorting)
+        patch.setattr("truedraft.core.probs.keep_nucleus", nucleus_by_sorting)
         fetch, run = transfers.fetch, Step.run
 
         def through_the_door(tensors: Sequence[Tensor]) -> list[list[float]]:

@@ -13,7 +13,7 @@ import torch
 from support.answers import assert_consistent
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
-from truedraft.core.verdicts import Origin
+from truedraft.core.verdict import Origin
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.engine import Answer, Piece
 from truedraft.testing import MarkovModel, ScriptedDrafter

@@ -14,7 +14,7 @@ from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.heads import HeadRecord

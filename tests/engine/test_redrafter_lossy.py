@@ -11,9 +11,9 @@ import torch
 
 from support.head_models import MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
-from truedraft.core.counters import Counters
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.stats import Counters
 from truedraft.drafters import Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.heads.redrafter import RedrafterHead

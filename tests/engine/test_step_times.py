@@ -10,9 +10,9 @@ import torch
 
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
-from truedraft.core.counters import StepRecord
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import Proposal
+from truedraft.core.proposal import Proposal
+from truedraft.core.stats import StepRecord
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest
 from truedraft.models.base import ForwardOutput, Segment

@@ -15,7 +15,7 @@ from support.tiny_models import FAMILIES, PROMPTS, VOCAB, build, llama, packed, 
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import Medusa
 from truedraft.heads import MedusaHeads
 from truedraft.heads.published import published_tree

@@ -23,7 +23,7 @@ from transformers import (
 
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock, stock_logits
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models import packing
 from truedraft.models.attention import SegmentLayout, TreeLayout, layout_of

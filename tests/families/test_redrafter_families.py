@@ -9,7 +9,7 @@ import pytest
 from support.head_models import random_redrafter
 from support.tiny_models import FAMILIES, PROMPTS, packed, reference, stock
 from truedraft import Engine, SamplingParams
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.drafters import Redrafter
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend

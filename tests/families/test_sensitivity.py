@@ -18,7 +18,7 @@ from torch import Tensor
 from support.tiny_models import FAMILIES, PROMPTS, WINDOW, packed, reference
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.models import packing
 from truedraft.models.attention import Blocked, ChainLayout, SegmentLayout, layout_of
 from truedraft.models.base import Segment

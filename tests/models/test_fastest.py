@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from support.tiny_models import VOCAB, build, stock, stock_logits
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend

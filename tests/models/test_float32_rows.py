@@ -9,7 +9,7 @@ import torch
 
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment

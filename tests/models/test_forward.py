@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from support.tiny_models import FAMILIES, VOCAB, noisy, packed, stock, stock_logits
 from truedraft import Engine, SamplingParams
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import ModelError
 from truedraft.models.base import ForwardOutput, Segment

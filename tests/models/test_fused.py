@@ -16,7 +16,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTraine
 from support.backends import fused_backend, llama_of, native_backend
 from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, stock, stock_greedy, stock_logits
 from truedraft import Engine, SamplingParams
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.machine import has_bfloat16
 from truedraft.models.attention import AttentionPattern

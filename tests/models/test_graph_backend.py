@@ -14,7 +14,7 @@ from support.backends import HostRecorder, graph_backend
 from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
 from truedraft.machine import has_bfloat16

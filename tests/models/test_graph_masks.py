@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.backends.graphs.batch import (
     ArenaBatch,

@@ -13,7 +13,7 @@ from support.backends import HostRecorder, graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
 from truedraft.cache.arena import ArenaCache
 from truedraft.core import transfers
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment

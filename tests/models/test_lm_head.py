@@ -20,7 +20,7 @@ from transformers import (
 from support.backends import fused_backend, graph_backend, native_backend
 from support.tiny_models import CONTEXT, FAMILIES, VOCAB, build, stock
 from truedraft import load_model
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Conf
 from support.backends import llama_of, native_backend
 from support.tiny_models import build
 from truedraft import load_model
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import CacheError, ModelError
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend, backend

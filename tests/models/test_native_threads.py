@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from support.backends import native_backend
 from support.tiny_models import build
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 from truedraft.models.base import Segment

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock, stock_logits
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment

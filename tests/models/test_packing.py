@@ -11,7 +11,7 @@ from torch import Tensor
 
 from truedraft.cache import RequestCache
 from truedraft.core import transfers
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.models import packing as plan_module
 from truedraft.models.base import Segment
 from truedraft.models.packing import ForwardPlan

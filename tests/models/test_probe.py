@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from support.rare_families import lfm2
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models import packing, probe
 from truedraft.models.attention import AttentionPattern, Chunk, Full, SegmentLayout, TreeLayout, Window, layout_of

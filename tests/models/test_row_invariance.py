@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.backends import fused_backend, native_backend
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built

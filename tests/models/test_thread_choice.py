@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from support.backends import fused_backend, llama_of, native_backend
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.models.attention import Full
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.fused import FusedBackend

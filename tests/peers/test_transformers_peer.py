@@ -13,7 +13,7 @@ import torch
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, load_model
 from truedraft.bench import Suite, load_suite
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import MissingExtraError, UnknownOptionError
 from truedraft.options import MachineOptions, ModelOptions
 from truedraft.peers import check_peer

@@ -11,7 +11,7 @@ import torch
 
 from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.core.survival import Survival
 from truedraft.drafters import Redrafter
 from truedraft.engine import Answer

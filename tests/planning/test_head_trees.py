@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
-from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.calibration import tree_curves
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.errors import OptionError

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from support.head_models import SHARPENED
 from support.tiny_models import PROMPTS, VOCAB, packed, stock
 from truedraft import Engine, SamplingParams
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.core.survival import Survival
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.calibration import Calibration
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.medusa import Medusa

@@ -11,8 +11,8 @@ import pytest
 
 from support.records import step_record
 from support.tiny_models import VOCAB, packed
+from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.sampling import SamplingParams
 from truedraft.costs import CostStore, Effort, StepCosts, drafter_cost, target_cost
 from truedraft.costs.store import target_key
 from truedraft.drafters import PromptLookup, Redrafter

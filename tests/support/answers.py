@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment

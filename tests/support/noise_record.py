@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from truedraft.core.noise import KeyedNoise, Purpose, mix, open_unit
-from truedraft.core.verdicts import Origin
+from truedraft.core.verdict import Origin
 from truedraft.engine import Answer
 
 FINALS = {Origin.RECOVERED: Purpose.RECOVERED, Origin.BONUS: Purpose.BONUS}

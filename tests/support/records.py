@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from truedraft.core.counters import RequestStep, StepRecord
+from truedraft.core.stats import RequestStep, StepRecord
 
 
 def step_record(

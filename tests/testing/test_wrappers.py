@@ -9,8 +9,8 @@ from torch import Tensor
 from support.tiny_models import PROMPTS, packed
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
-from truedraft.core.trees import TokenTree, chain_shape
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered, reduced, scaled

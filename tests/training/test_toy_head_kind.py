@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TokenTree, chain_shape
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.head import HeadDrafter
 from truedraft.errors import CompositionError, ModelError
 from truedraft.heads import Head, HeadRecord, MedusaHeads

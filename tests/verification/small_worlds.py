@@ -15,8 +15,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.verification.exact import PlannedDraw
 
 Prefix = tuple[int, ...]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.transfers import Array
-from truedraft.core.trees import TokenTree
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, SpeculativeSampling
 
 VOCAB = 300
@@ -53,13 +53,13 @@ def chains(count: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
     proposals, laws, noise = [], [], []
     for request in range(count):
         scores = logits(request + 1, seed=request)
-        q = L.law_from_logits(scores[:request] + 0.7 * logits(request, seed=100 + request), params)
+        q = L.probs_from_logits(scores[:request] + 0.7 * logits(request, seed=100 + request), params)
         each = KeyedNoise(seed=request, position=9, step=2)
         uniforms = [each.uniform(Purpose.DRAFT, depth, depth) for depth in range(request)]
         tokens = L.draw(q, torch.tensor(uniforms, dtype=torch.float64))
         kind = DrawKind.INDEPENDENT
         proposals.append(Proposal.chain(tokens, q, kind) if request % 3 else fixed(tokens))
-        laws.append(L.law_from_logits(scores, params))
+        laws.append(L.probs_from_logits(scores, params))
         noise.append(each)
     for proposal in proposals:
         assert proposal.tree.token_list is not None  # on the host before anything is counted
@@ -133,7 +133,7 @@ def test_greedy_requests_are_judged_by_their_logits_as_by_their_laws(dtype: torc
         *(fixed(torch.tensor(each[:3])) for each in best[5:]),
     ]
     slots = [row[: len(proposal.tree) + 1] for row, proposal in zip(rows, proposals, strict=True)]
-    laws = [L.law_from_logits(row, SamplingParams(temperature=0.0)) for row in slots]
+    laws = [L.probs_from_logits(row, SamplingParams(temperature=0.0)) for row in slots]
     rule = CoupledSampling()
     verdicts = rule.verify(proposals, slots, greedy_noise(8))
     assert verdicts == rule.verify(proposals, laws, greedy_noise(8))
@@ -146,7 +146,7 @@ def test_greedy_requests_are_judged_by_their_logits_as_by_their_laws(dtype: torc
 def test_logits_of_greedy_requests_beside_laws_of_sampled_ones() -> None:
     rule = CoupledSampling()
     scores = logits(2, 3).bfloat16()
-    law = L.law_from_logits(logits(2, 4), SamplingParams(temperature=1.0))
+    law = L.probs_from_logits(logits(2, 4), SamplingParams(temperature=1.0))
     token = int(scores[0].argmax())
     batch = [fixed(torch.tensor([token])), fixed(torch.tensor([token]))]
     noise = [KeyedNoise(1, 0, 0, greedy=True), KeyedNoise(2, 0, 0)]

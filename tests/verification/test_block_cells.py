@@ -14,10 +14,10 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
-from truedraft.core.proposals import Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.transfers import Array
-from truedraft.core.trees import TokenTree
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
 from truedraft.verification.exact import target_law
 from truedraft.verification.rule import JudgedSlot, Outcome

@@ -31,7 +31,7 @@ from small_worlds import (
 )
 from torch import Tensor
 
-from truedraft.core.proposals import DrawKind
+from truedraft.core.proposal import DrawKind
 from truedraft.core.transfers import Array
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from truedraft.core.proposals import DrawKind
+from truedraft.core.proposal import DrawKind
 from truedraft.errors import IncompatibleRuleError, OptionError, UnknownOptionError
 from truedraft.verification import BlockVerification
 from truedraft.verification.specs import rule_from_spec

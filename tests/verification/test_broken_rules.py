@@ -15,7 +15,7 @@ from small_worlds import A1, A2, A3, F1, F2, NODES, W2, W3, Case, World, build, 
 from torch import Tensor
 
 from truedraft.core.noise import Purpose
-from truedraft.core.proposals import Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.transfers import Array
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law

@@ -13,13 +13,13 @@ from decision_cells import cell_laws
 from small_worlds import A1, A2, COUPLED, F2, W2, Case, Table, World, build, every_proposal, gap, one_hot
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import TokenTree
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification import CoupledSampling, SpeculativeSampling
 from truedraft.verification.coupled import coupled_choice
@@ -258,7 +258,7 @@ def test_batched_verify_follows_the_slow_walk() -> None:
 def large_case(number: int, vocab: int) -> tuple[Proposal, Tensor]:
     """A tree over a large vocabulary, whose laws are dense, cut, or one-hot; some of its tokens get accepted."""
     generator = torch.Generator().manual_seed(number)
-    rows = L.law_from_logits(
+    rows = L.probs_from_logits(
         torch.randn(6, vocab, generator=generator) * (1 + number % 5), SamplingParams(temperature=1.0)
     )
     if number % 3 == 1:

@@ -28,8 +28,8 @@ from small_worlds import (
 )
 
 from truedraft.core.noise import Purpose
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.exact import target_law
 

@@ -10,11 +10,11 @@ import torch
 from small_worlds import A1, A2, A3, F1, F3, FIXED, NODES, STYLES, W1, W2, W3, WITHOUT, World, build, every_proposal
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import LenientSampling, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw
 from truedraft.verification.exact import emitted_law as law_of_answers
@@ -80,7 +80,7 @@ def mean_over_noise(p: Tensor, plan: list[PlannedDraw], lenience: float) -> Tens
         q = each.q
         if each.kind is WITHOUT:
             for token in gone.get(each.law, []):
-                q = L.without(q, token)
+                q = L.without_tokens(q, torch.tensor([token]))
         after = L.residual(left, q)
         later = any(i > place and plan[i].law == each.law for i in places)
         rejected = q - torch.minimum(q, left / lenience)
@@ -117,7 +117,7 @@ def test_the_token_that_was_drafted_would_not_do() -> None:
     mean = torch.zeros_like(p)
     stay = torch.minimum(q, p / lenience)
     for token in range(4):
-        rest = PlannedDraw(1, L.without(q, token), DrawKind.INDEPENDENT)
+        rest = PlannedDraw(1, L.without_tokens(q, torch.tensor([token])), DrawKind.INDEPENDENT)
         mean += q[token] * (stay + (1 - stay.sum()) * measured_law(L.residual(p, q), [rest], lenience))
     assert total_variation(mean, exact_law(world, lenience)) > 1e-4
 

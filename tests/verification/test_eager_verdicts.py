@@ -29,14 +29,14 @@ from small_worlds import (
 )
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal, merge
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
 from truedraft.core.transfers import Array
-from truedraft.core.trees import TokenTree, TreeShape
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.tree import TokenTree, TreeShape
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.rule import DeviceVerdicts
 
@@ -165,7 +165,7 @@ def random_laws(chance: random.Random, rows: int, vocab: int) -> Tensor:
         SamplingParams(temperature=0.8, top_p=0.8),
         SamplingParams(temperature=0.0),
     ]
-    return L.law_from_logits(scores, chance.choice(params))
+    return L.probs_from_logits(scores, chance.choice(params))
 
 
 def drawn(
@@ -194,7 +194,7 @@ def drawn(
             if token == vocab:
                 continue  # nothing is left to draw
             if kind is DrawKind.WITHOUT_REPLACEMENT:
-                gone[row] = L.without(q, token)
+                gone[row] = L.without_tokens(q, torch.tensor([token]))
             if token not in child_of:
                 child_of[token] = len(tokens)
                 tokens.append(token)

@@ -28,7 +28,7 @@ from small_worlds import (
     repeated,
 )
 
-from truedraft.core.proposals import DrawKind
+from truedraft.core.proposal import DrawKind
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_law, target_law
 from truedraft.verification.rule import DrawnToken, JudgedSlot

@@ -11,9 +11,9 @@ from small_worlds import A1, A2, A3, F1, F2, F3, NODES, STYLES, W1, W2, W3, Case
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TokenTree
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError, OptionError
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_law, target_law

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from small_worlds import A1, NODES, Case, Table, build, every_proposal, gap
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal, merge
-from truedraft.core.trees import TokenTree, TreeShape
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
+from truedraft.core.tree import TokenTree, TreeShape
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import target_law
 from truedraft.verification.rule import DrawnToken, JudgedSlot
@@ -59,7 +59,7 @@ def drafted(
                     paths.append((*path, token))
                 draws[slot].append(Draw(nodes[token], len(rows) - 1, kind))
                 if kind is DrawKind.WITHOUT_REPLACEMENT:
-                    law = L.without(law, token)
+                    law = L.without_tokens(law, torch.tensor([token]))
         slot += 1
     tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
     return Proposal(tree, tuple(map(tuple, draws)), torch.stack(rows))

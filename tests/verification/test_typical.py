@@ -14,10 +14,9 @@ from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, World, build, every_
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.divergence import TokenDivergence
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TokenTree
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, TokenDivergence, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import distance, emitted_law, target_law

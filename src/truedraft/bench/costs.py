@@ -8,7 +8,7 @@ from typing import Any
 
 from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.models.base import LanguageModel, Segment
 
 

@@ -12,7 +12,7 @@ from truedraft.bench.runs import Results
 from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Ratio, Spread, Summary
 from truedraft.bench.trees import DraftedTree
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import TruedraftError
 from truedraft.peers import Outcome, System
 from truedraft.progress import Progress

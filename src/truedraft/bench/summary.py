@@ -11,7 +11,7 @@ from truedraft.bench.breakdown import Breakdown, Shares, shares
 from truedraft.bench.costs import Memory
 from truedraft.bench.runs import Row
 from truedraft.bench.suite import PLAIN
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 from truedraft.theory import predicted_speedup
 
 _KILO = 1000

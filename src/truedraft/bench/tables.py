@@ -11,7 +11,7 @@ from truedraft.bench.record import Circumstances
 from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
-from truedraft.core.counters import Counters
+from truedraft.core.stats import Counters
 
 _MISSING = "-"
 _SHOWN_POSITIONS = 8

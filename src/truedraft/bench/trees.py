@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.bench.suite import Suite
+from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.sampling import SamplingParams
 from truedraft.costs import StepCosts
 from truedraft.planning import sized
 from truedraft.theory import TargetCost, expected_tokens_if_independent

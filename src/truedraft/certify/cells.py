@@ -18,7 +18,7 @@ from torch import Tensor
 
 from truedraft.certify.worlds import Case, Prefix
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import Rule
 from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
 

@@ -15,7 +15,7 @@ from truedraft.certify.exact import Exact
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.lossy import LossyDivergence
 from truedraft.certify.statistics import FALSE_ALARM, Statistics
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import DrafterError, OptionError
 
 Tell = Callable[[Part, float], None]

@@ -11,8 +11,8 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from truedraft.control import Controller
-from truedraft.core.counters import Counters
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.engine import Answer, Engine, Request
 from truedraft.errors import DrafterError, ModelError

@@ -42,9 +42,9 @@ from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored
 from truedraft.certify.statistics import sampled_finding
 from truedraft.control import FixedBudget
 from truedraft.core.budget import Budget
-from truedraft.core.laws import law_from_logits, total_variation
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
@@ -528,7 +528,7 @@ def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Samplin
     for options in (params, *warm):
         for factor, words in ((_SHARPER, "the target itself, sharpened"), (1.0, "the target itself")):
             stand_in = drafting_one(stack, DraftModel(scaled(stack.target, factor), num_speculative_tokens=1))
-            p, q = law_from_logits(logits, options), law_from_logits(logits * factor, options)
+            p, q = probs_from_logits(logits, options), probs_from_logits(logits * factor, options)
             at = "" if options is params else f" at temperature {options.temperature:g}"
             settings.append(_Setting(stand_in, options, f"drafted by {words}{at}", [(p, q, True)], _SHARE))
     return settings

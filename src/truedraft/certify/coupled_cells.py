@@ -18,9 +18,9 @@ from torch import Tensor
 from truedraft.certify.cells import verdicts_of
 from truedraft.certify.worlds import Case, Choice, Prefix, World, build
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, shape_of
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import Rule
 from truedraft.verification.exact import distance, target_law
 

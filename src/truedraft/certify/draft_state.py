@@ -29,8 +29,8 @@ from truedraft.certify.checks import (
 )
 from truedraft.certify.equality import as_greedy
 from truedraft.certify.rounding import relative_limit
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import TokenTree, chain_shape
+from truedraft.core.params import SamplingParams
+from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.engine import Engine
 from truedraft.models.base import LanguageModel, Segment

@@ -35,10 +35,10 @@ from truedraft.certify.checks import (
     recovered,
 )
 from truedraft.certify.rounding import Rounding, compare_shapes, measure_rounding
-from truedraft.core.counters import Counters
-from truedraft.core.laws import law_from_logits, most_likely
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import most_likely, probs_from_logits
+from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Engine
 from truedraft.models.base import LanguageModel
 from truedraft.verification.coupled import coupled_choice
@@ -448,7 +448,7 @@ def _chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Te
         return lambda logits: int(most_likely(logits[None]))
     noise = KeyedNoise(params.seed or 0, position, 0)
     gumbel = noise.gumbel(0, len(row), row.device)
-    return lambda logits: int(coupled_choice(law_from_logits(logits[None], params), gumbel))
+    return lambda logits: int(coupled_choice(probs_from_logits(logits[None], params), gumbel))
 
 
 def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:

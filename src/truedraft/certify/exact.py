@@ -25,8 +25,8 @@ from truedraft.certify.cells import (
 from truedraft.certify.checks import Check, Context, Finding, Part, Status
 from truedraft.certify.coupled_cells import JudgedCase, answer_probs, disagreements, judged_cases, wide_cases
 from truedraft.certify.worlds import Case, World, worlds_for
-from truedraft.core.proposals import DrawKind
-from truedraft.core.verdicts import Verdict
+from truedraft.core.proposal import DrawKind
+from truedraft.core.verdict import Verdict
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.exact import distance, emitted_law, target_law
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import Proposal
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.proposal import Proposal
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.models.base import LanguageModel
 from truedraft.testing import ScriptedDrafter, altered

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Status, check_sound, open_ended
 from truedraft.certify.sampling import TOKENS, Decision, Scored, plain_probs
 from truedraft.certify.statistics import TokenTests
-from truedraft.core.divergence import Divergence
+from truedraft.core.verdict import Divergence
 
 _SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
 _UNKNOWN = Decision(0, None, ())

@@ -20,9 +20,9 @@ from torch import Tensor
 from truedraft.cache import RequestCache
 from truedraft.certify.checks import Deadline
 from truedraft.core.budget import Budget
-from truedraft.core.laws import law_from_logits, total_variation
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import TreeShape, chain_shape
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits, total_variation
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.engine.scheduler import Scheduler
 from truedraft.models.base import LanguageModel, Segment
 
@@ -269,11 +269,11 @@ def compare_shapes(
     """
     baseline = fed_logits(target, text, start, ALONE)
     rows = baseline[near - start :]
-    probs = law_from_logits(rows, params)
+    probs = probs_from_logits(rows, params)
 
     def spread(feeding: Feeding) -> Spread:
         other = fed_logits(target, text, near, feeding)
-        distance = total_variation(probs, law_from_logits(other, params))
+        distance = total_variation(probs, probs_from_logits(other, params))
         return Spread(
             feeding.name,
             len(rows),

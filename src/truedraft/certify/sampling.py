@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.checks import Stack, answer_of, check_sound, open_ended
-from truedraft.core.laws import law_from_logits
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import Proposal
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import chain_shape
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import altered
@@ -219,7 +219,7 @@ def plain_logits(target: LanguageModel, texts: Sequence[Text]) -> list[Tensor]:
 
 def plain_probs(target: LanguageModel, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
     """The same as distributions under sampling options: `[tokens behind the prompt, vocab]`, float32."""
-    return [law_from_logits(logits, params) for logits in plain_logits(target, texts)]
+    return [probs_from_logits(logits, params) for logits in plain_logits(target, texts)]
 
 
 def _groups(texts: Sequence[Text], vocab: int) -> Iterator[list[Text]]:

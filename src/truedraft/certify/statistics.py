@@ -22,7 +22,7 @@ from truedraft.certify.checks import PATIENCE, Check, Context, Deadline, Finding
 from truedraft.certify.e_process import POWER_SIGMAS, EProcesses, Events, TestResult, holm
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.models.base import LanguageModel
 from truedraft.testing import altered, reduced
 

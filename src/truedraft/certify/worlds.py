@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, shape_of
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree, shape_of
 from truedraft.verification.exact import PlannedDraw
 
 Prefix = tuple[int, ...]

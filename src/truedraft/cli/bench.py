@@ -13,7 +13,7 @@ from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
 from truedraft.cli.session import DRAFTER_HELP, RULE_HELP, ReportOptions, seeded
 from truedraft.cli.streams import say, visible
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option

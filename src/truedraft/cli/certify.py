@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError
 from truedraft.options import MachineOptions, flag, group, option
 

@@ -32,8 +32,8 @@ from truedraft.cli.generate import GenerateOptions, remark, write_answer
 from truedraft.cli.report import counts_dict, divergence_words
 from truedraft.cli.session import StackOptions, encoded
 from truedraft.cli.streams import say, visible
-from truedraft.core.counters import Counters
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
 from truedraft.engine import Engine
 from truedraft.machine import dtype_name
 

@@ -11,7 +11,7 @@ from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.cli.streams import from_escapes, say, typed_text, visible
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.options import MachineOptions, flag, group
 
 if TYPE_CHECKING:

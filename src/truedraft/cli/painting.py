@@ -14,7 +14,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from truedraft.cli.streams import visible
-from truedraft.core.verdicts import Origin
+from truedraft.core.verdict import Origin
 from truedraft.text.detokenizer import StreamDetokenizer
 
 if TYPE_CHECKING:

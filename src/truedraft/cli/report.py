@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from truedraft.core.counters import Counters
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
 from truedraft.machine import dtype_name, machine_facts
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import Asked
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, flag, option

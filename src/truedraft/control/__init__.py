@@ -2,6 +2,6 @@
 
 from truedraft.control.base import Controller, FixedBudget
 from truedraft.core.budget import Budget, Decision, RequestView
-from truedraft.core.counters import StepRecord
+from truedraft.core.stats import StepRecord
 
 __all__ = ["Budget", "Controller", "Decision", "FixedBudget", "RequestView", "StepRecord"]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from truedraft.core.budget import Budget, Decision, RequestView
-from truedraft.core.counters import StepRecord
+from truedraft.core.stats import StepRecord
 
 
 class Controller(ABC):

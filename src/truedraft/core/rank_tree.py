@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core.budget import nodes_of
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.errors import OptionError
 
 RankPath = tuple[int, ...]

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
 
-from truedraft.core.counters import StepRecord
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import StepRecord
 from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target
 from truedraft.costs.store import CostKey, CostStore, drafter_key, target_key
 from truedraft.drafters.base import Drafter

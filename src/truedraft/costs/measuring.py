@@ -17,9 +17,9 @@ from torch import Tensor
 from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import chain_shape
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.machine import wait_for

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
 from truedraft.machine import this_machine

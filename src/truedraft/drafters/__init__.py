@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from truedraft.core.budget import Budget
-    from truedraft.core.laws import draw
     from truedraft.core.noise import Noise, Purpose
-    from truedraft.core.proposals import Draw, DrawKind, Proposal
-    from truedraft.core.trees import TokenTree
+    from truedraft.core.probs import draw
+    from truedraft.core.proposal import Draw, DrawKind, Proposal
+    from truedraft.core.tree import TokenTree
     from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
@@ -27,19 +27,19 @@ _HOMES = {
     "DraftModel": "drafters.draft_model",
     "DraftRequest": "drafters.base",
     "Drafter": "drafters.base",
-    "Draw": "core.proposals",
-    "DrawKind": "core.proposals",
+    "Draw": "core.proposal",
+    "DrawKind": "core.proposal",
     "Features": "drafters.base",
     "Medusa": "drafters.medusa",
     "NoDrafter": "drafters.none",
     "Noise": "core.noise",
     "PromptLookup": "drafters.prompt_lookup",
-    "Proposal": "core.proposals",
+    "Proposal": "core.proposal",
     "Purpose": "core.noise",
     "Redrafter": "drafters.redrafter",
     "StepOutcome": "drafters.base",
-    "TokenTree": "core.trees",
-    "draw": "core.laws",
+    "TokenTree": "core.tree",
+    "draw": "core.probs",
     "from_spec": "drafters.specs",
 }
 

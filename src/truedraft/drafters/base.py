@@ -11,9 +11,9 @@ from torch import Tensor
 
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.sampling import SamplingParams
 from truedraft.models.base import LanguageModel
 from truedraft.theory import AcceptanceCurve
 

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.core import transfers
-from truedraft.core.ordering import first_by_value
+from truedraft.core.probs import first_by_value
 from truedraft.core.survival import Scores, as_they_are
-from truedraft.core.trees import TokenTree, shape_of
+from truedraft.core.tree import TokenTree, shape_of
 from truedraft.heads.redrafter import RedrafterRunner
 from truedraft.models.ranking import Likeliest
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.core.survival import RAW, Survival
 from truedraft.errors import ModelError, OptionError
 from truedraft.theory import AcceptanceCurve

@@ -11,8 +11,8 @@ from torch import Tensor
 from truedraft.cache import RequestCache
 from truedraft.core.budget import MOST_NODES, Budget, nodes_of
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import chain_shape
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.growing import Growing, draw_level, growing
 from truedraft.errors import OptionError, VocabularyMismatchError

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.coupled_choice import coupled_choices
-from truedraft.core.laws import draw, finite_rows, law_from_logits, most_likely
+from truedraft.core.coupled import coupled_choices
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import DrawKind
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import draw, finite_rows, most_likely, probs_from_logits
+from truedraft.core.proposal import DrawKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class SampledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """`width` tokens of each row, never more than its law has support; see `Drawing.draw`."""
-        laws = left = law_from_logits(logits, params)
+        laws = left = probs_from_logits(logits, params)
         vocab, wants = laws.shape[-1], _want_probabilities(nodes)
         last = max(node.width for node in nodes) - 1
         uniforms = self._uniforms(nodes, last + 1, laws.device)
@@ -141,7 +141,7 @@ class SampledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[Tensor, Tensor | None]:
         """One token of each row; see `Drawing.draw_unseen`."""
-        laws = law_from_logits(logits, params)
+        laws = probs_from_logits(logits, params)
         tokens = draw(laws, self._uniforms(nodes, 1, laws.device)[0])
         return _with_stand_ins(tokens, laws, tokens == laws.shape[-1])
 
@@ -165,7 +165,7 @@ class CoupledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """The `width` largest log q + G of each row; see `Drawing.draw`."""
-        laws = law_from_logits(logits, params)
+        laws = probs_from_logits(logits, params)
         # Where the law has less support than `width` there is no more that could be the target's choice.
         tokens = _perturbed(laws, nodes, min(max(node.width for node in nodes), laws.shape[-1]))
         children = _children(tokens, laws if _want_probabilities(nodes) else None, nodes, laws.shape[-1])
@@ -175,7 +175,7 @@ class CoupledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[Tensor, Tensor | None]:
         """The largest log q + G of each row; see `Drawing.draw_unseen`."""
-        laws = law_from_logits(logits, params)
+        laws = probs_from_logits(logits, params)
         tokens = _perturbed(laws, nodes, 1)[:, 0]
         return _with_stand_ins(tokens, laws, tokens == laws.shape[-1])
 

@@ -13,8 +13,8 @@ from truedraft.cache import RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, chain_shape, shape_of
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree, chain_shape, shape_of
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Drawing, DrawnChildren, OpenNode, drawing_for
 from truedraft.models.base import LanguageModel, Segment

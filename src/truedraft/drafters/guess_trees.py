@@ -15,10 +15,10 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
+from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
-from truedraft.core.sampling import SamplingParams
 from truedraft.core.survival import Survival
-from truedraft.core.trees import TokenTree
+from truedraft.core.tree import TokenTree
 from truedraft.drafters.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
 from truedraft.errors import CompositionError, OptionError
 from truedraft.models.ranking import Likeliest

@@ -13,9 +13,9 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.sampling import SamplingParams
 from truedraft.drafters.base import DraftRequest, SizePlan, TreeFacts
 from truedraft.drafters.calibration import PROMISED_ON, kind_of
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for

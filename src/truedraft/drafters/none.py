@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import Drafter, DraftRequest
 
 

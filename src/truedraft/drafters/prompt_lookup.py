@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.trees import TokenTree
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.errors import OptionError
 

@@ -13,10 +13,10 @@ import torch
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.survival import scores_for
-from truedraft.core.trees import TokenTree, narrowed
+from truedraft.core.tree import TokenTree, narrowed
 from truedraft.drafters.base import DraftRequest, SizePlan
 from truedraft.drafters.beams import Beams, MergedBeams, beam_search, merge, trees_of, with_dropped
 from truedraft.drafters.calibration import FACT, Calibration, beam_curves

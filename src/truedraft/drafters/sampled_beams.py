@@ -24,8 +24,8 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal
-from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
 from truedraft.heads.redrafter import RedrafterRunner

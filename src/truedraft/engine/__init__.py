@@ -1,6 +1,6 @@
 """The engine: requests, one speculative step for a batch, a scheduler, generate and stream."""
 
-from truedraft.core.counters import StepRecord
+from truedraft.core.stats import StepRecord
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.engine import Engine
 from truedraft.engine.request import Request

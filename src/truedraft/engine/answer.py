@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from truedraft.core.counters import Counters
-from truedraft.core.verdicts import Origin
+from truedraft.core.stats import Counters
+from truedraft.core.verdict import Origin
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 

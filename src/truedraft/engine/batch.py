@@ -9,8 +9,8 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal
-from truedraft.core.trees import chain_shape
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Features
 from truedraft.engine.request import Request
 from truedraft.models.base import LanguageModel, Segment

@@ -10,10 +10,10 @@ import torch
 from truedraft.control import Controller
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, RequestView
-from truedraft.core.counters import StepRecord
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import Proposal, check_draws
-from truedraft.core.trees import TokenTree
+from truedraft.core.proposal import Proposal, check_draws
+from truedraft.core.stats import StepRecord
+from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told

@@ -10,8 +10,8 @@ from typing import cast, overload
 import torch
 
 from truedraft.control import Controller, FixedBudget
-from truedraft.core.counters import Counters, StepRecord
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters, StepRecord
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.none import NoDrafter
 from truedraft.drafters.specs import from_spec

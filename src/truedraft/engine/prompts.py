@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import TypeAlias
 
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 

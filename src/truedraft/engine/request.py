@@ -8,11 +8,10 @@ import time
 from collections.abc import Sequence
 
 from truedraft.cache import RequestCache
-from truedraft.core.counters import Counters
-from truedraft.core.divergence import Divergence, TokenDivergence
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
+from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.text.stopping import TextStream

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from truedraft.core.counters import RequestStep, StepRecord
-from truedraft.core.verdicts import Origin
+from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.core.verdict import Origin
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.clock import StepClock

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.laws import laws_from_logits
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposals import DrawCheck, Proposal
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.verdicts import Verdict
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import batch_probs
+from truedraft.core.proposal import DrawCheck, Proposal
+from truedraft.core.verdict import Verdict
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.drafting import Drafting
 from truedraft.models.base import ForwardOutput
@@ -121,7 +121,7 @@ class Verifier:
                 probs += logits[rows].split(own)
             else:
                 made_by = [(self._params(item), size) for item, size in zip(group, own, strict=True)]
-                probs += laws_from_logits(usable[rows], made_by)
+                probs += batch_probs(usable[rows], made_by)
         return [_Part(*each) for each in zip(items, rules, argmax, probs, strict=True)], sound
 
     def _takes_argmax(self, item: StepItem) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.cache import WIDEST_GAP, key_span
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 
 Position = TypeVar("Position", int, Tensor)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.ranking import Likeliest
 from truedraft.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.cache import RequestCache
-from truedraft.core.trees import chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from truedraft.core.ordering import first_by_value
+from truedraft.core.probs import first_by_value
 
 _BLOCK = 64
 

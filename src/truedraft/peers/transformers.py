@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_config, load_weights, quiet_transformers, resolve_source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.costs import STEPS, CurveCheck, StepCosts
 from truedraft.drafters.base import Drafter, SizePlan
 from truedraft.engine import Engine

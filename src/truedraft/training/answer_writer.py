@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.core.sampling import SamplingParams
-from truedraft.core.trees import chain_shape
+from truedraft.core.params import SamplingParams
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.none import NoDrafter
 from truedraft.engine import Engine

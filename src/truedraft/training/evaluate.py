@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from truedraft.core.counters import Counters
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.proposals import DrawKind
+from truedraft.core.proposal import DrawKind
 from truedraft.core.transfers import Array
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification.rule import HasKind, JudgedSlot, Outcome

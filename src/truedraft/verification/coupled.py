@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.coupled_choice import Place, coupled_choices
-from truedraft.core.laws import most_likely
+from truedraft.core.coupled import Place, coupled_choices
 from truedraft.core.noise import Noise, is_greedy
-from truedraft.core.proposals import DrawKind, Proposal, drafted_tokens
+from truedraft.core.probs import most_likely
+from truedraft.core.proposal import DrawKind, Proposal, drafted_tokens
 from truedraft.core.transfers import Array
 from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
 from truedraft.verification.walk import children_plan, jump_table

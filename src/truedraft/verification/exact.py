@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.core import laws as L
-from truedraft.core.proposals import DrawKind
+from truedraft.core import probs as L
+from truedraft.core.proposal import DrawKind
 from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome, Rule
 
 Prefix = tuple[int, ...]
@@ -120,7 +120,7 @@ def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnTo
         if plan.kind is DrawKind.WITHOUT_REPLACEMENT:
             for earlier in so_far:
                 if earlier.law == plan.law and earlier.kind is plan.kind:
-                    q = L.without(q, earlier.token)
+                    q = L.without_tokens(q, torch.tensor([earlier.token]))
         for token in torch.nonzero(q).flatten().tolist():
             drawn = DrawnToken(token, plan.law, plan.q, plan.kind)
             yield from extend(index + 1, mass * float(q[token]), [*so_far, drawn])

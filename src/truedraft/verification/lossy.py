@@ -19,15 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core import transfers
-from truedraft.core.divergence import TokenDivergence
-from truedraft.core.laws import most_likely
 from truedraft.core.noise import Noise, Purpose
-from truedraft.core.proposals import Draw, DrawKind, Proposal, drafted_tokens
-from truedraft.core.removal import without_tokens
+from truedraft.core.probs import most_likely, without_tokens
+from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
 from truedraft.core.transfers import Array
-from truedraft.core.verdicts import Verdict
+from truedraft.core.verdict import TokenDivergence, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
 from truedraft.verification.speculative import SpeculativeSampling

@@ -11,11 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.divergence import TokenDivergence
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.transfers import Array
-from truedraft.core.verdicts import Origin, Verdict
+from truedraft.core.verdict import Origin, TokenDivergence, Verdict
 from truedraft.errors import IncompatibleRuleError
 
 

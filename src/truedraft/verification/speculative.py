@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.core import laws as L
+from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import Noise
-from truedraft.core.proposals import DrawKind, Proposal
-from truedraft.core.removal import without_tokens
+from truedraft.core.probs import without_tokens
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.transfers import Array
 from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
 from truedraft.verification.walk import Batch, Chosen, jump_table

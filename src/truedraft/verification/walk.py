@@ -24,9 +24,9 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import Noise, Purpose, UniformKeys, uniforms
-from truedraft.core.proposals import Draw, DrawKind, Proposal, deterministic_draws, drafted_tokens
+from truedraft.core.proposal import Draw, DrawKind, Proposal, deterministic_draws, drafted_tokens
 from truedraft.core.transfers import Array
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.verification.rule import HasKind
 
 Ints = NDArray[np.int64]

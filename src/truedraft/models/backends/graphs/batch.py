@@ -21,7 +21,7 @@ from torch import Tensor
 
 from truedraft.cache.arena import SPAN_STEP
 from truedraft.core import transfers
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import Segment
 

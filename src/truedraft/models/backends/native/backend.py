@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from truedraft.cache import RequestCache
-from truedraft.core.trees import TreeShape
+from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError
 from truedraft.models.attention import Full
 from truedraft.models.backends.base import Backend

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from truedraft.core import coupled_choice as C
-from truedraft.core.coupled_choice import choices_by_definition, coupled_choices
-from truedraft.core.laws import law_from_logits
+from truedraft.core.coupled import LazyGumbelMax, choices_by_definition, coupled_choices
 from truedraft.core.noise import KeyedNoise, Purpose
-from truedraft.core.race import Race
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits
 
 CPU = torch.device("cpu")
 PLAIN = SamplingParams(temperature=1.0)
@@ -34,20 +33,20 @@ def thinned(rows: int, vocab: int, seed: int, share: float) -> Tensor:
 
 
 SHAPES: dict[str, Callable[[int, int, int], Tensor]] = {
-    "flat": lambda rows, vocab, seed: law_from_logits(normal(rows, vocab, seed, 0.0), PLAIN),
-    "nearly flat": lambda rows, vocab, seed: law_from_logits(normal(rows, vocab, seed, 1.0), PLAIN),
-    "steep": lambda rows, vocab, seed: law_from_logits(normal(rows, vocab, seed, 5.0), PLAIN),
-    "one token": lambda rows, vocab, seed: law_from_logits(normal(rows, vocab, seed, 60.0), PLAIN),
-    "top-k 50": lambda rows, vocab, seed: law_from_logits(
+    "flat": lambda rows, vocab, seed: probs_from_logits(normal(rows, vocab, seed, 0.0), PLAIN),
+    "nearly flat": lambda rows, vocab, seed: probs_from_logits(normal(rows, vocab, seed, 1.0), PLAIN),
+    "steep": lambda rows, vocab, seed: probs_from_logits(normal(rows, vocab, seed, 5.0), PLAIN),
+    "one token": lambda rows, vocab, seed: probs_from_logits(normal(rows, vocab, seed, 60.0), PLAIN),
+    "top-k 50": lambda rows, vocab, seed: probs_from_logits(
         normal(rows, vocab, seed, 3.0), SamplingParams(temperature=1.0, top_k=50)
     ),
-    "top-p 0.9": lambda rows, vocab, seed: law_from_logits(
+    "top-p 0.9": lambda rows, vocab, seed: probs_from_logits(
         normal(rows, vocab, seed, 3.0), SamplingParams(temperature=1.0, top_p=0.9)
     ),
-    "one in nine": lambda rows, vocab, seed: law_from_logits(thinned(rows, vocab, seed, 1 / 9), PLAIN),
-    "one in seven": lambda rows, vocab, seed: law_from_logits(thinned(rows, vocab, seed, 1 / 7), PLAIN),
-    "one-hot": lambda rows, vocab, seed: law_from_logits(normal(rows, vocab, seed, 1.0), SamplingParams()),
-    "float64": lambda rows, vocab, seed: law_from_logits(normal(rows, vocab, seed, 4.0).double(), PLAIN),
+    "one in nine": lambda rows, vocab, seed: probs_from_logits(thinned(rows, vocab, seed, 1 / 9), PLAIN),
+    "one in seven": lambda rows, vocab, seed: probs_from_logits(thinned(rows, vocab, seed, 1 / 7), PLAIN),
+    "one-hot": lambda rows, vocab, seed: probs_from_logits(normal(rows, vocab, seed, 1.0), SamplingParams()),
+    "float64": lambda rows, vocab, seed: probs_from_logits(normal(rows, vocab, seed, 4.0).double(), PLAIN),
 }
 SIZES = [2, 7, 1023, 1024, 1025, 2049, 8192, 32_768, 33_000, 70_001, 150_000]
 
@@ -71,7 +70,7 @@ def test_tokens_are_those_of_the_definition_in_many_races() -> None:
     """4,000 laws of 4,096 tokens, from flat to steep: often the winner has U < 1/2, which has its own way."""
     vocab, below = 4_096, 0
     for seed in range(40):
-        law = law_from_logits(normal(100, vocab, seed, 1.0 + seed % 8), PLAIN)
+        law = probs_from_logits(normal(100, vocab, seed, 1.0 + seed % 8), PLAIN)
         where = places(100, 1_000 * seed)
         found = coupled_choices([law], where)[:, 0]
         assert torch.equal(found, choices_by_definition(law, where)[:, 0])
@@ -90,7 +89,7 @@ def test_few_tokens_are_left_to_the_definition(shape: str) -> None:
     for seed in range(10):
         law = SHAPES[shape](1, vocab, seed)[0].numpy()
         for count in (1, 8):
-            left = Race(vocab).candidates(law, seed * 0x9E3779B97F4A7C15 % 2**64, count)
+            left = LazyGumbelMax(vocab).candidates(law, seed * 0x9E3779B97F4A7C15 % 2**64, count)
             assert left is not None
             assert (np.diff(left) > 0).all()
             assert count <= len(left) < 60 * count
@@ -142,13 +141,13 @@ def test_more_tokens_than_the_vocabulary_has() -> None:
 
 def test_more_tokens_than_the_filter_has_groups() -> None:
     law = SHAPES["nearly flat"](1, 5_000, 0)
-    assert Race(5_000).candidates(law[0].numpy(), 5, 1_025) is None
+    assert LazyGumbelMax(5_000).candidates(law[0].numpy(), 5, 1_025) is None
     assert torch.equal(coupled_choices([law], places(1), 1_025), choices_by_definition(law, places(1), 1_025))
 
 
 def test_a_law_whose_numbers_are_too_small_for_the_filter() -> None:
     law = SHAPES["nearly flat"](2, 5_000, 0).double() * 1e-60
-    assert Race(5_000).candidates(law[0].numpy(), 5, 1) is None
+    assert LazyGumbelMax(5_000).candidates(law[0].numpy(), 5, 1) is None
     assert torch.equal(coupled_choices([law], places(2), 2), choices_by_definition(law, places(2), 2))
 
 
@@ -161,8 +160,8 @@ def test_the_most_extreme_bits_win_as_the_definition_says(word: int) -> None:
         for power in (0, -10, -20, -30, -36):
             logits = normal(1, vocab, 3, scale).double()
             logits[0, token] = logits.logsumexp(-1) + power * math.log(2.0)
-            law = law_from_logits(logits, PLAIN)
-            left = Race(vocab).candidates(law[0].numpy(), key, 1)
+            law = probs_from_logits(logits, PLAIN)
+            left = LazyGumbelMax(vocab).candidates(law[0].numpy(), key, 1)
             best = int((law.log() + C.gumbel_of(C.signed(key), torch.arange(vocab))).argmax())
             assert left is not None and best in left
 
@@ -184,7 +183,7 @@ def unfinalise(word: int) -> int:
 def test_the_filter_has_the_bits_of_the_generator_and_never_more_than_the_distance_to_one(vocab: int) -> None:
     """Keys at the ends too: their sums with token ids carry and wrap around."""
     for key in (0, 1, 2**64 - 1, 2**63, 0x61C8864680B583EB, 2**40 - 5, 0x9E3779B97F4A7C15):
-        race = Race(vocab)
+        race = LazyGumbelMax(vocab)
         race._fill_lead(key)
         uniform = torch.exp(-torch.exp(-C.gumbel_of(C.signed(key), torch.arange(vocab)))).numpy()
         upper = uniform >= 0.5

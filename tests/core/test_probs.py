@@ -17,9 +17,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from truedraft.core import laws as L
-from truedraft.core.removal import residual_of_candidates
-from truedraft.core.sampling import SamplingParams
+from truedraft.core import probs as L
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import residual_of_candidates
 
 EXACT = 1e-12
 quick = settings(max_examples=150, deadline=None, derandomize=True)
@@ -80,7 +80,7 @@ def test_same_support_and_law_as_transformers() -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
     logits[1, ::3] = -math.inf
     for params in GRID:
-        ours, theirs = L.law_from_logits(logits, params), warped(logits, params)
+        ours, theirs = L.probs_from_logits(logits, params), warped(logits, params)
         assert torch.equal(ours > 0, theirs > 0), params
         assert float((ours - theirs).abs().max()) < EXACT, params
 
@@ -89,7 +89,7 @@ def test_same_support_as_transformers_in_float32() -> None:
     """Away from ties and crossings within 1e-4 of a threshold, which random logits of 64 tokens do not have here."""
     logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(2)) * 3
     for params in GRID:
-        ours, theirs = L.law_from_logits(logits, params), warped(logits, params)
+        ours, theirs = L.probs_from_logits(logits, params), warped(logits, params)
         assert ours.dtype == torch.float32
         assert torch.equal(ours > 0, theirs > 0), params
         assert torch.allclose(ours, theirs, atol=1e-6)
@@ -110,34 +110,34 @@ def test_laws_in_words(logits: list[float], temperature: float, top_k: int, top_
     reached = [math.fsum(sorted(base, reverse=True)[:n]) for n in range(len(base))]
     near = any(abs(r - top_p) < 1e-9 for r in reached) or any(abs(x - min_p * max(base)) < 1e-9 for x in base if min_p)
     if not near:
-        law = L.law_from_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
+        law = L.probs_from_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
         assert law.tolist() == pytest.approx(slow_law(logits, params), abs=EXACT)
         assert float(law.sum()) == pytest.approx(1.0, abs=EXACT)
 
 
 def test_ties_with_the_kth_stay() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]], dtype=torch.float64)
-    law = L.law_from_logits(logits, SamplingParams(temperature=1.0, top_k=2))
+    law = L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_k=2))
     assert (law > 0).tolist() == [[False, True, True, True, True, False]]
 
 
 def test_the_crossing_token_stays_and_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3]], dtype=torch.float64).log()
-    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.6)) > 0).tolist() == [
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.6)) > 0).tolist() == [
         [True, True, False],
         [False, True, True],
     ]
-    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.4)) > 0).tolist() == [
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.4)) > 0).tolist() == [
         [True, False, False],
         [False, True, False],
     ]
     flat = torch.zeros(1, 4, dtype=torch.float64)  # 0.25 each: 0.25 and 0.5 are exact, so the second token reaches 0.5
-    assert L.law_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.5)).tolist() == [[0.5, 0.5, 0.0, 0.0]]
-    assert L.law_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.51))[0, 3] == 0
+    assert L.probs_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.5)).tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    assert L.probs_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.51))[0, 3] == 0
 
 
 def test_ties_of_a_large_nucleus_go_to_the_lowest_ids() -> None:
-    law = L.law_from_logits(torch.zeros(2, 4096), SamplingParams(temperature=1.0, top_p=0.5))  # 2**-12 each, exact
+    law = L.probs_from_logits(torch.zeros(2, 4096), SamplingParams(temperature=1.0, top_p=0.5))  # 2**-12 each, exact
     assert bool((law[:, :2048] == 2.0**-11).all())
     assert bool((law[:, 2048:] == 0).all())
 
@@ -145,9 +145,9 @@ def test_ties_of_a_large_nucleus_go_to_the_lowest_ids() -> None:
 def test_top_p_looks_at_what_top_k_left_and_min_p_at_what_top_p_left() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
     # After top-k 2 the law is (4/7, 3/7): 0.55 is reached by the first token alone, unlike in the full law.
-    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55)) > 0).sum() == 1
-    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.55)) > 0).sum() == 2
-    assert (L.law_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.95, min_p=0.45)) > 0).sum() == 3
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55)) > 0).sum() == 1
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.55)) > 0).sum() == 2
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.95, min_p=0.45)) > 0).sum() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -156,7 +156,7 @@ def test_greedy_is_one_hot_at_the_lowest_id_among_ties(dtype: torch.dtype, vocab
     logits = torch.full((3, vocab), -1.0, dtype=dtype)
     ties = sorted({vocab // 3, vocab // 2, vocab - 1})
     logits[:, ties] = 2.5
-    law = L.law_from_logits(logits, SamplingParams(temperature=0.0, top_k=3, top_p=0.5))
+    law = L.probs_from_logits(logits, SamplingParams(temperature=0.0, top_k=3, top_p=0.5))
     assert law.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     assert law.sum(dim=-1).tolist() == [1.0] * 3
     assert law.argmax(dim=-1).tolist() == [ties[0]] * 3
@@ -165,7 +165,7 @@ def test_greedy_is_one_hot_at_the_lowest_id_among_ties(dtype: torch.dtype, vocab
 def test_half_precision_logits_are_computed_in_float32() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3)).bfloat16()
     params = SamplingParams(temperature=0.7, top_p=0.9)
-    assert torch.equal(L.law_from_logits(logits, params), L.law_from_logits(logits.float(), params))
+    assert torch.equal(L.probs_from_logits(logits, params), L.probs_from_logits(logits.float(), params))
 
 
 BROKEN = [
@@ -184,10 +184,10 @@ BROKEN = [
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_broken_logits_are_found_and_touch_no_other_row(params: SamplingParams, bad: float) -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(4))
-    clean = L.law_from_logits(logits, params)
+    clean = L.probs_from_logits(logits, params)
     logits[1, 5] = bad
     logits[3, 0] = bad
-    law = L.law_from_logits(logits, params)
+    law = L.probs_from_logits(logits, params)
     assert L.finite_rows(law).tolist() == [True, False, True, False]
     assert torch.equal(law[[0, 2]], clean[[0, 2]])
 
@@ -196,7 +196,7 @@ def test_broken_logits_are_found_and_touch_no_other_row(params: SamplingParams, 
 def test_masked_logits_have_no_mass(params: SamplingParams) -> None:
     logits = torch.full((1, 6), -math.inf)
     logits[0, [2, 4]] = torch.tensor([0.5, 0.4])
-    law = L.law_from_logits(logits, params)
+    law = L.probs_from_logits(logits, params)
     assert L.finite_rows(law).tolist() == [True]
     assert law[0, [0, 1, 3, 5]].tolist() == [0.0] * 4
     assert law[0, 2] > 0
@@ -205,19 +205,19 @@ def test_masked_logits_have_no_mass(params: SamplingParams) -> None:
 @pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
 def test_a_row_without_any_token_is_found_at_every_temperature(params: SamplingParams) -> None:
     """All logits -inf: there is nothing to draw, greedily or not."""
-    assert L.finite_rows(L.law_from_logits(torch.full((1, 6), -math.inf), params)).tolist() == [False]
+    assert L.finite_rows(L.probs_from_logits(torch.full((1, 6), -math.inf), params)).tolist() == [False]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45, 1e-300])
 def test_tiny_temperatures_are_nearly_greedy_not_broken(temperature: float) -> None:
     """SamplingParams takes any temperature from 0 on: dividing finite logits by it must not overflow to NaN."""
     logits = torch.tensor([[20.0, 30.0, -10.0]])
-    law = L.law_from_logits(logits, SamplingParams(temperature=temperature))
+    law = L.probs_from_logits(logits, SamplingParams(temperature=temperature))
     assert law.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_huge_temperatures_are_flat() -> None:
-    law = L.law_from_logits(torch.tensor([[20.0, 30.0, -10.0]]), SamplingParams(temperature=1e30))
+    law = L.probs_from_logits(torch.tensor([[20.0, 30.0, -10.0]]), SamplingParams(temperature=1e30))
     assert law[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
@@ -225,7 +225,7 @@ def test_logits_are_not_changed() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(5))
     before = logits.clone()
     for params in (*GRID[:20], *BROKEN):
-        L.law_from_logits(logits, params)
+        L.probs_from_logits(logits, params)
     assert torch.equal(logits, before)
 
 
@@ -233,14 +233,14 @@ def test_top_k_counts_ties_of_the_logits_not_of_their_quotients() -> None:
     """(0 - 1) / 3 and (1e-300 - 1) / 3 are one number; their tokens are still first and second."""
     logits = torch.tensor([[0.0, 1.0, 1.0, 1e-300]], dtype=torch.float64)
     for temperature in (0.5, 1.0, 3.0):
-        law = L.law_from_logits(logits, SamplingParams(temperature=temperature, top_k=3))
+        law = L.probs_from_logits(logits, SamplingParams(temperature=temperature, top_k=3))
         assert (law > 0).tolist() == [[False, True, True, True]]
 
 
 def test_laws_carry_no_gradient() -> None:
     logits = torch.randn(2, 8, requires_grad=True)
     for params in (*GRID[:20], *BROKEN):
-        assert not L.law_from_logits(logits, params).requires_grad
+        assert not L.probs_from_logits(logits, params).requires_grad
 
 
 # ------------------------------------------------------------------------------- the likeliest token
@@ -290,11 +290,11 @@ some_params = st.sampled_from(
 def test_groups_of_rows_have_the_laws_of_each_group_alone(groups: list[tuple[SamplingParams, int]]) -> None:
     total = sum(count for _, count in groups)
     logits = torch.randn(total, 7, generator=torch.Generator().manual_seed(total), dtype=torch.float64)
-    laws = L.laws_from_logits(logits, groups)
+    laws = L.batch_probs(logits, groups)
     assert [len(law) for law in laws] == [count for _, count in groups]
     start = 0
     for law, (params, count) in zip(laws, groups, strict=True):
-        assert torch.equal(law, L.law_from_logits(logits[start : start + count], params))
+        assert torch.equal(law, L.probs_from_logits(logits[start : start + count], params))
         start += count
 
 
@@ -354,7 +354,7 @@ def test_without(pair: tuple[list[float], list[float]], token: int) -> None:
     law, _ = as_laws(pair)
     token %= len(law)
     before = law.clone()
-    rest = L.without(law, token)
+    rest = L.without_tokens(law, torch.tensor([token]))
     assert torch.equal(law, before)
     assert rest[token] == 0
     others = [i for i in range(len(law)) if i != token and law[i] > 0]
@@ -380,8 +380,8 @@ def test_residual_of_the_only_token_is_the_law_itself() -> None:
 
 
 def test_without_everything_is_all_zeros() -> None:
-    assert L.without(torch.tensor([0.0, 1.0, 0.0]), 1).tolist() == [0.0, 0.0, 0.0]
-    assert L.without(torch.tensor([1.0, 1e-45]), 0).tolist() == [0.0, 1.0]
+    assert L.without_tokens(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([1])).tolist() == [0.0, 0.0, 0.0]
+    assert L.without_tokens(torch.tensor([1.0, 1e-45]), torch.tensor([0])).tolist() == [0.0, 1.0]
 
 
 # ------------------------------------------------------------------------------- drawing

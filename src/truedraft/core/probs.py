@@ -1,22 +1,32 @@
-"""Laws: probability vectors over the vocabulary, and what verification needs of them.
+"""Distributions over the vocabulary, and what verification needs of them.
 
-A law is a tensor `[..., vocab]` of float32 or float64 that sums to 1 along its last axis. DESIGN section 4.
+A distribution is a tensor `[..., vocab]` of float32 or float64 that sums to 1 along its last axis. DESIGN section 4.
+
+The nucleus (top-p): the likeliest tokens whose mass reaches p, the crossing one included; ties: lowest id first.
+
+Which tokens these are is said by the law sorted in falling order, equal ones by id: the first n of them, n the least
+with mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that order, in
+float64, so it does not depend on how many tokens stand behind it, and a row's nucleus not on its neighbours.
+`nucleus_by_sorting` does just that. On a CPU, sorting the vocabulary costs more than a small model's forward, so
+`nucleus_by_candidates` finds the same bits from the few tokens above a threshold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from truedraft.core.nucleus import keep_nucleus
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 
 _BELOW_ONE = 1.0 - 2.0**-53
 
 
-def law_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law that `params` makes of logits, in the order of Hugging Face: temperature, top-k, top-p, min-p.
 
     A row's law does not depend on the other rows.
@@ -77,7 +87,7 @@ def most_likely(scores: Tensor) -> Tensor:
     return torch.as_tensor(wide.numpy().argmax(axis=-1))
 
 
-def laws_from_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
+def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
     """Laws of a packed batch: consecutive groups of rows, each with its own options.
 
     Args:
@@ -93,7 +103,7 @@ def laws_from_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]])
         start += count
         if i + 1 == len(rows) or params.law_key != rows[i + 1][0].law_key:
             counts = [n for _, n in rows[len(laws) : i + 1]]
-            laws.extend(law_from_logits(logits[first:start], params).split(counts))
+            laws.extend(probs_from_logits(logits[first:start], params).split(counts))
             first = start
     return laws
 
@@ -114,13 +124,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
         q: draft law `[..., vocab]`.
     """
     return _scaled((p - q).clamp_min_(0.0), p)
-
-
-def without(law: Tensor, token: int) -> Tensor:
-    """A law `[vocab]` with one token removed and renormalised; all zeros when nothing else had mass."""
-    rest = law.clone()
-    rest[token] = 0.0
-    return _scaled(rest)
 
 
 def _scaled(weights: Tensor, otherwise: Tensor | None = None) -> Tensor:
@@ -159,3 +162,98 @@ def draw(law: Tensor, uniform: Tensor) -> Tensor:
     # Below 1 the product stays below the total, which would point past the last token that has mass.
     threshold = cumulative[..., -1:] * uniform[..., None].clamp_max(_BELOW_ONE)
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Distributions `[..., vocab]` that lost tokens `[..., tokens]`, scaled to sum to 1, without a look at the tokens.
+
+    A token that is named twice is taken out once. All zeros where nothing else had mass.
+    """
+    return _scaled(probs.scatter(-1, tokens, 0.0))
+
+
+_USUAL_COUNT = 2048
+"""Tokens at (1 - p) / 2048 or more hold the nucleus of most laws that a language model gives, and are few."""
+
+
+def keep_nucleus(law: Tensor, top_p: float) -> Tensor:
+    """Laws `[..., vocab]` cut to their nucleus of mass `top_p` and scaled to sum to 1. May change `law` in place.
+
+    A row that is not finite gives one that is not finite.
+
+    Args:
+        law: laws that the caller gives away, contiguous.
+        top_p: in (0, 1).
+    """
+    # Elsewhere a sort is cheap, and looking at what it found would wait for the device.
+    return nucleus_by_candidates(law, top_p) if law.device.type == "cpu" else nucleus_by_sorting(law, top_p)
+
+
+def nucleus_by_sorting(law: Tensor, top_p: float) -> Tensor:
+    """The definition, on any device, without a host decision; see `keep_nucleus`."""
+    ordered, order = law.sort(dim=-1, descending=True, stable=True)
+    reached = ordered.cumsum(dim=-1, dtype=torch.float64)
+    last = (reached < top_p).sum(dim=-1, keepdim=True).clamp_max(law.shape[-1] - 1)  # place of the crossing token
+    behind = torch.arange(law.shape[-1], device=law.device) > last
+    scaled = (ordered / reached.gather(-1, last)).to(law.dtype).masked_fill(behind, 0.0)
+    return torch.zeros_like(law).scatter_(-1, order, scaled)
+
+
+def nucleus_by_candidates(law: Tensor, top_p: float) -> Tensor:
+    """The same bits as `nucleus_by_sorting`, in place, on the CPU; see `keep_nucleus`."""
+    for row in law.view(-1, law.shape[-1]).numpy():
+        _cut(row, top_p)
+    return law
+
+
+def _cut(row: NDArray[Any], top_p: float) -> None:
+    """Cut one law `[vocab]` to its nucleus.
+
+    All tokens above a threshold, ties included, are a prefix of the sorted law: where their mass reaches `top_p`
+    they decide. Tokens below (1 - p) / vocab hold less than 1 - p together, so the second threshold can fail by
+    rounding only; then every token is looked at.
+    """
+    for least in ((1.0 - top_p) / _USUAL_COUNT, (1.0 - top_p) / len(row), 0.0):
+        ids = (row >= least).nonzero()[0]  # rising
+        values = row[ids]
+        falling = np.sort(values)[::-1]
+        reached = falling.astype(np.float64).cumsum()
+        count = int(reached.searchsorted(top_p)) + 1
+        if count <= len(ids):
+            break
+    if not len(ids):
+        return  # not a law: NaN is not >= 0
+    count = min(count, len(ids))
+    crossing = falling[count - 1]
+    kept = values >= crossing
+    surplus = int(np.count_nonzero(kept)) - count
+    if surplus:
+        kept[(values == crossing).nonzero()[0][-surplus:]] = False  # ties with the highest ids
+    row.fill(0.0)
+    row[ids[kept]] = values[kept] / reached[count - 1]
+
+
+_LOW = (1 << 32) - 1
+
+
+def first_by_value(values: Tensor, count: int, names: Tensor | None = None) -> Tensor:
+    """The names of the `count` largest values of each row, the largest first; of equal ones the lowest name first.
+
+    `topk` leaves the order of equal values open.
+
+    Args:
+        values: `[rows, n]`, float32; NaN counts as the largest.
+        count: at most `n`.
+        names: `[rows, n]`, int64, 0 to 2^32 - 1, different ones in a row; None numbers the columns.
+
+    Returns:
+        `[rows, count]`, int64.
+    """
+    if names is None:
+        names = torch.arange(values.shape[-1], device=values.device)
+    values = torch.where(values.isnan(), torch.nan, values)  # one NaN for all: a negative one would come last
+    bits = (values + 0.0).view(torch.int32)  # the sum makes -0 a 0
+    # As whole numbers, floats rise with their bits, but negative ones fall; their lower 31 bits are turned over.
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (rising.long() << 32) | (_LOW - names)
+    return _LOW - (keys.topk(count, dim=-1).values & _LOW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from truedraft.core.divergence import Divergence
+from truedraft.core.verdict import Divergence
 
 
 @dataclass(slots=True, eq=False)

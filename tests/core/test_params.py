@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, TruedraftError
 
 BAD = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.counters import Counters, RequestStep, StepRecord
+from truedraft.core.stats import Counters, RequestStep, StepRecord
 
 
 def count(counters: Counters, nodes: int, depth: int, accepted: int, emitted: int, *, rejected: bool) -> None:

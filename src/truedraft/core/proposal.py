@@ -14,7 +14,7 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.transfers import Array
-from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.core.tree import TokenTree, TreeShape
 
 
 class DrawKind(Enum):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.trees import TokenTree, TreeShape, chain_shape
+from truedraft.core.tree import TokenTree, TreeShape, chain_shape
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.proposals import Draw, DrawCheck, DrawKind, Proposal, merge
-from truedraft.core.trees import TokenTree, TreeShape
+from truedraft.core.proposal import Draw, DrawCheck, DrawKind, Proposal, merge
+from truedraft.core.tree import TokenTree, TreeShape
 
 VOCAB = 4
 quick = settings(max_examples=150, deadline=None, derandomize=True)

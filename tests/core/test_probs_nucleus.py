@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from truedraft.core import nucleus as N
-from truedraft.core.laws import finite_rows, law_from_logits
-from truedraft.core.sampling import SamplingParams
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import finite_rows, probs_from_logits
 
 TOP_P = (1e-6, 0.3, 0.9, 0.99, 0.9999, 1 - 1e-7, 1 - 1e-16)
 quick = settings(max_examples=200, deadline=None, derandomize=True)
@@ -131,12 +131,12 @@ def test_a_row_has_the_same_law_alone_and_among_any_others(params: SamplingParam
     """Peaked and flat rows side by side: what one needs to be decided changes no bit of another."""
     rows = [logits(1, 5000, scale, seed) for seed, scale in enumerate((0.0, 8.0, 0.1, 3.0, 1.0, 5.0))]
     together = torch.cat(rows).to(dtype)
-    law = law_from_logits(together, params)
+    law = probs_from_logits(together, params)
     for i in range(len(rows)):
-        assert torch.equal(law_from_logits(together[i : i + 1], params)[0], law[i])
-    backwards = law_from_logits(together.flip(0), params).flip(0)
+        assert torch.equal(probs_from_logits(together[i : i + 1], params)[0], law[i])
+    backwards = probs_from_logits(together.flip(0), params).flip(0)
     assert torch.equal(backwards, law)
-    assert torch.equal(law_from_logits(together[2:5], params), law[2:5])
+    assert torch.equal(probs_from_logits(together[2:5], params), law[2:5])
 
 
 def test_broken_logits_of_a_large_vocabulary_are_found() -> None:
@@ -148,9 +148,9 @@ def test_broken_logits_of_a_large_vocabulary_are_found() -> None:
             broken[0, place] = bad
             both = torch.cat([broken, good])
             for params in LAWS:
-                law = law_from_logits(both, params)
+                law = probs_from_logits(both, params)
                 assert finite_rows(law).tolist() == [False, True]
-                assert torch.equal(law[1:], law_from_logits(good, params))
+                assert torch.equal(law[1:], probs_from_logits(good, params))
 
 
 @pytest.mark.gpu

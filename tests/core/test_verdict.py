@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from truedraft.core.counters import Counters
-from truedraft.core.divergence import Divergence, TokenDivergence
+from truedraft.core.stats import Counters
+from truedraft.core.verdict import Divergence, TokenDivergence
 
 FIRST = TokenDivergence(0.5, 0.25, 0.125, 1.0)
 SECOND = TokenDivergence(0.25, 0.75, 0.375, 2.0)

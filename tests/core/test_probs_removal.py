@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truedraft.core import laws as L
-from truedraft.core.removal import residual_of_candidates, without_tokens
+from truedraft.core import probs as L
+from truedraft.core.probs import residual_of_candidates, without_tokens
 
 
 def laws(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
