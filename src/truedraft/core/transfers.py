@@ -94,6 +94,38 @@ def first_true(flags: Array) -> Array:
     return flags.byte().argmax(dim=-1) if isinstance(flags, Tensor) else flags.argmax(axis=-1)
 
 
+def first_of_each(otherwise: Array, places: Array, values: Array, flags: Array) -> Array:
+    """At each place the first of the values `[n]` that are flagged there, and what is `otherwise` where none is.
+
+    Args:
+        otherwise: `[places]`.
+        places: `[n]`, where each value belongs.
+        values: `[n]`.
+        flags: `[n]` bool.
+    """
+    if isinstance(flags, Tensor):
+        number = torch.arange(len(flags), device=flags.device)
+        none = len(flags) + torch.arange(len(otherwise), device=flags.device)
+        first = none.scatter_reduce(0, places, torch.where(flags, number, none[places]), "amin")
+        return torch.cat([values, otherwise])[first]
+    found = flags.nonzero()[0][::-1]  # of several values for one place the last one stays
+    chosen = otherwise.copy()
+    chosen[places[found]] = values[found]
+    return chosen
+
+
+def whole(numbers: Array) -> Array:
+    """As whole numbers."""
+    return numbers.long() if isinstance(numbers, Tensor) else numbers.astype(np.int64)
+
+
+def joined(numbers: Array, others: Array) -> Array:
+    """One behind the other, along the last axis."""
+    return (
+        torch.cat([numbers, others], dim=-1) if isinstance(numbers, Tensor) else np.concatenate([numbers, others], -1)
+    )
+
+
 def full(shape: tuple[int, ...], value: float, device: torch.device) -> Array:
     """One number many times, float64."""
     return torch.full(shape, value, dtype=torch.float64, device=device) if waits(device) else np.full(shape, value)

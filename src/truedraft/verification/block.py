@@ -83,7 +83,7 @@ class BlockVerification(SpeculativeSampling):
         stays, blocks = super().first_stays(batch), _blocks(batch.plan)
         if blocks is None:
             return stays
-        p_x, q_x = (each[:, 0][blocks.slots] for each in batch.first_looks())  # [blocks, tokens]
+        p_x, q_x = (each[blocks.draws] for each in batch.first_looks())  # [blocks, tokens]
         above, below = p_x * 0.0 + 1.0, p_x * 0.0  # w_0 to w_(n-1), w_1 to w_n
         for place in range(p_x.shape[1]):
             if place:
@@ -92,7 +92,7 @@ class BlockVerification(SpeculativeSampling):
         batch.weights = blocks.ones * 1.0
         batch.weights[blocks.own] = above[blocks.rows, blocks.columns]
         kept = self._kept(batch, blocks, below)[blocks.rows]
-        stays[blocks.own, 0] = blocks.columns < kept
+        stays[blocks.draws[blocks.rows, blocks.columns]] = blocks.columns < kept
         return stays
 
     def _kept(self, batch: Batch, blocks: _Blocks, weights: Array) -> Array:
@@ -103,7 +103,7 @@ class BlockVerification(SpeculativeSampling):
             blocks: its blocks.
             weights: `[blocks, tokens]`: w_1 to w_n.
         """
-        uniforms = batch.uniforms[batch.plan.key_of[blocks.slots, 0]]
+        uniforms = batch.uniforms[blocks.draws]
         # h <= w for every prefix, so most that fail do so without a look at a whole row.
         passes = blocks.is_filled & (uniforms < weights)  # [blocks, tokens]
         whole = (passes & blocks.is_last).any(-1)
@@ -149,6 +149,7 @@ class _Blocks:
 
     Attributes:
         slots: `[blocks, tokens]`.
+        draws: `[blocks, tokens]`: their draws.
         below: `[blocks, tokens]`: the slot behind each in its block; of the last itself.
         is_filled: `[blocks, tokens]` bool: False for what fills up.
         is_last: `[blocks, tokens]` bool: the last slot of each.
@@ -159,6 +160,7 @@ class _Blocks:
     """
 
     slots: Array
+    draws: Array
     below: Array
     is_filled: Array
     is_last: Array
@@ -184,8 +186,10 @@ def _blocks(plan: WalkPlan) -> _Blocks | None:
     lengths = np.array([len(block) for block in blocks])[:, None]
     is_filled = np.arange(width) < lengths
     rows, columns = is_filled.nonzero()
+    draw_at = {slot: draw for draw, slot in enumerate(plan.draw_slots)}
     tables = (
         slots,
+        np.array([[draw_at[slot] for slot in own] for own in slots.tolist()]),
         np.concatenate([slots[:, 1:], slots[:, -1:]], axis=1),
         is_filled,
         np.arange(width) == lengths - 1,

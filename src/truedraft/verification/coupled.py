@@ -63,7 +63,7 @@ class CoupledSampling(Rule):
         if not plan.drafts:
             return DeviceVerdicts(plan.roots, choices, plan.first_slots)
         tokens = drafted_tokens([own.tree for own in proposals], laws[0].shape[-1], laws[0].device)
-        stays = (tokens[plan.nodes] == choices[:, None]) & plan.is_token | plan.is_end
+        stays = tokens[plan.draw_node] == choices[plan.draw_slot]
         ends = jump_table(plan, stays)[plan.roots]
         return DeviceVerdicts(ends, choices[ends], plan.first_slots)
 

@@ -69,9 +69,7 @@ class ThresholdAcceptance(Rule):
             )
         tokens = drafted_tokens([own.tree for own in proposals], vocab, device)
         given = transfers.full((len(plan.depths),), 1.0, device)  # of the token that leads to each slot
-        given[plan.child[plan.draw_slot, plan.draw_column]] = p.entries(
-            plan.draw_slot, tokens[plan.draw_node], plan.draws
-        )
+        given[plan.draw_child] = p.entries(plan.draw_slot, tokens[plan.draw_node], plan.draws)
         inner = plan.is_drawn.nonzero()[0] if isinstance(plan.is_drawn, np.ndarray) else plan.own
         thresholds = largest * 0.0
         found = self.thresholds(p.select(inner)).double()

@@ -87,15 +87,17 @@ class SpeculativeSampling(Rule):
         return DeviceVerdicts(np.concatenate(slots), torch.cat(finals), plan.first_slots)
 
     def first_stays(self, batch: Batch) -> Array:
-        """Which draws `[slots, width + 1]` would stay among those that are judged first at their slots."""
+        """Which draws `[draws]` would stay among those of the first runs of slots."""
         plan = batch.plan
         p_x, q_x = batch.first_looks()
         if plan.width > 1:  # candidates of one slot: each is judged by what is left of p without those before it
-            p_x = transfers.where(batch.is_repeated(), 0.0, p_x)
-            taken = transfers.full(p_x.shape, 0.0, batch.device)
-            taken[:, 1:] = p_x.cumsum(-1)[:, :-1]
-            p_x = self.left_of_candidate(p_x, taken)
-        return batch.uniforms[plan.key_of[: len(plan.depths)]] < self.accept_probability(p_x, q_x)
+            table = transfers.full((len(plan.depths), plan.width), 0.0, batch.device)
+            table[plan.draw_slot, plan.draw_column] = p_x
+            table = batch.without_repeated(table)
+            taken = transfers.full((len(plan.depths), plan.width), 0.0, batch.device)
+            taken[:, 1:] = table.cumsum(-1)[:, :-1]
+            p_x = self.left_of_candidate(table, taken)[plan.draw_slot, plan.draw_column]
+        return batch.uniforms[: len(plan.draw_slot)] < self.accept_probability(p_x, q_x)
 
     def _end(self, batch: Batch, jump: Array, ends: Array) -> tuple[Array, Tensor]:
         """Go on from where first runs were rejected, until walks have no more to judge.
@@ -118,9 +120,11 @@ class SpeculativeSampling(Rule):
                 break
             rejected = going.of(run).clip(0)
             left = going.put(left, self.rejected(going.of(left), batch.draft(rejected, self.removed)))
+            if plan.rounds == 1:
+                break
             run = going.put(run, plan.following[rejected])
             judged = Chosen(run >= 0)
-            if plan.rounds > 1 and not judged.are_none:
+            if not judged.are_none:
                 ends, left, run = self._judge_next(batch, jump, judged, (ends, left, run))
         return ends, left
 
@@ -141,13 +145,13 @@ class SpeculativeSampling(Rule):
         plan = batch.plan
         ends, left, run = state
         runs = judged.of(run).clip(0)
-        tokens = batch.tokens[plan.nodes[runs, 0]]
+        tokens = batch.tokens[plan.run_node[runs]]
         rows = transfers.array(np.arange(len(runs)), batch.device)
         p_x = transfers.entries(judged.of(left), rows, tokens)
         q_x = transfers.entries(batch.draft(runs, self.removed), rows, tokens)
         accept = self.accept_probability(p_x, q_x)
-        stays = (batch.uniforms[plan.key_of[runs, 0]] < accept) & (judged.of(run) >= 0)
-        moved = transfers.where(stays, jump[plan.child[runs, 0]], judged.of(ends))
+        stays = (batch.uniforms[plan.run_key[runs]] < accept) & (judged.of(run) >= 0)
+        moved = transfers.where(stays, jump[plan.run_child[runs]], judged.of(ends))
         lead = transfers.where(plan.is_drawn[moved], moved, -1)
         ends = judged.put(ends, moved)
         run = judged.put(run, transfers.where(stays, lead, runs))

@@ -1,9 +1,10 @@
 """The walk down proposals, for a batch at once: where to look in the tables of p and q, and what is looked at.
 
-A *slot* is a place where the target gives a distribution (the root, then each node); a *run* is what is judged there at
+A *slot* is a place where the target gives a distribution (the root, then each node); a *run* what is judged there at
 once: a single draw, or all candidates of a slot that has deterministic draws only. Slots, nodes, runs and the rows of
 draft distributions are numbered through the requests of a batch, and the first run of a slot has the slot's number.
-Where things stand depends on trees and draws alone, and these recur, so it is worked out once (`walk_plan`).
+Where things stand depends on trees and draws alone, and these recur, so it is kept (`walk_plan`); trees that a drafter
+chooses at each step do not, so it is a few arrays.
 
 Small numbers are `transfers.Array`: of numpy on the CPU, of torch on a device, where nothing is read before all is.
 """
@@ -15,7 +16,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -31,9 +32,29 @@ from truedraft.verification.rule import HasKind
 
 Ints = NDArray[np.int64]
 
-_SENTINELS = (-1.0, 2.0)
-"""Uniform numbers that accept always, behind the draws of a run, and never, where it is filled up."""
-_ALWAYS, _NEVER, _FIRST_KEY = 0, 1, 2
+
+def is_joint(draws: Sequence[HasKind]) -> bool:
+    """Whether the draws of a slot are one independent draw, which block verification judges with those around it."""
+    return len(draws) == 1 and draws[0].kind is DrawKind.INDEPENDENT
+
+
+@dataclass(frozen=True, slots=True)
+class _LaterRun:
+    """A draw that is judged where an earlier one of its slot was rejected, and not all of them are deterministic.
+
+    Attributes:
+        slot: where.
+        index: number of the draw there.
+        node: that carries the token.
+        law: row of the draft distribution; -1 for a deterministic candidate.
+        removed: nodes whose tokens earlier draws took out of that distribution.
+    """
+
+    slot: int
+    index: int
+    node: int
+    law: int
+    removed: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,79 +62,54 @@ class _Layout:
     """The runs of one proposal, numbered within it.
 
     Attributes:
-        parents: of each slot the slot above; -1 of the root.
-        depths: of each slot.
-        keys: depth and index of each decision; siblings' subtrees share them, for a walk comes by one of them only.
-        rounds: most runs that a walk sees rejected.
+        shape: of its tree.
         laws: rows of draft distributions.
-        nodes: `[runs, width]`: the nodes with the drawn tokens; of each slot its first run, then all others.
-        key_of: `[runs, width]`: places in `_SENTINELS` and `keys`, one behind the other.
-        law: `[runs]`: rows of draft distributions; -1 for candidates, and where nothing is drawn.
-        following: `[runs]`: the next run of the slot; -1 behind the last.
-        removed: `[runs, tokens]`: nodes whose tokens earlier draws took out of the distribution; -1 for none.
+        draws: `[4, draws]`: slot, column, node and row of the draws of first runs; the row is -1 for candidates.
+        later: the other runs, slot by slot in the order of their draws.
+        rounds: most runs that a walk sees rejected.
         joint: slots with one independent draw alone; see `is_joint`.
     """
 
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
-    keys: tuple[tuple[int, int], ...]
-    rounds: int
+    shape: TreeShape
     laws: int
-    nodes: Ints
-    key_of: Ints
-    law: Ints
-    following: Ints
-    removed: Ints
-    joint: tuple[int, ...]
-
-
-def is_joint(draws: Sequence[HasKind]) -> bool:
-    """Whether the draws of a slot are one independent draw, which block verification judges with those around it."""
-    return len(draws) == 1 and draws[0].kind is DrawKind.INDEPENDENT
+    draws: Ints
+    later: tuple[_LaterRun, ...] = ()
+    rounds: int = 1
+    joint: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=4096)
 def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) -> _Layout:
-    slots = len(draws)
-    depths, parents = (0, *shape.depths), (-1, *(parent + 1 for parent in shape.parents))
-    keys: dict[tuple[int, int], int] = {}
-    placed: list[tuple[int, int, int, int]] = []  # run, column, node and key of each draw
-    law, following = [-1] * slots, [-1] * slots
-    removed: dict[int, list[int]] = {}
-    rejections = [1] * slots  # of the runs of a slot but the last, and of those above it
+    if draws is deterministic_draws(shape):
+        return _children_layout(shape)
+    firsts: list[tuple[int, int, int, int]] = []
+    later: list[_LaterRun] = []
+    rejected = [0] * len(draws)  # most runs on the way to a slot and there, but for the last one
     for slot, own in enumerate(draws):
+        above = rejected[shape.parents[slot - 1] + 1] if slot else 0
         fixed = all(draw.kind is DrawKind.DETERMINISTIC for draw in own)
-        run = slot
+        rejected[slot] = above + (0 if fixed else len(own) - 1)
         for index, draw in enumerate(own):
-            key = keys.setdefault((depths[slot], index), _FIRST_KEY + len(keys))
-            if index and not fixed:
-                following[run] = len(law)
-                run = len(law)
-                law.append(-1)
-                following.append(-1)
-            placed.append((run, index if fixed else 0, draw.child, key))
-            if draw.kind is not DrawKind.DETERMINISTIC:
-                law[run] = draw.law
-            if draw.kind is DrawKind.WITHOUT_REPLACEMENT and index:
-                before = [each.child for each in own[:index] if each.law == draw.law and each.kind is draw.kind]
-                if before:
-                    removed[run] = before
-        if slot:
-            rejections[slot] = rejections[parents[slot]] + (0 if fixed else max(0, len(own) - 1))
-        elif not fixed:
-            rejections[0] = len(own)
-    width = 1 + max((column for _, column, _, _ in placed), default=-1)
-    nodes, key_of = np.zeros((len(law), width), np.int64), np.full((len(law), width), _NEVER)
-    if placed:
-        run_at, column_at, node_at, key_at = np.array(placed).T
-        nodes[run_at, column_at], key_of[run_at, column_at] = node_at, key_at
-    gone = np.full((len(law), max(map(len, removed.values()), default=0)), -1)
-    for run, before in removed.items():
-        gone[run, : len(before)] = before
-    rounds = max(rejections) if placed else 0
+            if fixed or not index:
+                firsts.append((slot, index, draw.child, draw.law))
+                continue
+            alike = draw.kind is DrawKind.WITHOUT_REPLACEMENT
+            before = own[:index] if alike else ()
+            removed = tuple(each.child for each in before if each.law == draw.law and each.kind is draw.kind)
+            later.append(_LaterRun(slot, index, draw.child, draw.law, removed))
     joint = tuple(slot for slot, own in enumerate(draws) if is_joint(own))
+    table = np.array(firsts, np.int64).reshape(-1, 4).T
+    return _Layout(shape, laws, table, tuple(later), 1 + max(rejected) if firsts else 0, joint)
+
+
+@lru_cache(maxsize=1024)
+def _children_layout(shape: TreeShape) -> _Layout:
+    """That of a tree all of whose nodes are candidates, judged in their order."""
+    parents = np.array(shape.parents, np.int64)
+    columns = [place for nodes in shape.children for place in range(len(nodes))]
+    nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
     return _Layout(
-        parents, depths, tuple(keys), rounds, laws, nodes, key_of, np.array(law), np.array(following), gone, joint
+        shape, 0, np.stack([parents[nodes] + 1, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
     )
 
 
@@ -124,119 +120,129 @@ class WalkPlan:
         requests: how many there are.
         slots: of each request.
         first_slots: of each request the slot where its walk begins.
-        parents: of each slot the slot above; -1 of a root.
         depths: of each slot.
         joint: slots with one independent draw alone; see `is_joint`.
         drafts: whether anything is drawn.
-        doublings: how often `jump_table` is doubled to reach the end of the longest path.
         rounds: most runs that a walk sees rejected; 0 where nothing is drafted.
-        sampled: of each request that has draft distributions, how many of its slots begin with a draw from one.
-        keys: of the decisions.
+        width: most candidates of a slot.
         draws: of each request, how many draws its slots are judged by first.
+        sampled: of each request that has draft distributions, how many of these draws are from one.
+        keys: of the decisions: those of these draws, then those of later runs.
         roots: `[requests]`: `first_slots`.
         own: `[slots]`: their numbers.
-        nodes: `[runs, width + 1]`: the nodes with the drawn tokens, filled up with others.
-        key_of: `[runs, width + 1]`: which uniform numbers accept; always the last of each run, never what fills up.
-        is_token: `[runs, width + 1]` bool: which of `nodes` are of the run.
-        is_earlier: `[width + 1, width + 1]` bool: whether the second column comes before the first.
-        is_end: `[runs, width + 1]` bool: the last column.
-        child: `[runs, width + 1]`: the slot of each node, and last that of the run.
-        law: `[runs]`: rows of draft distributions; -1 for candidates, and where nothing is drawn.
-        is_drawn: `[runs]` bool.
-        following: `[runs]`: the next run of the slot; -1 behind the last.
-        removed: `[runs, tokens]`: nodes whose tokens earlier draws took out of the distribution, filled up with the
-            first.
-        reduces: whether there are any.
-        is_reduced: `[runs]` bool: of which runs.
-        draw_slot: `[draws]`: slots of the draws of first runs.
-        draw_column: `[draws]`: their columns in a table `[runs, width + 1]`.
+        draw_slots: slots of the draws of first runs; `draw_slot` `[draws]` as an array.
+        draw_column: `[draws]`: their numbers there.
         draw_node: `[draws]`: their nodes.
-        sampled_node: `[sampled]`: nodes of those from a distribution.
-        first_sampled: `[sampled]`: slots that begin with a draw from a distribution.
-        first_law: `[sampled]`: rows of these.
-        candidates: `[runs, width]`: the nodes of each run, filled up with its first.
-        has_laws: whether there are draws from distributions.
+        draw_child: `[draws]`: the slots of these.
+        sampled_draws: `[sampled]`: which of the draws are from a distribution.
+        sampled_law: `[sampled]`: rows of these.
+        is_drawn: `[slots]` bool: where there are draws.
+        law: `[runs]`: rows of draft distributions; -1 for candidates, and where nothing is drawn.
         has_candidates: whether there are runs of deterministic candidates.
+        device: where the numbers are.
     """
 
     def __init__(self, layouts: Sequence[_Layout], device: torch.device, *, waits: bool) -> None:
         assert waits == transfers.waits(device)
+        self.device = device
+        self._layouts = layouts
         self.requests = len(layouts)
-        self.slots = [len(each.parents) for each in layouts]
+        self.slots = [len(each.shape) + 1 for each in layouts]
         self.first_slots = list(itertools.accumulate(self.slots, initial=0))[:-1]
-        shifted = list(zip(layouts, self.first_slots, strict=True))
-        self.parents = [parent + first if parent >= 0 else -1 for each, first in shifted for parent in each.parents]
-        self.depths = [depth for each in layouts for depth in each.depths]
-        self.joint = [slot + first for each, first in shifted for slot in each.joint]
-        keys = [(number, *key) for number, each in enumerate(layouts) for key in each.keys]
-        self.keys = UniformKeys(*np.array(keys, np.int64).reshape(-1, 3).T.copy())
+        self.depths = [depth for each in layouts for depth in (0, *each.shape.depths)]
+        self.joint = [slot + first for each, first in self._placed for slot in each.joint]
         self.rounds = max(each.rounds for each in layouts)
         self.drafts = self.rounds > 0
         self.doublings = (max(self.depths) - 1).bit_length() if self.drafts else 0
-        self.device = device
         self.roots, self.own = self.array(np.array(self.first_slots)), self.array(np.arange(len(self.depths)))
-        if self.drafts:
-            self._tabulate(layouts)
+        self.draws = [each.draws.shape[1] for each in layouts]
+        slot, column, node, law = self._first_draws()
+        self.draw_slots: list[int] = slot.tolist()
+        depths = np.array(self.depths)
+        self.width = int(column.max()) + 1 if self.drafts else 0
+        requests = np.repeat(np.arange(self.requests), self.draws)
+        self.keys = UniformKeys(requests, depths[slot], column)
+        self.draw_slot, self.draw_column, self.draw_node = self.array(slot), self.array(column), self.array(node)
+        self.draw_child = self.array(node + requests + 1)
+        is_sampled = law >= 0
+        self.sampled = [int((each.draws[3] >= 0).sum()) for each in layouts if each.laws]
+        self.sampled_draws, self.sampled_law = self.array(is_sampled.nonzero()[0]), self.array(law[is_sampled])
+        first_law, is_drawn = np.full(len(depths), -1), np.zeros(len(depths), np.bool_)
+        first_law[slot], is_drawn[slot] = law, True
+        self.is_drawn, self.law = self.array(is_drawn), self.array(first_law)
+        self.has_candidates = not bool(is_sampled.all())
+        if self.rounds > 1:
+            self._add_later_runs(first_law, len(slot))
 
-    def _tabulate(self, layouts: Sequence[_Layout]) -> None:
-        """Bring the runs of all requests together: of all slots the first, then all others."""
-        width = max(each.nodes.shape[1] for each in layouts)
-        gone = max(each.removed.shape[1] for each in layouts)
-        behind = len(self.depths) + np.cumsum([0, *(len(each.law) - len(each.parents) for each in layouts)])
-        keys = np.cumsum([0, *(len(each.keys) for each in layouts)])
-        laws = np.cumsum([0, *(each.laws for each in layouts)])
-        firsts: list[tuple[Ints, ...]] = []
-        others: list[tuple[Ints, ...]] = []
-        for number, each in enumerate(layouts):
-            slots, first = len(each.parents), self.first_slots[number]
-            runs = len(each.law)
-            nodes, key_of = np.zeros((runs, width + 1), np.int64), np.full((runs, width + 1), _NEVER)
-            own_width = each.nodes.shape[1]
-            nodes[:, :own_width] = each.nodes
-            key_of[:, :own_width] = each.key_of
-            key_of[key_of >= _FIRST_KEY] += keys[number]
-            key_of[:, -1] = _ALWAYS
-            child = nodes + (first + 1)
-            child[:slots, -1] = np.arange(first, first + slots)
-            nodes += first - number
-            law = np.where(each.law >= 0, each.law + laws[number], -1)
-            following = np.where(each.following >= 0, each.following + (behind[number] - slots), -1)
-            removed = np.full((runs, gone), -1)
-            removed[:, : each.removed.shape[1]] = np.where(each.removed >= 0, each.removed + (first - number), -1)
-            table = (nodes, key_of, child, law, following, removed)
-            firsts.append(tuple(column[:slots] for column in table))
-            others.append(tuple(column[slots:] for column in table))
-        nodes, key_of, child, law, following, removed = (
-            np.concatenate(parts) for parts in zip(*firsts, *others, strict=True)
+    @property
+    def _placed(self) -> list[tuple[_Layout, int]]:
+        return list(zip(self._layouts, self.first_slots, strict=True))
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Of each slot the slot above; -1 of a root."""
+        return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
+
+    def _first_draws(self) -> Ints:
+        """Slot, column, node and row of the draws of first runs, `[4, draws]`, numbered through the batch."""
+        if self.requests == 1:
+            return self._layouts[0].draws
+        nodes = [first - number for number, first in enumerate(self.first_slots)]
+        laws = [0, *itertools.accumulate(each.laws for each in self._layouts)]
+        shift = np.repeat(np.array([self.first_slots, nodes, laws[:-1]]), self.draws, axis=1)
+        slot, column, node, law = np.concatenate([each.draws for each in self._layouts], axis=1)
+        return np.stack([slot + shift[0], column, node + shift[1], np.where(law >= 0, law + shift[2], -1)])
+
+    def _add_later_runs(self, first_law: Ints, draws: int) -> None:
+        """The tables of all runs, where slots have several: those of first runs, then those of later ones.
+
+        Sets `law`; `following` `[runs]`, the next run of the slot or -1; `run_node`, `run_child` and `run_key`
+        `[runs]`, of first runs any; `later` `[runs]`, their numbers, -1 of first runs; `is_reduced` `[runs]` bool and
+        `removed` `[runs, tokens]`, nodes whose tokens were taken out of the distribution, filled up with the first;
+        `reduces`, whether there are any.
+        """
+        slots = len(first_law)
+        following, law, node, child, requests, indices = (
+            [-1] * slots,
+            first_law.tolist(),
+            [0] * slots,
+            [0] * slots,
+            [],
+            [],
         )
-        slot_request = np.repeat(np.arange(self.requests), self.slots)
-        nodes = np.minimum(nodes, len(self.depths) - self.requests - 1)  # what fills up may name none
-        first_law = law[: len(self.depths)]
-        sampled = first_law >= 0
-        self.sampled = [
-            int(np.count_nonzero(sampled[first : first + slots]))
-            for first, slots, each in zip(self.first_slots, self.slots, layouts, strict=True)
-            if each.laws
-        ]
-        drawn = (key_of[:, :-1] != _NEVER).any(axis=1) if width else np.zeros(len(law), np.bool_)
-        self.width = width
-        self.nodes, self.key_of, self.child = self.array(nodes), self.array(key_of), self.array(child)
-        self.law, self.following, self.is_drawn = self.array(law), self.array(following), self.array(drawn)
-        self.reduces = gone > 0
-        self.is_reduced = self.array(np.asarray((removed >= 0).any(axis=1)))
-        self.removed = self.array(np.where(removed >= 0, removed, removed[:, :1]).clip(0) if gone else removed)
-        self.is_earlier = self.array(np.tri(width + 1, k=-1, dtype=np.bool_))
-        self.is_token, self.is_end = self.array(key_of >= _FIRST_KEY), self.array(key_of == _ALWAYS)
-        slot, column = (key_of[: len(self.depths), :-1] != _NEVER).nonzero()
-        self.draws = np.bincount(slot_request[slot], minlength=self.requests).tolist()
-        self.draw_slot, self.draw_column = self.array(slot), self.array(column)
-        self.draw_node = self.array(nodes[slot, column])
-        self.sampled_node = self.array(nodes[: len(self.depths)][sampled, 0])
-        self.first_sampled, self.first_law = self.array(sampled.nonzero()[0]), self.array(first_law[sampled])
-        # What fills up a run of candidates is its first again.
-        self.candidates = self.array(np.where(key_of[:, :-1] >= _FIRST_KEY, nodes[:, :-1], nodes[:, :1]))
-        self.has_candidates = bool((drawn & (law < 0)).any())
-        self.has_laws = bool((law >= 0).any())
+        removed: list[list[int]] = [[] for _ in range(slots)]
+        last: dict[int, int] = {}  # the last run of a slot
+        first_law_of = 0
+        for number, (each, first) in enumerate(self._placed):
+            for run in each.later:
+                slot = run.slot + first
+                following[last.get(slot, slot)] = last[slot] = len(law)
+                law.append(run.law + first_law_of if run.law >= 0 else -1)
+                following.append(-1)
+                node.append(run.node + first - number)
+                child.append(run.node + first + 1)
+                removed.append([own + first - number for own in run.removed])
+                requests.append(number)
+                indices.append(run.index)
+            first_law_of += each.laws
+        key = [0] * slots + [draws + place for place in range(len(requests))]
+        width = max(map(len, removed))
+        self.reduces = width > 0
+        self.later = self.array(np.array([-1] * slots + list(range(slots, len(law)))))
+        self.following, self.law, self.run_node, self.run_child, self.run_key = (
+            self.array(np.array(each)) for each in (following, law, node, child, key)
+        )
+        self.is_reduced = self.array(np.array([bool(own) for own in removed]))
+        filled = [[*own, *(own or [0])[:1] * (width - len(own))] for own in removed]
+        self.removed = self.array(np.array(filled, np.int64).reshape(len(law), width))
+        keys, depths = self.keys, np.array(self.depths)
+        at = np.array([run.slot + first for each, first in self._placed for run in each.later])
+        self.keys = UniformKeys(
+            np.concatenate([keys.requests, requests]),
+            np.concatenate([keys.depths, depths[at]]),
+            np.concatenate([keys.indices, indices]),
+        )
+        self.has_candidates = self.has_candidates or any(run.law < 0 for each in self._layouts for run in each.later)
 
     def array(self, numbers: NDArray[np.generic]) -> Array:
         """Numbers where those of the batch are."""
@@ -254,8 +260,7 @@ def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
 
 def children_plan(shapes: Sequence[TreeShape], device: torch.device) -> WalkPlan:
     """The plan of trees whose children are judged in their order, however they were drawn."""
-    layouts = tuple(_layout(shape, deterministic_draws(shape), 0) for shape in shapes)
-    return _plan(layouts, device, waits=transfers.waits(device))
+    return _plan(tuple(_children_layout(shape) for shape in shapes), device, waits=transfers.waits(device))
 
 
 def jump_table(plan: WalkPlan, stays: Array) -> Array:
@@ -263,9 +268,9 @@ def jump_table(plan: WalkPlan, stays: Array) -> Array:
 
     Args:
         plan: of the batch.
-        stays: `[slots, width + 1]` bool: which draws would stay; the last column always does: the walk ends there.
+        stays: `[draws]` bool: which draws of first runs would stay.
     """
-    jump = plan.child[plan.own, transfers.first_true(stays)]
+    jump = transfers.first_of_each(plan.own, plan.draw_slot, plan.draw_child, stays)
     for _ in range(plan.doublings):
         jump = jump[jump]
     return jump
@@ -284,6 +289,10 @@ class Rows:
         if len(tables) > 1 and transfers.waits(device):
             self._tables = [torch.cat(self._tables)]
         self._starts = list(itertools.accumulate(map(len, self._tables), initial=0)) if len(self._tables) > 1 else [0]
+
+    def __len__(self) -> int:
+        """How many tables there are."""
+        return len(self._tables)
 
     def entries(self, rows: Array, columns: Array, counts: Sequence[int]) -> Array:
         """Numbers in the tables at some places, float64.
@@ -367,7 +376,7 @@ class Batch:
         q: the drafts' distributions, a row for each that a proposal has.
         dtype: in which p and q are compared.
         tokens: `[nodes]`.
-        uniforms: `[sentinels + keys]`, float64: the numbers that accept.
+        uniforms: `[keys]`, float64: the numbers that accept.
         weights: `[slots]`, float64: what a rule scales p by, where it does.
     """
 
@@ -392,24 +401,32 @@ class Batch:
         drafted = [own.laws for own in proposals if own.laws is not None and len(own.laws)]
         dtype = functools.reduce(torch.promote_types, {each.dtype for each in (*probs, *drafted)})
         tokens = drafted_tokens([own.tree for own in proposals], vocab, device) if plan.drafts else plan.own
-        numbers = transfers.array(np.concatenate([_SENTINELS, uniforms(noise, Purpose.ACCEPT, plan.keys)]), device)
+        numbers = transfers.array(uniforms(noise, Purpose.ACCEPT, plan.keys), device)
         rows = Rows(probs, device), Rows(drafted, device)
         return cls(plan, proposals, noise, device, *rows, dtype, tokens, numbers)
 
     def first_looks(self) -> tuple[Array, Array]:
-        """p and q `[slots, width + 1]`, float64, of the draws that are judged first; q is 1 where it is one-hot."""
+        """p and q `[draws]`, float64, of the draws of first runs; q is 1 where it is one-hot."""
         plan = self.plan
-        shape = len(plan.depths), plan.width + 1
-        p_x, q_x = transfers.full(shape, 0.0, self.device), transfers.full(shape, 1.0, self.device)
-        p_x[plan.draw_slot, plan.draw_column] = self.p.entries(plan.draw_slot, self.tokens[plan.draw_node], plan.draws)
-        if len(plan.first_sampled):
-            q_x[plan.first_sampled, 0] = self.q.entries(plan.first_law, self.tokens[plan.sampled_node], plan.sampled)
-        return p_x, q_x
+        tokens = self.tokens[plan.draw_node]
+        p_x = self.p.entries(plan.draw_slot, tokens, plan.draws)
+        if not len(plan.sampled_draws):
+            return p_x, 1.0
+        q_x = self.q.entries(plan.sampled_law, tokens[plan.sampled_draws], plan.sampled)
+        if len(plan.sampled_draws) == len(plan.draw_slot):
+            return p_x, q_x
+        all_q = transfers.full(p_x.shape, 1.0, self.device)
+        all_q[plan.sampled_draws] = q_x
+        return p_x, all_q
 
-    def is_repeated(self) -> Array:
-        """Which candidates `[slots, width + 1]` carry the token of an earlier one of their slot."""
-        tokens = self.tokens[self.plan.nodes[: len(self.plan.depths)]]
-        return ((tokens[:, :, None] == tokens[:, None, :]) & self.plan.is_earlier).any(-1)
+    def without_repeated(self, table: Array) -> Array:
+        """A table `[slots, width]` of the draws of first runs with 0 where an earlier one of the slot has its token."""
+        plan = self.plan
+        tokens = transfers.array(-1 - np.arange(plan.width), self.device) + 0 * transfers.whole(table)
+        tokens[plan.draw_slot, plan.draw_column] = self.tokens[plan.draw_node]
+        same = tokens[:, :, None] == tokens[:, None, :]
+        earlier = plan.array(np.tri(plan.width, k=-1, dtype=np.bool_))
+        return transfers.where((same & earlier).any(-1), 0.0, table)
 
     def target(self, slots: Array) -> Tensor:
         """The target's distributions at some slots `[slots, vocab]`, scaled where the rule does so."""
@@ -427,18 +444,27 @@ class Batch:
         law = plan.law[runs]
         sampled = Chosen(law >= 0)
         if plan.has_candidates:
-            at = self.vector(self.tokens[plan.candidates[runs]])
-            q = torch.zeros(len(law), self.p.vocab, dtype=self.dtype, device=self.device).scatter_(1, at, 1.0)
-            if plan.has_laws and not sampled.are_none:
+            q = self._candidates(runs)
+            if len(self.q) and not sampled.are_none:
                 q = sampled.put(q, self.q.select(sampled.of(law).clip(0)).to(self.dtype))
         else:
             q = self.q.select(law.clip(0)).to(self.dtype)
-        if plan.reduces:
+        if plan.rounds > 1 and plan.reduces:
             reduced = Chosen(plan.is_reduced[runs])
             if not reduced.are_none:
                 gone = self.vector(self.tokens[plan.removed[reduced.of(runs)]])
                 q = reduced.put(q, removed(reduced.of(q), gone))
         return q
+
+    def _candidates(self, runs: Array) -> Tensor:
+        """1 or more at the tokens of each run, `[runs, vocab]`."""
+        plan = self.plan
+        tokens, of_run = self.tokens[plan.draw_node], plan.draw_slot == runs[:, None]  # [draws], [runs, draws]
+        if plan.rounds > 1:
+            tokens = transfers.joined(tokens, self.tokens[plan.run_node])
+            of_run = transfers.joined(of_run, plan.later == runs[:, None])
+        q = torch.zeros(len(runs), self.p.vocab, dtype=self.dtype, device=self.device)
+        return q.scatter_add_(1, self.vector(tokens).expand(len(runs), -1), self.vector(of_run).to(self.dtype))
 
     def vector(self, numbers: Array) -> Tensor:
         """Small numbers as a tensor where the distributions are."""
