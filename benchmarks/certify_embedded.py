@@ -102,6 +102,8 @@ def main() -> int:
     done = _done(options.out)
     asked = list(short_cells() if options.short else cells())[options.first :: options.every]
     todo = [cell for cell in asked if cell.key not in done][: options.limit]
+    if not todo:
+        return 0
     target = load_model("embedded:target")
     prompts = [encode_prompt(target, each.prompt)[:_PROMPT] for each in read_prompts(None, HELDOUT)]
     started, statuses = time.perf_counter(), {0}

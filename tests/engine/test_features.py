@@ -8,9 +8,14 @@ from typing import ClassVar
 import pytest
 import torch
 
+from support.backends import fused_backend
 from support.head_models import MarkovWithHead
+from support.tiny_models import stock
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftRequest, Features, StepOutcome
+from truedraft.errors import CompositionError
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import ScriptedDrafter
 
 VOCAB = 9
@@ -94,3 +99,40 @@ def test_who_declares_nothing_is_given_nothing_and_answers_are_the_same(target: 
     drafter = Watching()
     assert run(target, drafter) == run(target, Last()) == run(target, All())
     assert all(outcome.hidden is None and outcome.logits is None for _, outcome in drafter.seen)
+
+
+@torch.inference_mode()
+def states_after(tokens: list[int]) -> tuple[torch.Tensor, ...]:
+    """What each layer gives at the last token; of the last layer there it is normed already."""
+    output = stock("llama")(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    return tuple(states[0, -1] for states in output.hidden_states[1:])
+
+
+def test_layers_are_shown_at_the_same_rows() -> None:
+    """Of a real model, as it runs and in one fused loop; what a layer gives is what transformers says."""
+
+    class Layered(Watching):
+        features: ClassVar[Features | None] = Features(rows="all", layers=(0,))
+
+    for backend in (StockBackend, fused_backend):
+        target = HuggingFaceModel(stock("llama"), None, "llama", backend)
+        drafter = Layered()
+        engine = Engine(target, drafter)
+        engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=6))
+        compared = 0
+        for before, outcome in drafter.seen:
+            if len(outcome.proposal.tree):
+                wanted = states_after(before)
+                for own, layer in zip(outcome.layers, (0,), strict=True):
+                    assert own.shape == (len(outcome.proposal.tree) + 1, wanted[layer].shape[-1])
+                    torch.testing.assert_close(own[0], wanted[layer], rtol=1e-4, atol=1e-4)
+                compared += 1
+        assert compared > 3
+
+
+def test_layers_that_a_forward_does_not_show_are_refused(target: MarkovWithHead) -> None:
+    class Layered(Watching):
+        features: ClassVar[Features | None] = Features(layers=(2,))
+
+    with pytest.raises(CompositionError, match=r"reads vectors of layers 2, .* shows none; load the target"):
+        Engine(target, Layered())

@@ -236,7 +236,7 @@ def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     plain = Engine(target).generate(PROMPTS, params)
     assert [a.token_ids for a in answers][0::2] == [a.token_ids for a in plain][0::2]
-    assert not drafter._vectors._of, "every request gave its vector back"
+    assert not drafter.holding, "every request gave its vector back"
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithEmbedding) -> None:

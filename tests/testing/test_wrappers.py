@@ -14,7 +14,6 @@ from truedraft.core.trees import TokenTree, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered, reduced, scaled
-from truedraft.testing.wrappers import deciding
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.rule import DeviceVerdicts
 
@@ -80,5 +79,5 @@ def test_a_rule_that_decides_otherwise_verifies_otherwise() -> None:
         return rule.decide(*given)
 
     given = [Proposal.deterministic(TokenTree.chain([1]))], [torch.full((2, 4), 0.25)], [KeyedNoise(1, 0, 0)]
-    assert deciding(rule, decide).verify(*given) == rule.verify(*given)
+    assert altered(rule, decide=decide).verify(*given) == rule.verify(*given)
     assert asked == [1]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, cell_laws, completed, kernel_law, run, step_law
+from decision_cells import BELOW_ONE, ScriptedNoise, cell_laws, completed, kernel_law, run, step_law
 from small_worlds import (
     A1,
     A2,
@@ -149,12 +149,14 @@ def test_each_key_is_asked_once_and_none_of_the_drafters() -> None:
     """Which key decides what is part of the contract: a drafter's own draws use Purpose.DRAFT."""
     world = build("keys", 3, [W2, A1], "dense", "dense")
     cases = every_proposal(world)
-    for (verdict, asked), case in zip(run(RULE, cases, [{}] * len(cases)), cases, strict=True):
+    noise = [ScriptedNoise({}) for _ in cases]
+    verdicts = RULE.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
+    for verdict, own, case in zip(verdicts, noise, cases, strict=True):
         depths = (0, *case.proposal.tree.shape.depths)
         drawn = {(depth, i) for depth, own in zip(depths, case.proposal.draws, strict=True) for i in range(len(own))}
         final = Purpose.BONUS if verdict.final is Origin.BONUS else Purpose.RECOVERED
         accepting = [(Purpose.ACCEPT, *place) for place in sorted(drawn)]
-        assert sorted(asked) == sorted([*accepting, (final, len(verdict.path), 0)])
+        assert sorted(own.asked) == sorted([*accepting, (final, len(verdict.path), 0)])
 
 
 def test_temperature_zero_follows_the_argmax_whatever_the_noise() -> None:

@@ -169,7 +169,7 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
             ]
             best = sorted(range(table.vocab), key=lambda token: (-scores[token], token))[:width]
             draws[slot] = tuple(Draw(len(tokens) + i, len(rows), DrawKind.COUPLED) for i in range(len(best)))
-            rows.append(table.law(path))
+            rows.append(table.probs(path))
             tokens += best
             parents += [slot - 1] * len(best)
             paths += [(*path, token) for token in best]
@@ -177,7 +177,7 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
     tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
     proposal = Proposal(tree, tuple(draws), torch.stack(rows) if rows else None)
     proposal.check()
-    return Case(1.0, proposal, torch.stack([world.target.law(each) for each in paths]))
+    return Case(1.0, proposal, torch.stack([world.target.probs(each) for each in paths]))
 
 
 # ---------------------------------------------------------------------------------------- distributions in every cell
@@ -229,7 +229,7 @@ def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:
     proposals = cells = 0
     worst = moved = 0.0
     for world in _over_two_tokens():
-        expected = target_law(world.target.law, world.length)
+        expected = target_law(world.target.probs, world.length)
         drawn = len(world.plans) > 0 and world.plans[0][0].kind is DrawKind.INDEPENDENT
         for case in (*world.every_proposal(), *([None] if drawn else [])):  # None: drafted under the noise that judges
             probs, own_moved, count = _answers(rule, device, world, case)
@@ -258,7 +258,7 @@ def _answers(
     """
     tables = [world.target] if case is not None else [world.target, world.drafters[0]]
     lines = [
-        _stretches([_edge(table.law(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])
+        _stretches([_edge(table.probs(path)) for path in itertools.product(range(2), repeat=depth) for table in tables])
         for depth in range(world.length)
     ]
     boxes = list(itertools.product(*lines))
@@ -282,7 +282,7 @@ def _gone_on(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
     """The answer of full length: behind the step each token is the one that its difference calls for."""
     answer = verdict.tokens
     while len(answer) < world.length:
-        answer = (*answer, int(noise.differences[len(answer)] > _edge(world.target.law(answer))))
+        answer = (*answer, int(noise.differences[len(answer)] > _edge(world.target.probs(answer))))
     return answer[: world.length]
 
 

@@ -98,8 +98,8 @@ def _kernel(rule: Rule, worlds: Sequence[World], tell: Tell, prefix: str = "") -
     """Whole answers, whole step after whole step, by recursion over the kernels."""
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
-        expected = target_law(world.target.law, world.length)
-        worst.see(distance(emitted_law(rule, world.target.law, world.scheme, world.length), expected), world)
+        expected = target_law(world.target.probs, world.length)
+        worst.see(distance(emitted_law(rule, world.target.probs, world.scheme, world.length), expected), world)
         answers += len(expected)
         tell((number + 1) / len(worlds))
     summary = f"{len(worlds)} worlds, {answers:,} answers, largest distance {worst.distance:.1e}{worst.where}"
@@ -177,8 +177,8 @@ class _Judged:
                 if _composes(self.rule, case):
                     self.compared += 1
                     self.kernel.see(verdict_distance(found, kernel_probs(self.rule, case)), world)
-            answers = completed(step_probs(listed, own), world.target.law, world.length)
-            self.distances.append(distance(answers, target_law(world.target.law, world.length)))
+            answers = completed(step_probs(listed, own), world.target.probs, world.length)
+            self.distances.append(distance(answers, target_law(world.target.probs, world.length)))
             self.target.see(self.distances[-1], world)
 
     @property

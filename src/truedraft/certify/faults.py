@@ -25,7 +25,6 @@ from truedraft.core.verdicts import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.models.base import LanguageModel
 from truedraft.testing import ScriptedDrafter, altered
-from truedraft.testing.wrappers import deciding
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.rule import DeviceVerdicts
 
@@ -73,7 +72,7 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         return DeviceVerdicts.of([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
 
-    return deciding(rule, decide)
+    return altered(rule, decide=decide)
 
 
 def residual_is_target(rule: Rule) -> Rule:
@@ -90,7 +89,7 @@ def residual_is_target(rule: Rule) -> Rule:
         verdicts = rule.verify(proposals, probs, noise)
         return DeviceVerdicts.of([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
 
-    return deciding(rule, decide)
+    return altered(rule, decide=decide)
 
 
 def judges_another_temperature(rule: Rule) -> Rule:
@@ -100,7 +99,7 @@ def judges_another_temperature(rule: Rule) -> Rule:
         wrong = [own if own.laws is None else replace(own, laws=flattened(own.laws)) for own in proposals]
         return rule.decide(wrong, probs, noise)
 
-    return deciding(rule, decide)
+    return altered(rule, decide=decide)
 
 
 def one_key_twice(rule: Rule) -> Rule:
@@ -117,7 +116,7 @@ def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         return rule.decide(proposals, probs, [wrong(own) for own in noise])
 
-    return deciding(rule, decide)
+    return altered(rule, decide=decide)
 
 
 class _AtOtherKeys:

@@ -21,7 +21,6 @@ from truedraft.core.trees import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import altered
-from truedraft.testing.wrappers import deciding
 from truedraft.verification import Rule
 from truedraft.verification.rule import DeviceVerdicts
 
@@ -82,7 +81,7 @@ class Recorder:
             return rule.decide(proposals, probs, noise)
 
         self.drafter = altered(drafter, observe=observe)
-        self.rule = None if rule is None else deciding(rule, decide)
+        self.rule = None if rule is None else altered(rule, decide=decide)
 
     def taken(self, request: int) -> list[Decision]:
         """What was noted of a request, for each of its emitted tokens; forgotten here from now on."""

@@ -20,10 +20,10 @@ STYLES = ("dense", "sparse", "one-hot", "varied")
 
 
 class Table:
-    """A law for every context, made of small whole numbers that depend on (name, vocabulary, style, context) alone.
+    """A distribution for every context, of small whole numbers that depend on (name, vocabulary, style, context) alone.
 
     Args:
-        name: laws of other names are other laws.
+        name: tables of other names are other tables.
         vocab: how many tokens there are.
         style: one of `STYLES`.
         largest: of the whole numbers; small ones make ties.
@@ -35,7 +35,7 @@ class Table:
         self._style = style
         self._largest = largest
         self._weights: dict[Prefix, list[int]] = {}
-        self._laws: dict[Prefix, Tensor] = {}
+        self._probs: dict[Prefix, Tensor] = {}
 
     def weights(self, prefix: Prefix) -> list[int]:
         """The whole numbers of a context, one for each token."""
@@ -48,12 +48,12 @@ class Table:
             self._weights[prefix] = [weight if token in support else 0 for token, weight in enumerate(weights)]
         return self._weights[prefix]
 
-    def law(self, prefix: Prefix) -> Tensor:
-        """The law `[vocab]`, float64, of the token behind a context."""
-        if prefix not in self._laws:
+    def probs(self, prefix: Prefix) -> Tensor:
+        """The distribution `[vocab]`, float64, of the token behind a context."""
+        if prefix not in self._probs:
             weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
-            self._laws[prefix] = weights / weights.sum()
-        return self._laws[prefix]
+            self._probs[prefix] = weights / weights.sum()
+        return self._probs[prefix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Case:
     Attributes:
         probability: that it is drafted.
         proposal: the tree and its draws.
-        laws: the target's laws `[slots, vocab]`, float64.
+        laws: the target's distributions `[slots, vocab]`, float64.
     """
 
     probability: float
@@ -114,7 +114,7 @@ class World:
 
     Attributes:
         name: for reports.
-        target: its laws.
+        target: its distributions.
         drafters: theirs.
         plans: what is drawn at each node of each depth.
         bare: a token under which nothing is drafted, which makes trees uneven; -1 is none.
@@ -132,7 +132,7 @@ class World:
         return len(self.plans) + 1
 
     def choices(self, prefix: Prefix, drafted: Prefix) -> list[Choice]:
-        """The draws that exist at a node: never more of one law without replacement than it has tokens."""
+        """The draws that exist at a node: never more of one distribution without replacement than it has tokens."""
         if len(drafted) >= len(self.plans) or (drafted and drafted[-1] == self.bare):
             return []
         kept: list[Choice] = []
@@ -152,7 +152,7 @@ class World:
                 one_hot[self._fixed_token(choice, prefix)] = 1.0
                 plan.append(PlannedDraw(-1, one_hot, choice.kind))
             else:
-                plan.append(PlannedDraw(choice.drafter, self.drafters[choice.drafter].law(prefix), choice.kind))
+                plan.append(PlannedDraw(choice.drafter, self.drafters[choice.drafter].probs(prefix), choice.kind))
         return plan
 
     def every_proposal(self) -> list[Case]:
@@ -219,7 +219,7 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
             if choice.kind is not DrawKind.DETERMINISTIC:
                 if choice.drafter not in row_of:
                     row_of[choice.drafter] = len(rows)
-                    rows.append(world.drafters[choice.drafter].law(paths[slot]))
+                    rows.append(world.drafters[choice.drafter].probs(paths[slot]))
                 row = row_of[choice.drafter]
             draws[slot].append(Draw(nodes[token], row, choice.kind))
         for token, below in drafted.below.items():
@@ -229,7 +229,7 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
     tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
     proposal = Proposal(tree, tuple(map(tuple, draws)), torch.stack(rows) if rows else None)
     proposal.check()
-    return Case(probability, proposal, torch.stack([world.target.law(path) for path in paths]))
+    return Case(probability, proposal, torch.stack([world.target.probs(path) for path in paths]))
 
 
 # ---------------------------------------------------------------------------------------- the worlds of a certificate
@@ -241,8 +241,8 @@ def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, lar
     Args:
         vocab: tokens.
         plans: for each depth.
-        p: style of the target's laws.
-        q: style of the drafters'; "equal" drafts from the target's own laws.
+        p: style of the target's distributions.
+        q: style of the drafters'; "equal" drafts from the target's own.
         bare: see `World`.
         largest: see `Table`.
     """

@@ -93,7 +93,7 @@ def beam_search(
 
     Yields:
         For length 1, 2, 3, ... the beams that are kept, the best first; their scores are sums of what `scores` makes of
-        the log probabilities under the head's law at temperature 1.
+        the log probabilities under the head's distribution at temperature 1.
     """
     with torch.inference_mode():
         context = runner.context(hidden)

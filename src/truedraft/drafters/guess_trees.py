@@ -115,12 +115,11 @@ class FixedTrees(GuessTrees):
         self._cut: dict[tuple[str, int, int, int], RankTree] = {}
 
     def extent(self, nodes: int) -> Budget:
-        """See `GuessTrees.extent`: limits of whole trees, for cutting is done by order, not by depth or rank."""
+        # Limits of whole trees: cutting is done by order, not by depth or rank.
         kept = [tree.first(nodes) for tree in self._trees.values()]
         return Budget(max(tree.depth for tree in kept), max(tree.width for tree in kept), max(map(len, kept)))
 
     def check(self, heads: int, vocab_size: int | None = None) -> None:
-        """See `GuessTrees.check`."""
         depth = max(tree.depth for tree in self._trees.values())
         if depth > heads:
             raise OptionError(
@@ -134,12 +133,10 @@ class FixedTrees(GuessTrees):
             )
 
     def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
-        """See `GuessTrees.wanted`."""
         tree = self._fitting(params, budget)
         return Budget(tree.depth, tree.width, len(tree))
 
     def trees(self, guesses: Likeliest, requests: Sequence[Wanted]) -> list[TokenTree]:
-        """See `GuessTrees.trees`."""
         found = []
         for row, (params, budget) in enumerate(requests):
             tree = self._fitting(params, budget)
@@ -147,11 +144,9 @@ class FixedTrees(GuessTrees):
         return found
 
     def counted(self, params: SamplingParams) -> RankTree:
-        """See `GuessTrees.counted`."""
         return self._trees[kind_of(params)]
 
     def is_fixed(self, params: SamplingParams) -> bool:
-        """See `GuessTrees.is_fixed`."""
         return True
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
@@ -210,7 +205,6 @@ class LikeliestTrees(GuessTrees):
         self._fixed_for = frozenset(fixed_for)
 
     def extent(self, nodes: int) -> Budget:
-        """See `GuessTrees.extent`."""
         if nodes > MOST_NODES:
             raise OptionError(
                 f"a tree chosen at each step has at most {MOST_NODES} nodes, got {nodes}; give fewer, or a fixed tree"
@@ -218,12 +212,11 @@ class LikeliestTrees(GuessTrees):
         return Budget(min(self._heads, nodes), min(MOST_RANKS, nodes), nodes)
 
     def check(self, heads: int, vocab_size: int | None = None) -> None:
-        """See `GuessTrees.check`: of fewer ids it takes them all."""
+        # Of fewer ids than ranks it takes them all.
         if self._heads > heads:
             raise OptionError(f"trees of {self._heads} heads need as many, and there are {heads}; choose by fewer")
 
     def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
-        """See `GuessTrees.wanted`."""
         fixed = self._tree_of(params)
         if fixed is not None:
             return fixed.wanted(params, budget)
@@ -233,7 +226,6 @@ class LikeliestTrees(GuessTrees):
         return Budget(min(budget.depth, self._heads, nodes), min(budget.width, MOST_RANKS, nodes), nodes)
 
     def trees(self, guesses: Likeliest, requests: Sequence[Wanted]) -> list[TokenTree]:
-        """See `GuessTrees.trees`."""
         found: dict[int, TokenTree] = {}
         alike: dict[tuple[Budget, Survival | None], list[int]] = {}
         for row, (params, budget) in enumerate(requests):
@@ -256,11 +248,9 @@ class LikeliestTrees(GuessTrees):
         return self._fixed if kind_of(params) in self._fixed_for else None
 
     def is_fixed(self, params: SamplingParams) -> bool:
-        """See `GuessTrees.is_fixed`."""
         return self._tree_of(params) is not None
 
     def counted(self, params: SamplingParams) -> RankTree | None:
-        """See `GuessTrees.counted`."""
         return None if self._fixed is None else self._fixed.counted(params)
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
@@ -312,13 +302,13 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     """The likeliest choices of a target that draws by coupled noise, as far as heads know (arXiv 2408.07978).
 
     The target's choice is argmax(log p + G), with noise G that is known before anything is drafted (DESIGN section 2).
-    A head's own candidate for it would be argmax(log q + G) with its law q at the request's temperature T, which is
-    the argmax of its logits plus T G. But a head does not know the tokens between, so its law is a mixture: the
-    target's is sharper, and its noise decides less often. So the noise is weighed by `noise_weight`, and the softmax of
-    what comes out stands for the probability that a token is the target's choice.
+    A head's own candidate for it would be argmax(log q + G) with its distribution q at the request's temperature T,
+    which is the argmax of its logits plus T G. But a head does not know the tokens between, so its distribution is a
+    mixture: the target's is sharper, and its noise decides less often. So the noise is weighed by `noise_weight`, and
+    the softmax of what comes out stands for the probability that a token is the target's choice.
 
-    Top-k, top-p and min-p are not asked for: a token that they take from the head's law may well be in the target's,
-    and acceptance was measured to be the same with and without them.
+    Top-k, top-p and min-p are not asked for: a token that they take from the head's distribution may well be in the
+    target's, and acceptance was measured to be the same with and without them.
 
     Args:
         logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token that the step decides.
@@ -343,8 +333,8 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
 def noise_weight(temperature: float) -> float:
     """How much a target's noise counts beside a head's logits: T min(T, 1).
 
-    T would be right if the head's law were the target's. Below 1, fitting the weight to the choices of the embedded
-    target gave about T squared for every head (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T. At T = 0
-    it vanishes, as the noise of greedy requests does.
+    T would be right if the head's distribution were the target's. Below 1, fitting the weight to the choices of the
+    embedded target gave about T squared for every head (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T.
+    At T = 0 it vanishes, as the noise of greedy requests does.
     """
     return temperature * min(temperature, 1.0)

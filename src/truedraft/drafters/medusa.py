@@ -62,8 +62,8 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
 
     Each head's likeliest tokens are candidates, put together by a tree of ranks. They were chosen, not drawn, so the
-    rule follows the child that carries the token it draws from the target's law: exact at every temperature. Ties go
-    to the lowest id, so a request's candidates do not depend on its neighbours.
+    rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
+    Ties go to the lowest id, so a request's candidates do not depend on its neighbours.
 
     Coupled requests get the tokens that their noise makes likeliest (`coupled_guesses`), in the same trees. They are
     judged by comparison, so these candidates too are deterministic.

@@ -40,12 +40,12 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
     The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
     the best continuations; with those that it drops on the way they are merged into a tree wherever they share
     prefixes, and the tree's best nodes are proposed. Best is what is likeliest to be accepted, by the survival that was
-    calibrated for this head (`core.survival`), or else by its own probabilities.
-    Beams were chosen, not drawn, so the rule follows the child that carries the token it draws from the target's law:
-    exact at every temperature. (Accepting beams as if they had been drawn, as the published code does, is not.)
+    calibrated for this head (`core.survival`), or else by its own probabilities. Beams were chosen, not drawn, so the
+    rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
+    (Accepting beams as if they had been drawn, as the published code does, is not.)
 
-    With `sampled`, requests at a temperature get paths drawn without replacement from the head's law instead, judged by
-    recursive rejection, exact too. Coupled requests get the paths that their noise makes likeliest.
+    With `sampled`, requests at a temperature get paths drawn without replacement from the head's distribution instead,
+    judged by recursive rejection, exact too. Coupled requests get the paths that their noise makes likeliest.
 
     On a device the host waits once a step for the shape of the merged tree; for drawn paths, once a level.
 

@@ -25,7 +25,7 @@ from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.step import Step
 from truedraft.engine.verifier import Verifier
-from truedraft.errors import CacheError, ModelError, OptionError, PromptError, TruedraftError
+from truedraft.errors import CacheError, CompositionError, ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
@@ -82,6 +82,7 @@ class Engine:
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise OptionError(f"max_batch must be a whole number of 1 or more, got {max_batch!r}")
         self.drafter.check(self.target)
+        _check_layers(self.drafter, self.target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
@@ -332,6 +333,17 @@ class Engine:
         if left and not self._turns.mine:
             with self._turns:
                 self._close_cancelled()
+
+
+def _check_layers(drafter: Drafter, target: LanguageModel) -> None:
+    """Refuse a drafter that reads layers which the target's forward does not show."""
+    features = drafter.features
+    if features is not None and not all(0 <= layer < target.shown_layers for layer in features.layers):
+        shown = f"shows those of layers 0 to {target.shown_layers - 1}" if target.shown_layers else "shows none"
+        raise CompositionError(
+            f"drafter {drafter.name!r} reads vectors of layers {', '.join(map(str, features.layers))}, and the forward "
+            f"of {target.name!r} {shown}; load the target with fast_paths=False if it has these layers"
+        )
 
 
 def _check_kind(what: str, given: object, kind: type, words: str = "") -> None:

@@ -12,7 +12,7 @@ from truedraft.engine.clock import StepClock
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.verifier import Judged, Verifier
 from truedraft.errors import InvalidLogitsError
-from truedraft.models.base import ForwardOutput, LanguageModel
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 
 class Step:
@@ -32,6 +32,7 @@ class Step:
         self._drafting = drafting
         self._verifier = verifier
         self._features = features
+        self._layers = () if features is None else features.layers
 
     def run(self, batch: Batch) -> StepRecord:
         """One step; each request gains tokens, a part of its prompt, or an error."""
@@ -39,13 +40,16 @@ class Step:
         budgets = self._drafting.decide(batch)
         proposals = self._drafting.propose(batch, budgets)
         clock.lap()
-        output = self._target.forward(batch.segments(proposals, self._target, self._features))
+        output = self._forward(batch.segments(proposals, self._target, self._features))
         clock.lap()
         judged = self._verifier.verify(batch, output)
         clock.lap()
         outcomes, record = self._commit(batch, judged, output, clock)
         self._drafting.observe(batch, outcomes, record)
         return record
+
+    def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)
 
     def _commit(
         self, batch: Batch, judged: Sequence[Judged | None], output: ForwardOutput, clock: StepClock
@@ -99,5 +103,6 @@ class Step:
             tokens,
             hidden=output.hidden[rows],
             logits=output.logits[rows] if features.logits else None,
+            layers=tuple(vectors[rows] for vectors in output.layers),
             partial=not item.judged,
         )

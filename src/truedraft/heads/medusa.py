@@ -85,7 +85,7 @@ class MedusaHeads(Head):
 
     Heads that read the token too add to h a linear layer, shared by all heads and 0 at the start, of its embedding e
     scaled to a root mean square of 1: h + Wt e / rms(e). (So does the first of the Hydra heads, 2402.05109; but these
-    do not wait for each other.) The token is known before anything is drafted, and h alone only knows its law.
+    do not wait for each other.) The token is known before anything is drafted, and h alone only knows its distribution.
 
     Args:
         config: sizes.

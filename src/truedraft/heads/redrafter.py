@@ -79,7 +79,7 @@ class RedrafterConfig:
 
 
 class RedrafterHead(Head):
-    """h and the drafted tokens x_1, ..., x_i give the law of the token behind x_i (ReDrafter 2403.09919, section 3.1).
+    """h and the drafted tokens x_1, ..., x_i give the distribution of the token behind x_i (2403.09919, section 3.1).
 
     s_0 = 0; s_i = SiLU(W e(x_i) + U s_(i-1) + b), e the target's embedding and x_1 the token that was drawn from the
     vector h. [h, s_i] goes through a linear layer to the exit width, where that is another width, then through blocks

@@ -48,10 +48,12 @@ class ForwardOutput:
     Attributes:
         logits: `[rows, vocab]` in the model's dtype, padded ids cut off.
         hidden: `[rows, width]`: the vectors that enter the LM head, after the final norm.
+        layers: `[rows, width]` of each layer that was asked for: what it gives to the next.
     """
 
     logits: Tensor
     hidden: Tensor
+    layers: tuple[Tensor, ...] = ()
 
 
 class LanguageModel(ABC):
@@ -71,6 +73,7 @@ class LanguageModel(ABC):
         note: what every report on the model must say, such as that it was padded.
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or for a padded model those of the model
             that it was made from, behind which there are zeros; 0 where heads cannot read them.
+        shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
     """
 
     name: str
@@ -85,6 +88,7 @@ class LanguageModel(ABC):
     weight_bytes: int = 0
     note: str | None = None
     head_width: int = 0
+    shown_layers: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -110,6 +114,14 @@ class LanguageModel(ABC):
         Raises:
             ModelError: the model failed.
         """
+
+    def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
+        """The same forward, with the output of some layers, given by numbers below `shown_layers`.
+
+        Raises:
+            UnsupportedModelError: the model shows none.
+        """
+        raise UnsupportedModelError(f"{self.name} shows no vectors of single layers; load it with fast_paths=False")
 
     def stepping(self) -> AbstractContextManager[None]:
         """Held while an engine steps: what is computed between forwards keeps out of their way."""

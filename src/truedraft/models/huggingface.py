@@ -91,6 +91,7 @@ class HuggingFaceModel(LanguageModel):
         self._backend = backend(model, probe_patterns(model))
         self.pool = self._backend.new_pool(self.context_length)
         self.fast_paths = self._backend.fast_paths
+        self.shown_layers = self._backend.shown_layers
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
 
@@ -142,6 +143,12 @@ class HuggingFaceModel(LanguageModel):
             else:
                 logits, hidden = self._on_torch_threads(segments)
         return ForwardOutput(logits[:, : self.vocab_size], hidden)
+
+    @torch.inference_mode()
+    def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
+        with self._lock, torch_on_all_threads():
+            logits, hidden, shown = self._backend.forward_showing(segments, self.device, layers)
+        return ForwardOutput(logits[:, : self.vocab_size], hidden, shown)
 
     def _on_torch_threads(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         with torch_on_all_threads():

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from truedraft.core.noise import Noise
-from truedraft.core.proposals import Proposal
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.models.ranking import Likeliest
-from truedraft.verification import Rule
-from truedraft.verification.rule import DeviceVerdicts
 
 Changed = TypeVar("Changed")
 
@@ -40,15 +35,6 @@ def altered(part: Changed, **changes: Any) -> Changed:
         getattr(part, name)  # a misspelt name would change nothing
         setattr(twin, name, change)
     return twin
-
-
-Decide = Callable[[Sequence[Proposal], Sequence[Tensor], Sequence[Noise]], DeviceVerdicts]
-
-
-def deciding(rule: Rule, decide: Decide) -> Rule:
-    """A rule that decides otherwise; its `verify` reads what was decided, whatever the rule's own does."""
-    twin = altered(rule, decide=decide)
-    return altered(twin, verify=partial(Rule.verify, twin))
 
 
 def scaled(model: LanguageModel, factor: float) -> LanguageModel:

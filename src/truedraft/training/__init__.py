@@ -1,1 +1,78 @@
-"""Training: data, losses, one loop, and the recipes for target and draft models."""
+"""Training: draft models, heads of any kind on a target's own answers, both together with the target, and from scratch.
+
+Each name loads on first use: the words for a training need none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from truedraft.training.answer_writer import WritingConfig
+    from truedraft.training.drafts import DraftConfig, DraftResult, train_draft
+    from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
+    from truedraft.training.heads import Callbacks, train_heads
+    from truedraft.training.language_models import PretrainConfig, pretraining_loop
+    from truedraft.training.losses import distill, loss_from_spec
+    from truedraft.training.medusa import MedusaTrainingConfig
+    from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+    from truedraft.training.prompts import PromptSets
+    from truedraft.training.redrafter import RedrafterTrainingConfig
+    from truedraft.training.report import HeadReport, HeadResult
+    from truedraft.training.workspace import TimeBudget
+
+_HOMES = {
+    "Calibrated": "head_config",
+    "Callbacks": "heads",
+    "DraftConfig": "drafts",
+    "DraftResult": "drafts",
+    "HeadReport": "report",
+    "HeadResult": "report",
+    "HeadTrainingConfig": "head_config",
+    "JointConfig": "head_config",
+    "MedusaTrainingConfig": "medusa",
+    "OptimizerConfig": "optimizer",
+    "PretrainConfig": "language_models",
+    "PromptSets": "prompts",
+    "RedrafterTrainingConfig": "redrafter",
+    "TimeBudget": "workspace",
+    "WarmupStableDecay": "optimizer",
+    "WritingConfig": "answer_writer",
+    "distill": "losses",
+    "loss_from_spec": "losses",
+    "pretraining_loop": "language_models",
+    "train_draft": "drafts",
+    "train_heads": "heads",
+}
+
+__all__ = [
+    "Calibrated",
+    "Callbacks",
+    "DraftConfig",
+    "DraftResult",
+    "HeadReport",
+    "HeadResult",
+    "HeadTrainingConfig",
+    "JointConfig",
+    "MedusaTrainingConfig",
+    "OptimizerConfig",
+    "PretrainConfig",
+    "PromptSets",
+    "RedrafterTrainingConfig",
+    "TimeBudget",
+    "WarmupStableDecay",
+    "WritingConfig",
+    "distill",
+    "loss_from_spec",
+    "pretraining_loop",
+    "train_draft",
+    "train_heads",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'truedraft.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"truedraft.training.{_HOMES[name]}"), name)

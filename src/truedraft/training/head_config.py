@@ -37,8 +37,8 @@ _WARMUP_STEPS = 20
 class JointConfig:
     """Stage 2: heads and target are trained together (Medusa-2, 2401.10774, section 2.2.2).
 
-    The target keeps its own loss, the divergence KL(p0 || p) from its law before training, as that paper does for
-    self-distilled text (section 2.3.2): a cross-entropy of its own answers would only sharpen it.
+    The target keeps its own loss, the divergence KL(p0 || p) from its distribution before training, as that paper does
+    for self-distilled text (section 2.3.2): a cross-entropy of its own answers would only sharpen it.
 
     Attributes:
         steps: updates.
@@ -107,7 +107,8 @@ class HeadTrainingConfig(ABC):
         steps: updates; None counts them by `epochs`.
         decay_share: of the steps, at the end, in which the rate decays.
         positions_per_step: positions of one update, about.
-        window: neighbouring positions that are read together; they share laws, but say less than scattered ones.
+        window: neighbouring positions that are read together; they share distributions, but say less than scattered
+            ones.
         evaluate_every: steps between two measurements on held-out answers.
         evaluated_positions: of such a measurement, about.
         start_from: a folder with heads for this target, to begin with.

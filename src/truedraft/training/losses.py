@@ -176,7 +176,7 @@ def _weight(text: str, spec: str) -> float:
 
 
 def _difference(left: Tensor, right: Tensor) -> Tensor:
-    """Left minus right, where the left law has mass; 0 elsewhere, since 0 log 0 = 0."""
+    """Left minus right, where the left distribution has mass; 0 elsewhere, since 0 log 0 = 0."""
     return torch.where(left == -math.inf, torch.zeros_like(left), left - right)
 
 

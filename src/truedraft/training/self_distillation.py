@@ -225,7 +225,8 @@ class CollatedBatch:
 class WindowSampler:
     """Windows of up to `length` positions, in a new random order in each epoch: a pure function of an index.
 
-    Neighbouring positions share the laws of their targets, so a window costs far less than its positions one by one.
+    Neighbouring positions share the distributions of their targets, so a window costs far less than its positions one
+    by one.
 
     Attributes:
         text: what the target wrote.

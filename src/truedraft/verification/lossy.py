@@ -171,7 +171,7 @@ class _Paths:
     """Where paths stand in the tables of a batch.
 
     Attributes:
-        parents: `[slots]`: the slot above each; of a root itself.
+        parents: `[slots]`: the slot above each; any of a root.
         above: `[slots, depth + 1]`: the slots from the root down to each, filled up with the slot itself.
         depths: `[slots]`.
         is_root: `[slots]` bool.
@@ -193,12 +193,16 @@ def _paths(plan: WalkPlan) -> _Paths:
     for slot, parent in enumerate(plan.parents):
         above.append([*above[parent], slot] if parent >= 0 else [slot])
     longest, size = max(map(len, above)), max(plan.slots)
-    parents = np.array([parent if parent >= 0 else slot for slot, parent in enumerate(plan.parents)])
-    places = [number * size + own for number, count in enumerate(plan.slots) for own in range(count)]
     filled = [[*own, *own[-1:] * (longest - len(own))] for own in above]
-    depths = np.array(plan.depths)
-    at = plan.array
-    return _Paths(at(parents), at(np.array(filled)), at(depths), at(depths == 0), at(np.array(places)), size)
+    places = [number * size + own for number, count in enumerate(plan.slots) for own in range(count)]
+    return _Paths(
+        parents=plan.array(np.array([max(parent, 0) for parent in plan.parents])),
+        above=plan.array(np.array(filled)),
+        depths=plan.array(np.array(plan.depths)),
+        is_root=plan.array(np.array(plan.depths) == 0),
+        places=plan.array(np.array(places)),
+        size=size,
+    )
 
 
 def _deepest(plan: WalkPlan, paths: _Paths, stays: Array, p_x: Array) -> Array:

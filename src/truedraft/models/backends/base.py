@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
+from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import HeadRun, Segment
 from truedraft.models.packing import ForwardPlan
@@ -28,12 +29,14 @@ class Backend(ABC):
         any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
             changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
         own_threads: whether forwards run on threads that are not torch's.
+        shown_layers: layers whose output can be seen; 0 where the layers run out of sight.
     """
 
     fast_paths: tuple[str, ...]
     least_rows: int
     any_threads: bool = False
     own_threads: bool = False
+    shown_layers: int = 0
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.
@@ -58,6 +61,16 @@ class Backend(ABC):
         logits, hidden = self.run(plan)
         return logits[: plan.wanted], hidden[: plan.wanted]
 
+    def forward_showing(
+        self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The same, and what each of the layers gives at the wanted rows, `[rows, width]`."""
+        plan = ForwardPlan.of(segments, device, self.least_rows)
+        seen: dict[int, Tensor] = {}
+        logits, hidden = self.run_watched(plan, layers, seen)
+        shown = tuple(seen[layer].index_select(0, plan.rows)[: plan.wanted] for layer in layers)
+        return logits[: plan.wanted], hidden[: plan.wanted], shown
+
     @abstractmethod
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run the plan.
@@ -66,6 +79,14 @@ class Backend(ABC):
             Logits `[rows, ids]` of the plan's rows, padded ids of the embedding included, and the vectors
             `[rows, width]` that entered the LM head; both with the plan's padding.
         """
+
+    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same as `run`, and put what each of the layers gives, `[total, width]`, into `seen`.
+
+        Raises:
+            UnsupportedModelError: this backend shows no layers.
+        """
+        raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ is called on the way. The result is the model's own up to rounding, which the ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -36,6 +37,7 @@ class FusedBackend(Backend):
         self._lm_head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
         self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
         self.any_threads = True
+        self.shown_layers = len(self._layers)
         self.fast_paths = ("packed weights", "fused projections", "one loop over the layers", "tabulated positions")
 
     @staticmethod
@@ -44,11 +46,16 @@ class FusedBackend(Backend):
         return can_pack(llama.device, llama.dtype)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        return self.run_watched(plan, (), {})
+
+    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         self._rotary.reach(plan.furthest)
         rotation = self._rotary.at(plan.positions[0])
         x = embedding(plan.tokens[0], self._embedding)  # [total, width]
         for call, (layer, scoring) in enumerate(zip(self._layers, self._scorings, strict=True)):
             x = layer.run(x, rotation, partial(_attend, plan, call, layer.pattern, scoring))
+            if call in layers:
+                seen[call] = x.clone()  # the next layer may write over it
         hidden = self._norm(x.index_select(0, plan.rows))  # [wanted, width]
         return self._lm_head(hidden), hidden
 

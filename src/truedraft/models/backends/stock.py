@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class StockBackend(Backend):
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
         self.any_threads = model.device.type == "cpu" and model.dtype is torch.bfloat16
         self.fast_paths = ()
+        self._layers = _decoder_layers(model)
+        self.shown_layers = len(self._layers)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         self._captured.clear()
@@ -58,10 +60,30 @@ class StockBackend(Backend):
             )
         return output.logits[0], self._captured.pop()[0]
 
+    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        def show(layer: int, output: Any) -> None:
+            vectors = output[0] if isinstance(output, tuple) else output  # [1, total, width]
+            seen[layer] = vectors[0]
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                handle = self._layers[layer].register_forward_hook(
+                    lambda module, inputs, output, layer=layer: show(layer, output)
+                )
+                hooks.callback(handle.remove)
+            return self.run(plan)
+
     def unembed(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
         self._captured.clear()
         return logits[: len(vectors)]
+
+
+def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """The model's layers in order; none where they are not one list, as many as its configuration says."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    return list(lists[0]) if len(lists) == 1 else ()
 
 
 class _PackedAttention:
