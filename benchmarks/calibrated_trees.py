@@ -22,10 +22,10 @@ from truedraft.drafters.calibration import FACT
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
+from truedraft.machine import describe_machine
 from truedraft.models.loading import load_model
 from truedraft.training.data import read_texts
 from truedraft.training.evaluate import count_answers
-from truedraft.training.identity import describe_machine
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.prompts import shipped_prompts, split_prompts
 from truedraft.training.tokenizer import load_tokenizer

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recipes.stdlib.sources import PYTHON_VERSION
+from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm
 from truedraft.training.data import read_stream
 from truedraft.training.evaluate import PairReport, evaluate_model, evaluate_pair
-from truedraft.training.identity import describe_machine
 from truedraft.training.report import Card, pair_facts, training_facts
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
-from truedraft.training.identity import describe_machine
+from truedraft.machine import describe_machine
 from truedraft.training.report import Card, served_facts, training_facts
 
 _WEIGHTS = "heads.safetensors"

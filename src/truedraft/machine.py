@@ -120,6 +120,14 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def describe_machine(device: str = "cpu") -> str:
+    """The GPU's name, or the processor's with its cores."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{cpu_name()}, {os.cpu_count()} cores ({platform.machine()}, {capability}), no GPU"
+
+
 def machine_facts() -> dict[str, Any]:
     """Machine, versions and threads, for reports."""
     device = pick_device("auto")

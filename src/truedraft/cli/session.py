@@ -30,10 +30,8 @@ RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
 )
-_MOST_THREADS = 64
-
-
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
+_MOST_THREADS = 64
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record
 from truedraft.cli.session import ReportOptions
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
     from truedraft.training.head_config import HeadTrainingConfig
+    from truedraft.training.heads import Callbacks
     from truedraft.training.loop import Saved, StepRecord
-    from truedraft.training.report import HeadResult
     from truedraft.training.workspace import TimeBudget
 
-_Result = TypeVar("_Result")
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
 _WORK = "work"  # what is in the folder that is written once a training has started
 _CHECKPOINTS = (Path(_WORK) / "joint", Path("stage-1") / _WORK, Path(_WORK))  # the latest stage first
@@ -285,13 +284,13 @@ def draft(options: DraftOptions) -> int:
     if job.clean:
         return _clean(job, options.report)
     budget = _time_budget(options.run)
-    run = _with_lengths(options.run)
+    run, lengths = options.run, _lengths(options.run)
     _check_rate("learning_rate", run.learning_rate)
     if not job.data:
         raise DataError("there is nothing to train on; name at least one text file with --data FILE")
     _check_folder(job, job.out / _WORK / "checkpoint.pt")
 
-    def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
+    def train(terminal: Terminal, told: Callbacks) -> Any:
         from truedraft.machine import pick_device
         from truedraft.training.data import Curriculum
         from truedraft.training.drafts import DraftConfig, train_draft
@@ -302,32 +301,43 @@ def draft(options: DraftOptions) -> int:
             **dataclasses.asdict(options.size),
             schedule=WarmupStableDecay(min(_WARMUP_STEPS, run.steps - decay), run.steps - decay, decay),
             optimizer=OptimizerConfig(run.learning_rate, run.learning_rate),
-            curriculum=Curriculum(run.length, run.decay_length, run.tokens_per_step, run.tokens_per_step),
+            curriculum=Curriculum(*lengths, run.tokens_per_step, run.tokens_per_step),
             seed=run.seed,
             device=str(pick_device(options.machine.device)),
         )
         with terminal.progress("training", run.steps) as progress:
-            return train_draft(job.model, job.data, job.out, config, on_step=_on_step(progress), budget=budget, **calls)
+            return train_draft(
+                job.model,
+                job.data,
+                job.out,
+                config,
+                held_out=job.held_out,
+                on_step=_on_step(progress),
+                on_note=told.on_note,
+                on_plan=told.on_plan,
+                on_checkpoint=told.on_checkpoint,
+                budget=budget,
+            )
 
     return _run("draft", options, train)
 
 
-def _with_lengths(run: DraftRunOptions) -> Any:
-    """The same with both lengths; those that were left open are the longest of which a step holds a whole number.
+def _lengths(run: DraftRunOptions) -> tuple[int, int]:
+    """Tokens of a sequence, before and in the decay; where left open, the longest that a step holds a whole number of.
 
     Raises:
         OptionError: a length does not divide the tokens of a step.
     """
-    step = run.tokens_per_step
-    found = {}
-    for name, usual in (("length", _LENGTH), ("decay_length", _DECAY_LENGTH)):
-        length = getattr(run, name) or next((each for each in range(usual, 1, -1) if step % each == 0), 1)
+    step, found = run.tokens_per_step, []
+    for option_, given, usual in (
+        ("--length", run.length, _LENGTH),
+        ("--decay-length", run.decay_length, _DECAY_LENGTH),
+    ):
+        length = given or next((each for each in range(usual, 1, -1) if step % each == 0), 1)
         if step % length:
-            raise OptionError(
-                f"must be a multiple of --{name.replace('_', '-')}, got {step} and {length}", field="tokens_per_step"
-            )
-        found[name] = length
-    return dataclasses.replace(run, **found)
+            raise OptionError(f"must be a multiple of {option_}, got {step} and {length}", field="tokens_per_step")
+        found.append(length)
+    return found[0], found[1]
 
 
 def _on_step(progress: Progress) -> Callable[[StepRecord], None]:
@@ -339,35 +349,20 @@ def _on_step(progress: Progress) -> Callable[[StepRecord], None]:
 
 def medusa(options: MedusaOptions) -> int:
     """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
-    job = options.job
-    if job.clean:
-        return _clean(job, options.report)
-    budget = _time_budget(options.run)
-    _check_folder(job, job.out / _WORK)
-    _check_stage(job, options.stage)
 
-    def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
+    def config(common: dict[str, Any]) -> HeadTrainingConfig:
         from truedraft.training.head_config import JointConfig
         from truedraft.training.medusa import MedusaTrainingConfig
         from truedraft.training.optimizer import OptimizerConfig
 
-        common = _head_config(options.text, options.run, options.machine)
-        rate = _check_rate("backbone_rate", options.joint.backbone_rate)
-        joint = JointConfig(
-            steps=options.joint.joint_steps,
-            lora_rank=options.joint.lora_rank,
-            backbone=OptimizerConfig(rate, rate, matrix_weight_decay=0.0),
-        )
-        config = MedusaTrainingConfig(
-            **common,
-            **dataclasses.asdict(options.size),
-            stage=options.stage,
-            law_share=options.run.law_share,
-            joint=joint,
-        )
-        return _train_heads(terminal, job, config, budget, calls)
+        second, sizes = options.joint, dataclasses.asdict(options.size)
+        rate = _check_rate("backbone_rate", second.backbone_rate)
+        backbone = OptimizerConfig(rate, rate, matrix_weight_decay=0.0)
+        joint = JointConfig(steps=second.joint_steps, lora_rank=second.lora_rank, backbone=backbone)
+        law_share = options.run.law_share
+        return MedusaTrainingConfig(**common, **sizes, stage=options.stage, law_share=law_share, joint=joint)
 
-    return _run("medusa", options, train)
+    return _train_heads("medusa", options, config, options.stage)
 
 
 def redrafter(options: RedrafterOptions) -> int:
@@ -375,73 +370,81 @@ def redrafter(options: RedrafterOptions) -> int:
 
     The target stays as it is: training it together with its heads is `truedraft train medusa --stage 2` alone.
     """
+
+    def config(common: dict[str, Any]) -> HeadTrainingConfig:
+        from truedraft.training.redrafter import RedrafterTrainingConfig
+
+        sizes, run = dataclasses.asdict(options.size), options.run
+        return RedrafterTrainingConfig(
+            **common, rnn=sizes.pop("recurrent"), **sizes, loss=run.loss, laws=run.laws, self_fed=run.self_fed
+        )
+
+    return _train_heads("redrafter", options, config)
+
+
+def _train_heads(
+    kind: str,
+    options: MedusaOptions | RedrafterOptions,
+    config: Callable[[dict[str, Any]], HeadTrainingConfig],
+    stage: int = 1,
+) -> int:
+    """Train heads of a kind.
+
+    Args:
+        kind: as it is typed.
+        options: likewise.
+        config: of its training, from the fields that all kinds have.
+        stage: 2 trains the target, too.
+
+    Raises:
+        TruedraftError: they cannot be trained.
+    """
     job = options.job
     if job.clean:
         return _clean(job, options.report)
     budget = _time_budget(options.run)
     _check_folder(job, job.out / _WORK)
+    _check_stage(job, stage)
 
-    def train(terminal: Terminal, calls: Mapping[str, Any]) -> Any:
-        from truedraft.training.redrafter import RedrafterTrainingConfig
+    def train(terminal: Terminal, told: Callbacks) -> Any:
+        from truedraft.machine import pick_device
+        from truedraft.training.answer_writer import WritingConfig
+        from truedraft.training.heads import train_heads
+        from truedraft.training.optimizer import OptimizerConfig
 
-        sizes, run = dataclasses.asdict(options.size), options.run
-        common = _head_config(options.text, run, options.machine)
-        config = RedrafterTrainingConfig(
-            **common, rnn=sizes.pop("recurrent"), **sizes, loss=run.loss, laws=run.laws, self_fed=run.self_fed
-        )
-        return _train_heads(terminal, job, config, budget, calls)
+        text, run = options.text, options.run
+        rate = _check_rate("learning_rate", run.learning_rate)
+        common = {
+            "tokens": text.tokens,
+            "prompt_tokens": text.prompt_tokens,
+            "writing": WritingConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
+            "epochs": run.epochs,
+            "steps": run.steps,
+            "optimizer": OptimizerConfig(rate, rate),
+            "place_decay": run.place_decay,
+            "seed": run.seed,
+            "device": str(pick_device(options.machine.device)),
+        }
+        with _Bars(terminal) as bars:
+            told = dataclasses.replace(told, on_progress=bars.show)
+            return train_heads(
+                job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
+            )
 
-    return _run("redrafter", options, train)
-
-
-def _train_heads(
-    terminal: Terminal, job: JobOptions, config: HeadTrainingConfig, budget: TimeBudget, calls: Mapping[str, Any]
-) -> HeadResult:
-    from truedraft.training.heads import Callbacks, train_heads
-
-    told = {name: calls[name] for name in ("on_note", "on_plan", "on_checkpoint")}
-    with _Bars(terminal) as bars:
-        callbacks = Callbacks(bars.show, **told)
-        return train_heads(
-            job.model, job.data, job.out, config, held_out=job.held_out, callbacks=callbacks, budget=budget
-        )
-
-
-def _head_config(text: TextOptions, run: HeadRunOptions, machine: MachineOptions) -> dict[str, Any]:
-    """Fields of a `HeadTrainingConfig`.
-
-    Raises:
-        OptionError: an unusable value.
-    """
-    from truedraft.machine import pick_device
-    from truedraft.training.answer_writer import WritingConfig
-    from truedraft.training.optimizer import OptimizerConfig
-
-    rate = _check_rate("learning_rate", run.learning_rate)
-    return {
-        "tokens": text.tokens,
-        "prompt_tokens": text.prompt_tokens,
-        "writing": WritingConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
-        "epochs": run.epochs,
-        "steps": run.steps,
-        "optimizer": OptimizerConfig(rate, rate),
-        "place_decay": run.place_decay,
-        "seed": run.seed,
-        "device": str(pick_device(machine.device)),
-    }
+    return _run(kind, options, train)
 
 
 def _run(
     kind: str,
     options: DraftOptions | MedusaOptions | RedrafterOptions,
-    train: Callable[[Terminal, Mapping[str, Any]], Any],
+    train: Callable[[Terminal, Callbacks], Any],
 ) -> int:
     """Train, report, and give the exit status.
 
     Args:
         kind: of drafter, as it is typed.
         options: as they were typed.
-        train: is given the terminal, and what all trainings call and take.
+        train: is given the terminal, and whom to tell.
 
     Raises:
         TruedraftError: it cannot be trained.
@@ -449,18 +452,15 @@ def _run(
     from truedraft.cli import train_report
     from truedraft.cli.session import quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
+    from truedraft.training.heads import Callbacks
 
     set_threads(options.machine.threads)
     terminal, job = Terminal(), options.job
-    calls = {
-        "held_out": job.held_out,
-        "on_note": _notes(terminal),
-        "on_plan": _notes(terminal),
-        "on_checkpoint": _checkpoint_lines(terminal),
-    }
+    note = _notes(terminal)
+    told = Callbacks(on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
     try:
         with quiet_hub():
-            result = train(terminal, calls)
+            result = train(terminal, told)
     except KeyboardInterrupt as stop:
         terminal.end_line()
         say(how_to_go_on(job, keeps_answers=kind != "draft"))

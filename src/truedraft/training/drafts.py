@@ -14,6 +14,7 @@ import torch
 
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.errors import DataError, OptionError, UnsupportedModelError, VocabularyMismatchError
+from truedraft.machine import describe_machine
 from truedraft.models.architecture import (
     LlamaShape,
     load_causal_lm,
@@ -25,7 +26,7 @@ from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
-from truedraft.training.identity import LENGTHS, WARMUP, describe_machine, identity_of, weights_fingerprint
+from truedraft.training.identity import LENGTHS, WARMUP, identity_of, weights_fingerprint
 from truedraft.training.language_models import StreamObjective
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from truedraft.errors import ChangedOptionsError
-from truedraft.machine import cpu_name
+from truedraft.machine import describe_machine
 from truedraft.training.workspace import writing
 
 Identity: TypeAlias = Mapping[str, str | int | float | bool | None]
@@ -92,11 +91,3 @@ def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
     with writing(folder / RUN_RECORD):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RUN_RECORD).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def describe_machine(device: str = "cpu") -> str:
-    """The GPU's name, or the processor's with its cores."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(torch.device(device))
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{cpu_name()}, {os.cpu_count()} cores ({platform.machine()}, {capability}), no GPU"

@@ -13,8 +13,9 @@ from typing import Any
 from safetensors import safe_open
 
 from truedraft.drafters.calibration import PROMISED_ON
+from truedraft.machine import describe_machine
 from truedraft.training.evaluate import EngineEvaluation, PairReport
-from truedraft.training.identity import describe_machine, typed_command
+from truedraft.training.identity import typed_command
 from truedraft.training.workspace import duration, write_whole
 
 _TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)"}
