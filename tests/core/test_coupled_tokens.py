@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.core import coupled_choice as C
+from truedraft.core import coupled as C
 from truedraft.core.coupled import LazyGumbelMax, choices_by_definition, coupled_choices
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.params import SamplingParams

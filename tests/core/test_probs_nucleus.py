@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from truedraft.core import nucleus as N
+from truedraft.core import probs as N
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import finite_rows, probs_from_logits
 
