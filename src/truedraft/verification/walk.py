@@ -105,12 +105,11 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) ->
 @lru_cache(maxsize=1024)
 def _children_layout(shape: TreeShape) -> _Layout:
     """That of a tree all of whose nodes are candidates, judged in their order."""
-    parents = np.array(shape.parents, np.int64)
     columns = [place for nodes in shape.children for place in range(len(nodes))]
     nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
-    return _Layout(
-        shape, 0, np.stack([parents[nodes] + 1, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
-    )
+    slots = np.array(shape.parents, np.int64)[nodes] + 1
+    table = np.stack([slots, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
+    return _Layout(shape, 0, table, rounds=int(len(nodes) > 0))
 
 
 class WalkPlan:
