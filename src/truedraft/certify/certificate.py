@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status
+from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, share_of
 from truedraft.certify.controls import ComparedControls, CoupledControls, SampledControls
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality, EqualityInFloat32
@@ -17,9 +18,6 @@ from truedraft.certify.lossy import LossyDivergence
 from truedraft.certify.statistics import FALSE_ALARM, Statistics
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DrafterError, OptionError
-
-Tell = Callable[[Part, float], None]
-"""Is told a part and the fraction of it that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def certify(
     *,
     batch: int = 1,
     seconds: float = 300.0,
-    tell: Tell = lambda part, done: None,
+    tell: Callable[[Part, float], None] = lambda part, done: None,
     in_float32: Callable[[], Stack] | None = None,
 ) -> Certificate:
     """Check that a stack answers as its target alone would.
@@ -95,7 +93,7 @@ def certify(
         batch: requests in a step.
         seconds: about how long to take. Where little could be seen by then it goes on, up to four times as long;
             what could not be seen even then is told as not enough evidence. Exact sums take their own time.
-        tell: is told how far a part is.
+        tell: is told a part and the fraction of it that is done.
         in_float32: makes the same stack in float32, for greedy and coupled answers; None leaves that out.
 
     Returns:
@@ -118,7 +116,7 @@ def certify(
                 params,
                 batch,
                 check.share * seconds,
-                _told(tell, check.part, own.index(check), len(own)),
+                share_of(partial(tell, check.part), own.index(check), len(own)),
                 tuple(findings),
             )
             try:
@@ -138,11 +136,6 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Sta
     else:
         tests = [Statistics(), CoupledControls() if params.coupled else SampledControls()]
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
-
-
-def _told(tell: Tell, part: Part, number: int, of: int) -> Callable[[float], None]:
-    """What one of several checks of a part tells its progress to."""
-    return lambda done: tell(part, (number + done) / of)
 
 
 def _refuse_unusable(

@@ -109,8 +109,17 @@ class Stack:
         return replace(self, **parts)  # type: ignore[arg-type]
 
 
+Tell = Callable[[float], None]
+"""Is told the fraction that is done."""
+
+
 def _tell_nobody(done: float) -> None:
     """Progress that nobody wants to hear of."""
+
+
+def share_of(tell: Tell, number: int, of: int) -> Tell:
+    """What one of several jobs, by number, tells its progress to, so that `tell` hears of all of them."""
+    return lambda done: tell((number + done) / of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ class Context:
     params: SamplingParams
     batch: int = 1
     seconds: float = math.inf
-    tell: Callable[[float], None] = _tell_nobody
+    tell: Tell = _tell_nobody
     earlier: Sequence[Finding] = ()
 
     @property

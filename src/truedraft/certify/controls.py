@@ -36,6 +36,7 @@ from truedraft.certify.checks import (
     Stack,
     Status,
     open_ended,
+    share_of,
 )
 from truedraft.certify.e_process import POWER, EProcesses, Events, holm
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
@@ -300,7 +301,7 @@ class CoupledControls(Check):
         if sampled is None:
             return [_nothing_to_test()]
         stack = context.stack
-        findings = ComparedControls().run(replace(context, tell=lambda done: context.tell(done / 2)))
+        findings = ComparedControls().run(replace(context, tell=share_of(context.tell, 0, 2)))
         itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
         broken = itself.but(coupled_rule=faults.coupled_one_key())
         planted = _Planted(broken, context.params, "drafted by the target itself", off_by_sharing)

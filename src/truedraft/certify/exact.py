@@ -22,7 +22,7 @@ from truedraft.certify.cells import (
     step_probs,
     verdict_distance,
 )
-from truedraft.certify.checks import Check, Context, Finding, Part, Status
+from truedraft.certify.checks import Check, Context, Finding, Part, Status, Tell, share_of
 from truedraft.certify.coupled_cells import JudgedCase, answer_probs, disagreements, judged_cases, wide_cases
 from truedraft.certify.worlds import Case, World, worlds_for
 from truedraft.core.proposal import DrawKind
@@ -34,7 +34,6 @@ TOLERANCE = 1e-12
 """Total variation that rounding in float64 may make; measured ones are about a thousandth of it."""
 _TOGETHER = 64
 """About how many proposals are judged in one batch."""
-Tell = Callable[[float], None]
 
 
 class Exact(Check):
@@ -69,7 +68,7 @@ class Exact(Check):
             jobs.append(lambda tell: _coupled(comparing, stack.target.device, tell))
         findings = []
         for number, job in enumerate(jobs):
-            findings += job(_share(context.tell, number, len(jobs)))
+            findings += job(share_of(context.tell, number, len(jobs)))
             context.tell((number + 1) / len(jobs))  # also where a failure ended it early
         return findings
 
@@ -84,11 +83,6 @@ def _of_uniform_numbers(
         lambda tell: [_kernel(rule, worlds, tell)],
         lambda tell: [_shipped(rule, worlds, device, tell)],
     ]
-
-
-def _share(tell: Tell, number: int, of: int) -> Tell:
-    """What one of several jobs tells its progress to."""
-    return lambda done: tell((number + done) / of)
 
 
 # ---------------------------------------------------------------------------------------- kernels

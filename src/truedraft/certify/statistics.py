@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import PATIENCE, Check, Context, Deadline, Finding, Part, Stack, Status, check_sound
+from truedraft.certify.checks import PATIENCE, Check, Context, Deadline, Finding, Part, Stack, Status, Tell, check_sound
 from truedraft.certify.e_process import POWER_SIGMAS, EProcesses, Events, TestResult, holm
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
@@ -285,7 +285,7 @@ class JointResult:
         return min(1.0, math.sqrt(most / (4 * self.answers)))
 
 
-def joint_result(context: Context, deadline: Deadline, tell: Callable[[float], None]) -> JointResult | None:
+def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResult | None:
     """Count answers over a reduced vocabulary until the time is over; None where no prompt leaves any choice.
 
     Args:
