@@ -230,8 +230,9 @@ class TokenByTokenButJointResidual(BlockVerification):
     """Accepts token by token, and recovers from the residual of the block."""
 
     def _kept(self, batch: Batch, blocks: object, weights: Array) -> Array:
-        alone = SpeculativeSampling.first_stays(self, batch)[:, 0][blocks.slots] & blocks.is_filled  # type: ignore[attr-defined]
-        return (np.cumprod(alone, axis=-1)).sum(axis=-1)
+        stays = SpeculativeSampling.first_stays(self, batch, *batch.first_looks())
+        alone = stays[blocks.draws] & blocks.is_filled  # type: ignore[attr-defined]
+        return np.cumprod(alone, axis=-1).sum(axis=-1)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         if not group[0].draws:

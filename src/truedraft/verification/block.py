@@ -79,11 +79,11 @@ class BlockVerification(SpeculativeSampling):
         """h of a prefix of weight w, behind which the target has `mass` R beyond the draft; float64 each."""
         return transfers.where(weight >= 1.0, 1.0, mass / transfers.maximum(mass + 1.0 - weight, _TINY))
 
-    def first_stays(self, batch: Batch) -> Array:
-        stays, blocks = super().first_stays(batch), _blocks(batch.plan)
+    def first_stays(self, batch: Batch, p_x: Array, q_x: Array) -> Array:
+        stays, blocks = super().first_stays(batch, p_x, q_x), _blocks(batch.plan)
         if blocks is None:
             return stays
-        p_x, q_x = (each[blocks.draws] for each in batch.first_looks())  # [blocks, tokens]
+        p_x, q_x = p_x[blocks.draws], q_x[blocks.draws]  # [blocks, tokens]
         above, below = p_x * 0.0 + 1.0, p_x * 0.0  # w_0 to w_(n-1), w_1 to w_n
         for place in range(p_x.shape[1]):
             if place:
@@ -103,7 +103,7 @@ class BlockVerification(SpeculativeSampling):
             blocks: its blocks.
             weights: `[blocks, tokens]`: w_1 to w_n.
         """
-        uniforms = batch.uniforms[blocks.draws]
+        uniforms = batch.uniforms[batch.plan.draw_key[blocks.draws]]
         # h <= w for every prefix, so most that fail do so without a look at a whole row.
         passes = blocks.is_filled & (uniforms < weights)  # [blocks, tokens]
         whole = (passes & blocks.is_last).any(-1)

@@ -70,7 +70,7 @@ class SpeculativeSampling(Rule):
             return DeviceVerdicts.of([])
         batch = Batch.of(proposals, laws, noise)
         plan = batch.plan
-        jump = jump_table(plan, self.first_stays(batch)) if plan.drafts else plan.own
+        jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
         ends = jump[plan.roots]
         together = plan.requests
         if not transfers.waits(batch.device):
@@ -86,10 +86,9 @@ class SpeculativeSampling(Rule):
             return DeviceVerdicts(slots[0], finals[0], plan.first_slots)
         return DeviceVerdicts(np.concatenate(slots), torch.cat(finals), plan.first_slots)
 
-    def first_stays(self, batch: Batch) -> Array:
-        """Which draws `[draws]` would stay among those of the first runs of slots."""
+    def first_stays(self, batch: Batch, p_x: Array, q_x: Array) -> Array:
+        """Which draws `[draws]` would stay among those of the first runs of slots; `p_x` and `q_x` are theirs."""
         plan = batch.plan
-        p_x, q_x = batch.first_looks()
         if plan.width > 1:  # candidates of one slot: each is judged by what is left of p without those before it
             table = transfers.full((len(plan.depths), plan.width), 0.0, batch.device)
             table[plan.draw_slot, plan.draw_column] = p_x
@@ -97,7 +96,7 @@ class SpeculativeSampling(Rule):
             taken = transfers.full((len(plan.depths), plan.width), 0.0, batch.device)
             taken[:, 1:] = table.cumsum(-1)[:, :-1]
             p_x = self.left_of_candidate(table, taken)[plan.draw_slot, plan.draw_column]
-        return batch.uniforms[: len(plan.draw_slot)] < self.accept_probability(p_x, q_x)
+        return batch.uniforms[plan.draw_key] < self.accept_probability(p_x, q_x)
 
     def _end(self, batch: Batch, jump: Array, ends: Array) -> tuple[Array, Tensor]:
         """Go on from where first runs were rejected, until walks have no more to judge.

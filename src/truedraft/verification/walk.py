@@ -65,6 +65,9 @@ class _Layout:
         shape: of its tree.
         laws: rows of draft distributions.
         draws: `[4, draws]`: slot, column, node and row of the draws of first runs; the row is -1 for candidates.
+        key_of: `[draws]`: places in `keys`.
+        keys: `[2, keys]`: depth and index of their decisions. Siblings' subtrees share them, for a walk comes by one of
+            them only.
         later: the other runs, slot by slot in the order of their draws.
         rounds: most runs that a walk sees rejected.
         joint: slots with one independent draw alone; see `is_joint`.
@@ -73,6 +76,8 @@ class _Layout:
     shape: TreeShape
     laws: int
     draws: Ints
+    key_of: Ints
+    keys: Ints
     later: tuple[_LaterRun, ...] = ()
     rounds: int = 1
     joint: tuple[int, ...] = ()
@@ -99,7 +104,8 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) ->
             later.append(_LaterRun(slot, index, draw.child, draw.law, removed))
     joint = tuple(slot for slot, own in enumerate(draws) if is_joint(own))
     table = np.array(firsts, np.int64).reshape(-1, 4).T
-    return _Layout(shape, laws, table, tuple(later), 1 + max(rejected) if firsts else 0, joint)
+    rounds = 1 + max(rejected) if firsts else 0
+    return _Layout(shape, laws, table, *_keys(shape, table), tuple(later), rounds, joint)
 
 
 @lru_cache(maxsize=1024)
@@ -109,7 +115,15 @@ def _children_layout(shape: TreeShape) -> _Layout:
     nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
     slots = np.array(shape.parents, np.int64)[nodes] + 1
     table = np.stack([slots, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
-    return _Layout(shape, 0, table, rounds=int(len(nodes) > 0))
+    return _Layout(shape, 0, table, *_keys(shape, table), rounds=int(len(nodes) > 0))
+
+
+def _keys(shape: TreeShape, draws: Ints) -> tuple[Ints, Ints]:
+    """`key_of` and `keys` of a layout with these draws."""
+    depths = np.array((0, *shape.depths), np.int64)
+    width = int(draws[1].max(initial=0)) + 1
+    found, key_of = np.unique(depths[draws[0]] * width + draws[1], return_inverse=True)
+    return key_of, np.stack([found // width, found % width])
 
 
 class WalkPlan:
@@ -126,13 +140,14 @@ class WalkPlan:
         width: most candidates of a slot.
         draws: of each request, how many draws its slots are judged by first.
         sampled: of each request that has draft distributions, how many of these draws are from one.
-        keys: of the decisions: those of these draws, then those of later runs.
+        keys: of the decisions about these draws, then about later runs.
         roots: `[requests]`: `first_slots`.
         own: `[slots]`: their numbers.
         draw_slots: slots of the draws of first runs; `draw_slot` `[draws]` as an array.
         draw_column: `[draws]`: their numbers there.
         draw_node: `[draws]`: their nodes.
         draw_child: `[draws]`: the slots of these.
+        draw_key: `[draws]`: places in `keys`.
         sampled_draws: `[sampled]`: which of the draws are from a distribution.
         sampled_law: `[sampled]`: rows of these.
         is_drawn: `[slots]` bool: where there are draws.
@@ -160,7 +175,11 @@ class WalkPlan:
         depths = np.array(self.depths)
         self.width = int(column.max()) + 1 if self.drafts else 0
         requests = np.repeat(np.arange(self.requests), self.draws)
-        self.keys = UniformKeys(requests, depths[slot], column)
+        counts = [each.keys.shape[1] for each in layouts]
+        keys = np.concatenate([each.keys for each in layouts], axis=1)
+        self.keys = UniformKeys(np.repeat(np.arange(self.requests), counts), *keys)
+        shift = np.repeat(np.cumsum([0, *counts[:-1]]), self.draws)
+        self.draw_key = self.array(np.concatenate([each.key_of for each in layouts]) + shift)
         self.draw_slot, self.draw_column, self.draw_node = self.array(slot), self.array(column), self.array(node)
         self.draw_child = self.array(node + requests + 1)
         is_sampled = law >= 0
@@ -171,7 +190,7 @@ class WalkPlan:
         self.is_drawn, self.law = self.array(is_drawn), self.array(first_law)
         self.has_candidates = not bool(is_sampled.all())
         if self.rounds > 1:
-            self._add_later_runs(first_law, len(slot))
+            self._add_later_runs(first_law)
 
     @property
     def _placed(self) -> list[tuple[_Layout, int]]:
@@ -192,7 +211,7 @@ class WalkPlan:
         slot, column, node, law = np.concatenate([each.draws for each in self._layouts], axis=1)
         return np.stack([slot + shift[0], column, node + shift[1], np.where(law >= 0, law + shift[2], -1)])
 
-    def _add_later_runs(self, first_law: Ints, draws: int) -> None:
+    def _add_later_runs(self, first_law: Ints) -> None:
         """The tables of all runs, where slots have several: those of first runs, then those of later ones.
 
         Sets `law`; `following` `[runs]`, the next run of the slot or -1; `run_node`, `run_child` and `run_key`
@@ -224,7 +243,7 @@ class WalkPlan:
                 requests.append(number)
                 indices.append(run.index)
             first_law_of += each.laws
-        key = [0] * slots + [draws + place for place in range(len(requests))]
+        key = [0] * slots + [len(self.keys.requests) + place for place in range(len(requests))]
         width = max(map(len, removed))
         self.reduces = width > 0
         self.later = self.array(np.array([-1] * slots + list(range(slots, len(law)))))
@@ -350,13 +369,13 @@ class Chosen:
         return table[torch.from_numpy(self._places)] if isinstance(table, Tensor) else table[self._places]
 
     def put(self, table: Array, rows: Array) -> Array:
-        """The table `[rows, ...]` with these in place of `of(table)`."""
+        """The table `[rows, ...]` with these in place of `of(table)`; a tensor on the CPU may be changed itself."""
         if self._waits:
             return torch.where(self._mask.view(-1, *(1,) * (table.dim() - 1)), rows, table)
         if self._places is None:
             return rows
         if isinstance(table, Tensor):
-            return table.index_copy(0, torch.from_numpy(self._places), rows)
+            return table.index_copy_(0, torch.from_numpy(self._places), rows)
         changed = table.copy()
         changed[self._places] = rows
         return changed
@@ -421,6 +440,10 @@ class Batch:
     def without_repeated(self, table: Array) -> Array:
         """A table `[slots, width]` of the draws of first runs with 0 where an earlier one of the slot has its token."""
         plan = self.plan
+        if not transfers.waits(self.device):
+            named = np.sort(plan.draw_slot * self.p.vocab + self.tokens[plan.draw_node])
+            if not (named[1:] == named[:-1]).any():
+                return table
         tokens = transfers.array(-1 - np.arange(plan.width), self.device) + 0 * transfers.whole(table)
         tokens[plan.draw_slot, plan.draw_column] = self.tokens[plan.draw_node]
         same = tokens[:, :, None] == tokens[:, None, :]
