@@ -1,10 +1,10 @@
-"""Choosing tokens by coupled noise: the shipped rule against the definition, in turns, over laws of several shapes.
+"""Choosing tokens by coupled noise: the shipped rule against the definition, in turns, over distributions of several
+shapes.
 
 The definition works out Gumbel noise and log p for the whole vocabulary, row by row: what the rule itself did before it
-looked for the tokens that may win. `read_s` is one pass over the laws that finds the largest number of each row: no way
-that looks at all of them can be faster than the memory lets it. Writes one JSON object. Run it on an otherwise idle
-machine.
-"""
+looked for the tokens that may win. `read_s` is one pass over the distributions that finds the largest number of each
+row: no way that looks at all of them can be faster than the memory lets it. Writes one JSON object. Run it on an
+otherwise idle machine."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ def main() -> None:
 
 
 def choices(rows: int, vocab: int, shape: str, device: torch.device, rounds: int) -> dict[str, Any]:
-    """One token for each of so many requests, and one law over so many tokens each."""
+    """One token for each of so many requests, and one distribution over so many tokens each."""
     generator = torch.Generator().manual_seed(rows)
-    # A spread of 3 in the logits: 5 to 7 nats, flatter than a language model's laws mostly are.
+    # A spread of 3 in the logits: 5 to 7 nats, flatter than a language model's distributions mostly are.
     logits = (torch.randn(rows, vocab, generator=generator) * 3.0).to(device)
-    law = probs_from_logits(logits, SHAPES[shape])
-    laws, rule, nothing = list(law.split(1)), CoupledSampling(), [Proposal.empty()] * rows
+    dist = probs_from_logits(logits, SHAPES[shape])
+    probs, rule, nothing = list(dist.split(1)), CoupledSampling(), [Proposal.empty()] * rows
 
     def shipped(noise: list[KeyedNoise]) -> list[int]:
-        return [verdict.tokens[0] for verdict in rule.verify(nothing, laws, noise)]
+        return [verdict.tokens[0] for verdict in rule.verify(nothing, probs, noise)]
 
     def definition(noise: list[KeyedNoise]) -> list[int]:
-        pairs = zip(laws, noise, strict=True)
+        pairs = zip(probs, noise, strict=True)
         return torch.cat([coupled_choice(row, own.gumbel(0, vocab, device)) for row, own in pairs]).tolist()
 
     def reading(noise: list[KeyedNoise]) -> Tensor:
-        return law.amax(dim=-1)
+        return dist.amax(dim=-1)
 
     ways = {"shipped_s": shipped, "definition_s": definition, "read_s": reading}
     times, different = in_turns(ways, rows, device, rounds)
@@ -84,11 +84,11 @@ def choices(rows: int, vocab: int, shape: str, device: torch.device, rounds: int
         "rows": rows,
         "vocab": vocab,
         "law": shape,
-        "tokens_with_mass": float((law > 0).sum(dim=-1).double().mean()),
+        "tokens_with_mass": float((dist > 0).sum(dim=-1).double().mean()),
         **{name: statistics.median(each) for name, each in times.items()},
         "least_shipped_s": min(times["shipped_s"]),
         "different_tokens": different,
-        **drafting(logits, SHAPES[shape], law, device, rounds),
+        **drafting(logits, SHAPES[shape], dist, device, rounds),
     }
 
 
@@ -112,13 +112,13 @@ def in_turns(
 
 
 def drafting(
-    logits: Tensor, params: SamplingParams, law: Tensor, device: torch.device, rounds: int
+    logits: Tensor, params: SamplingParams, dist: Tensor, device: torch.device, rounds: int
 ) -> dict[str, float]:
-    """Drawing 8 children of each row, less the time for the law itself."""
+    """Drawing 8 children of each row, less the time for the distribution itself."""
     drawing = drawing_for(params, 8)
     drawn, alone = [], []
     for step in range(rounds):
-        nodes = [OpenNode(KeyedNoise(seed, 100 + step, step), 0, 0, 8, False) for seed in range(len(law))]
+        nodes = [OpenNode(KeyedNoise(seed, 100 + step, step), 0, 0, 8, False) for seed in range(len(dist))]
         for times, work in (
             (drawn, lambda nodes=nodes: drawing.draw(logits, params, nodes)),  # type: ignore[misc]
             (alone, lambda: probs_from_logits(logits, params)),

@@ -120,7 +120,8 @@ def forward_times(size: str, dtype: str, device: torch.device, rounds: int) -> d
 
 
 def draft_step(device: torch.device, steps: int) -> dict[str, float]:
-    """Seconds of one drafted token of the embedded draft: forward, law, draw, and its share of the catch-up."""
+    """Seconds of one drafted token of the embedded draft: forward, distribution, draw, and its share of the
+    catch-up."""
     model = load_model("embedded:draft", device=device)
     return {
         "greedy": draft_step_of(model, SamplingParams(seed=1), steps),
@@ -160,7 +161,8 @@ def draft_step_of(model: HuggingFaceModel, params: SamplingParams, count: int) -
 
 
 def sampling(device: torch.device, rounds: int) -> dict[str, float]:
-    """Laws, verification and noise at temperature 1, top-p 0.9, vocabulary 32,000, laws of about 3 nats, 8 rows."""
+    """Distributions, verification and noise at temperature 1, top-p 0.9, vocabulary 32,000, distributions of about 3
+    nats, 8 rows."""
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
     logits = rows_of_entropy(8, 32_000, 3.0).to(device)
     draft = batch_probs(rows_of_entropy(7, 32_000, 3.0).to(device), [(params, 7)])[0]
@@ -169,12 +171,12 @@ def sampling(device: torch.device, rounds: int) -> dict[str, float]:
     steps = iter(range(10**9))
 
     def one_request() -> None:
-        laws = batch_probs(logits, [(params, 8)])
-        rule.verify([chain], laws, [KeyedNoise(3, 100, next(steps))])
+        probs = batch_probs(logits, [(params, 8)])
+        rule.verify([chain], probs, [KeyedNoise(3, 100, next(steps))])
 
     def eight_requests() -> None:
-        laws = batch_probs(logits, [(params, 1)] * 8)
-        rule.verify([Proposal.empty()] * 8, laws, [KeyedNoise(i, 100, next(steps)) for i in range(8)])
+        probs = batch_probs(logits, [(params, 1)] * 8)
+        rule.verify([Proposal.empty()] * 8, probs, [KeyedNoise(i, 100, next(steps)) for i in range(8)])
 
     return {
         "chain of 7 drafts": median_s(one_request, device, rounds),
@@ -183,7 +185,7 @@ def sampling(device: torch.device, rounds: int) -> dict[str, float]:
 
 
 def rows_of_entropy(rows: int, vocab: int, nats: float) -> torch.Tensor:
-    """Gaussian logits, scaled by bisection until the law has that entropy."""
+    """Gaussian logits, scaled by bisection until the distribution has that entropy."""
     generator = torch.Generator().manual_seed(rows)
     found = []
     for _ in range(rows):
@@ -191,8 +193,8 @@ def rows_of_entropy(rows: int, vocab: int, nats: float) -> torch.Tensor:
         low, high = 0.0, 60.0
         for _ in range(40):
             scale = (low + high) / 2
-            law = torch.softmax(base.double() * scale, dim=-1)
-            entropy = float(torch.special.entr(law).sum())
+            dist = torch.softmax(base.double() * scale, dim=-1)
+            entropy = float(torch.special.entr(dist).sum())
             low, high = (scale, high) if entropy > nats else (low, scale)
         found.append(base * low)
     return torch.stack(found)

@@ -85,7 +85,7 @@ def test_shown_points_stay_within_the_context() -> None:
 def test_no_bandwidth_means_no_memory_figures() -> None:
     suite = Suite(MarkovModel.random(8, seed=0), lossless=True, ours=[])
     assert MachineCosts(bandwidth=None).memory(suite) == {}
-    assert MachineCosts(bandwidth=1e9).memory(suite) == {}  # a table of laws reads no weights
+    assert MachineCosts(bandwidth=1e9).memory(suite) == {}  # a table of distributions reads no weights
 
 
 def test_a_share_that_no_run_can_have_is_known() -> None:

@@ -1,4 +1,4 @@
-"""Turns, pairing, interruption: with systems that only pretend, and with the engine on a table of laws."""
+"""Turns, pairing, interruption: with systems that only pretend, and with the engine on a table of distributions."""
 
 from __future__ import annotations
 

@@ -76,17 +76,17 @@ class AcceptAlways(Rule):
     lossless = True
     judges = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
-        return DeviceVerdicts.of([self._verify(*each) for each in zip(proposals, laws, noise, strict=True)])
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        return DeviceVerdicts.of([self._verify(*each) for each in zip(proposals, probs, noise, strict=True)])
 
-    def _verify(self, proposal: Proposal, law: Tensor, noise: Noise) -> Verdict:
+    def _verify(self, proposal: Proposal, dist: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
         slot = 0
         while children := proposal.tree.shape.children[slot]:
             path.append(children[0])
             slot = children[0] + 1
-        gumbel = noise.gumbel(len(path), law.shape[-1], law.device)
-        token = int(coupled_choice(law[slot : slot + 1], gumbel))
+        gumbel = noise.gumbel(len(path), dist.shape[-1], dist.device)
+        token = int(coupled_choice(dist[slot : slot + 1], gumbel))
         return Verdict(tuple(path), (*(proposal.tree.token_list[node] for node in path), token), Origin.BONUS)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:

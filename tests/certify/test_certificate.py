@@ -75,7 +75,7 @@ def test_a_broken_target_gets_no_certificate_and_names_what_failed() -> None:
 
 
 def test_a_stale_draft_is_certified_and_told() -> None:
-    """A stale draft cache changes no law: it costs acceptance, and is reported as that."""
+    """A stale draft cache changes no distribution: it costs acceptance, and is reported as that."""
     stack = healthy().but(drafter=ForgetsTheLast(markov(0, astray=0.2)))
     certificate = certify(stack, TEXTS, replace(WARM, temperature=0.0), seconds=SECONDS)
     assert certificate.issued, verdict(certificate)

@@ -51,7 +51,7 @@ def test_a_state_that_is_kept_right_is_fresh(drafter: type[Drafter], batch: int)
 
 
 def test_heads_are_fresh() -> None:
-    target = MarkovWithHead(markov(0).laws)
+    target = MarkovWithHead(markov(0).probs)
     heads = fitted_heads(target, [[1, 2, 3, 4, 5, 6, 7, 0] * 4])
     assert finding(Medusa(heads, LikeliestTrees(3), nodes=8), target=target).status is Status.HOLDS
 

@@ -39,20 +39,20 @@ def class_of_the_page(name: str) -> Any:
 Bigram = class_of_the_page("Bigram")
 
 
-class OtherLaws(Bigram):  # type: ignore[misc]
-    """Says that it drew from even laws, which it did not."""
+class OtherProbs(Bigram):  # type: ignore[misc]
+    """Says that it drew from even distributions, which it did not."""
 
     def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
         made = super().chain(request, budget, noise)
-        if made.laws is None:
+        if made.probs is None:
             return made
-        return Proposal(made.tree, made.draws, torch.full_like(made.laws, 1 / made.laws.shape[-1]))
+        return Proposal(made.tree, made.draws, torch.full_like(made.probs, 1 / made.probs.shape[-1]))
 
 
 class NoiseOfTheRule(Bigram):  # type: ignore[misc]
     """Draws with the numbers that the rule accepts by."""
 
-    def choose(self, law, params, noise, depth):  # type: ignore[no-untyped-def]
+    def choose(self, dist, params, noise, depth):  # type: ignore[no-untyped-def]
         class Judging:
             def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
                 return noise.uniform(Purpose.ACCEPT, depth, index)
@@ -60,7 +60,7 @@ class NoiseOfTheRule(Bigram):  # type: ignore[misc]
             def gumbel(self, *where):  # type: ignore[no-untyped-def]
                 return noise.gumbel(*where)
 
-        return super().choose(law, params, Judging(), depth)
+        return super().choose(dist, params, Judging(), depth)
 
 
 class DropsUnlikely(Bigram):  # type: ignore[misc]
@@ -68,14 +68,14 @@ class DropsUnlikely(Bigram):  # type: ignore[misc]
 
     def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
         made = super().chain(request, budget, noise)
-        if made.laws is None or not len(made.tree):
+        if made.probs is None or not len(made.tree):
             return made
-        return made if float(made.laws[0, made.tree.token_list[0]]) > 0.2 else Proposal.empty()
+        return made if float(made.probs[0, made.tree.token_list[0]]) > 0.2 else Proposal.empty()
 
 
 def stack_of(drafter: type[Drafter]) -> Stack:
     target = MarkovModel.random(vocab=8, seed=1)
-    return Stack(target, drafter(target.laws.mean(dim=0)), SpeculativeSampling())  # type: ignore[call-arg]
+    return Stack(target, drafter(target.probs.mean(dim=0)), SpeculativeSampling())  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("params", [WARM, replace(WARM, coupled=True)], ids=["sampled", "coupled"])
@@ -94,52 +94,52 @@ def looked_at(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Findin
     return statistics.Statistics().run(Context(stack_of(drafter), TEXTS, WARM, 4, 4.0))[0]
 
 
-@pytest.mark.parametrize("drafter", [OtherLaws, NoiseOfTheRule, DropsUnlikely])
+@pytest.mark.parametrize("drafter", [OtherProbs, NoiseOfTheRule, DropsUnlikely])
 def test_what_the_page_warns_of_is_found(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
     found = looked_at(drafter, monkeypatch)
     assert found.status is Status.FAILS, found.summary
 
 
-def undrawn(laws: Tensor, tokens: Sequence[int]) -> Tensor:
+def undrawn(probs: Tensor, tokens: Sequence[int]) -> Tensor:
     """Nothing for the token that was drawn first, all for the others."""
-    changed = laws.clone()
+    changed = probs.clone()
     changed[0, tokens[0]] = 0.0
     return changed / changed.sum(dim=-1, keepdim=True)
 
 
 NO_LAWS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
-    "zeros": lambda laws, tokens: torch.zeros_like(laws),
-    "log probabilities": lambda laws, tokens: laws.log(),
-    "half of it is missing": lambda laws, tokens: laws / 2,
+    "zeros": lambda probs, tokens: torch.zeros_like(probs),
+    "log probabilities": lambda probs, tokens: probs.log(),
+    "half of it is missing": lambda probs, tokens: probs / 2,
     "a drawn token has none": undrawn,
-    "no numbers": lambda laws, tokens: laws * torch.nan,
+    "no numbers": lambda probs, tokens: probs * torch.nan,
 }
 
 
 def storing(change: Callable[[Tensor, Sequence[int]], Tensor]) -> type[Drafter]:
-    """A drafter that draws as it should and stores something else than a law."""
+    """A drafter that draws as it should and stores something else than a distribution."""
 
-    class StoresNoLaw(Bigram):  # type: ignore[misc]
+    class StoresNoDist(Bigram):  # type: ignore[misc]
         def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
             made = super().chain(request, budget, noise)
-            if made.laws is None:
+            if made.probs is None:
                 return made
-            return Proposal(made.tree, made.draws, change(made.laws, made.tree.token_list))
+            return Proposal(made.tree, made.draws, change(made.probs, made.tree.token_list))
 
-    return StoresNoLaw
+    return StoresNoDist
 
 
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
 @pytest.mark.parametrize("name", NO_LAWS)
-def test_a_drafter_that_names_no_law_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_names_no_distribution_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DrafterError, match="'bigram'"):
         looked_at(storing(NO_LAWS[name]), monkeypatch)
 
 
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
-def test_a_drafter_that_names_no_law_gets_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_names_no_distribution_gets_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch, 0.01)
     stack = stack_of(storing(NO_LAWS["log probabilities"]))
     certificate = certify(stack, TEXTS, WARM, batch=4, seconds=4.0)

@@ -157,7 +157,7 @@ def test_rounding_between_rows_gives_near_ties_only() -> None:
 
 
 def test_rounding_decides_perturbed_margins_too() -> None:
-    """Even laws at a low temperature: the gaps between the best two of log p + G are about 0.02 in logits."""
+    """Even distributions at a low temperature: the gaps between the best two of log p + G are about 0.02 in logits."""
     target = row_noise(markov(0, sharpness=0.02), 3e-4)
     params = SamplingParams(max_tokens=24, temperature=0.02, coupled=True, seed=2)
     own = stack(target, DraftModel(markov(0, sharpness=0.02)))

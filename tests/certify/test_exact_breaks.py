@@ -48,20 +48,20 @@ class RemovesNothing(SpeculativeSampling):
         return q
 
 
-class JudgesAnotherLaw(SpeculativeSampling):
-    """Judges against a flatter law than the one that the token was drawn from."""
+class JudgesAnotherDist(SpeculativeSampling):
+    """Judges against a flatter distribution than the one that the token was drawn from."""
 
     @staticmethod
-    def _other(law: Tensor) -> Tensor:
-        return law.sqrt() / law.sqrt().sum(dim=-1, keepdim=True)
+    def _other(dist: Tensor) -> Tensor:
+        return dist.sqrt() / dist.sqrt().sum(dim=-1, keepdim=True)
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
-        wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
-        return super().decide(wrong, laws, noise)
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+        wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
+        return super().decide(wrong, probs, noise)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         (slot,) = group
-        wrong = tuple(replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in slot.draws)
+        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in slot.draws)
         return super().outcomes([JudgedSlot(slot.p, wrong)])
 
 
@@ -84,7 +84,7 @@ class PassesByWeight(BlockVerification):
         (DrawsFromTarget(), FIXED),
         (DrawsFromTarget(), REMOVED),
         (RemovesNothing(), REMOVED),
-        (JudgesAnotherLaw(), DRAWN),
+        (JudgesAnotherDist(), DRAWN),
         (ProductOfRatios(), DRAWN),
         (PassesByWeight(), DRAWN),
     ],
@@ -97,7 +97,9 @@ def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: Dr
     assert found[KERNEL].facts["largest_distance"] > CAUGHT
     assert f"{found[KERNEL].facts['largest_distance']:.1e}" in found[KERNEL].summary
     assert found[SHIPPED].facts["distance_from_target"] > CAUGHT
-    assert f"{found[SHIPPED].facts['distance_from_target']:.2g} from the target's law (" in found[SHIPPED].summary
+    assert (
+        f"{found[SHIPPED].facts['distance_from_target']:.2g} from the target's distribution (" in found[SHIPPED].summary
+    )
 
 
 class FirstNumber:
@@ -133,7 +135,8 @@ def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
         found = findings(rule, DRAWN)
         assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
         assert found[SHIPPED].facts["distance_from_kernel"] > CAUGHT
-        # The residual is drawn from too seldom or too often: the answers' law differs, in the first batch by less.
+        # The residual is drawn from too seldom or too often: the answers' distribution differs, in the first batch by
+        # less.
         assert found[SHIPPED].facts["distance_from_target"] > CAUGHT / 10
 
 
@@ -162,9 +165,9 @@ def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
 def test_a_number_that_decides_twice_fails() -> None:
     class OneNumber(SpeculativeSampling):
         def decide(
-            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> DeviceVerdicts:
-            return super().decide(proposals, laws, [FirstNumber(own) for own in noise])
+            return super().decide(proposals, probs, [FirstNumber(own) for own in noise])
 
     found = findings(OneNumber(), REMOVED)
     assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
@@ -176,9 +179,9 @@ def test_decisions_that_hang_together_are_noticed() -> None:
 
     class Hangs(SpeculativeSampling):
         def decide(
-            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> DeviceVerdicts:
-            verdicts = SpeculativeSampling().verify(proposals, laws, noise)
+            verdicts = SpeculativeSampling().verify(proposals, probs, noise)
             changed = [
                 replace(verdict, tokens=(*verdict.tokens[:-1], 0))
                 if any(0.4 < value % 0.5 < 0.48 for value in own.script.values())  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 def test_coupled_and_greedy_requests_hold() -> None:
     found = findings(CoupledSampling(), *DrawKind)
-    names = ["coupled kernel", "coupled walks", "coupled law, every cell", "greedy walks"]
+    names = ["coupled kernel", "coupled walks", "coupled distribution, every cell", "greedy walks"]
     assert statuses(found) == dict.fromkeys(names, Status.HOLDS)
     assert found["coupled walks"].facts["walks"] > 400 and found["greedy walks"].facts["walks"] > 250
     assert findings(SpeculativeSampling(), coupled=True).keys() == {KERNEL, SHIPPED, *names}
@@ -45,9 +45,9 @@ def test_coupled_and_greedy_requests_hold() -> None:
 class FollowsDraft(CoupledSampling):
     """Follows the first drafted child, wherever there is one."""
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         verdicts = []
-        for proposal, verdict in zip(proposals, CoupledSampling().verify(proposals, laws, noise), strict=True):
+        for proposal, verdict in zip(proposals, CoupledSampling().verify(proposals, probs, noise), strict=True):
             first = next(iter(proposal.tree.shape.children[0]), None)
             took = None if first is None or verdict.path else proposal.tree.token_list[first]
             verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
@@ -57,22 +57,22 @@ class FollowsDraft(CoupledSampling):
 class TiesToTheHighest(CoupledSampling):
     """Greedy ties go to the highest id: all else is right."""
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         turned = []
-        for law, own in zip(laws, noise, strict=True):
-            greedy = own.gumbel(0, law.shape[-1], law.device) is None
-            largest = law == law.amax(dim=-1, keepdim=True)
-            turned.append(largest * torch.arange(1, law.shape[-1] + 1.0) if greedy else law)
+        for dist, own in zip(probs, noise, strict=True):
+            greedy = own.gumbel(0, dist.shape[-1], dist.device) is None
+            largest = dist == dist.amax(dim=-1, keepdim=True)
+            turned.append(largest * torch.arange(1, dist.shape[-1] + 1.0) if greedy else dist)
         return super().decide(proposals, turned, noise)
 
 
-class WarmerLaw(CoupledSampling):
+class WarmerDist(CoupledSampling):
     """Judges at another temperature than the target's."""
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         warmer = [
-            law if own.gumbel(0, law.shape[-1], law.device) is None else law**0.8
-            for law, own in zip(laws, noise, strict=True)
+            dist if own.gumbel(0, dist.shape[-1], dist.device) is None else dist**0.8
+            for dist, own in zip(probs, noise, strict=True)
         ]
         return super().decide(proposals, warmer, noise)
 
@@ -80,19 +80,19 @@ class WarmerLaw(CoupledSampling):
 @pytest.mark.parametrize(
     ("rule", "failing"),
     [
-        (FollowsDraft(), {"coupled walks", "coupled law, every cell", "greedy walks"}),
+        (FollowsDraft(), {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
         (TiesToTheHighest(), {"greedy walks"}),
-        (WarmerLaw(), {"coupled walks", "coupled law, every cell"}),
-        (SpeculativeSampling(), {"coupled walks", "coupled law, every cell", "greedy walks"}),
+        (WarmerDist(), {"coupled walks", "coupled distribution, every cell"}),
+        (SpeculativeSampling(), {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Rule) else "",
 )
 def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
     found = findings(SpeculativeSampling(), coupled=True, by=rule)
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == failing
-    if "coupled law, every cell" in failing:
-        assert found["coupled law, every cell"].facts["largest_distance"] > CAUGHT
-    for name in failing - {"coupled law, every cell"}:
+    if "coupled distribution, every cell" in failing:
+        assert found["coupled distribution, every cell"].facts["largest_distance"] > CAUGHT
+    for name in failing - {"coupled distribution, every cell"}:
         assert "are judged otherwise; the first emits" in found[name].summary
 
 
@@ -110,9 +110,9 @@ def test_the_walks_hold_ties_and_every_kind_of_draw() -> None:
     asked = judged_cases()
     assert {kind for walk in asked for kind in walk.case.proposal.kinds} == set(DrawKind)
     greedy = [walk for walk in asked if walk.greedy]
-    tied = [walk for walk in greedy if int((walk.case.laws[0] == walk.case.laws[0].amax()).sum()) > 1]
+    tied = [walk for walk in greedy if int((walk.case.probs[0] == walk.case.probs[0].amax()).sum()) > 1]
     assert len(tied) > 50
-    assert {walk.case.laws.dtype for walk in greedy} == {torch.float64, torch.float32, torch.bfloat16}
+    assert {walk.case.probs.dtype for walk in greedy} == {torch.float64, torch.float32, torch.bfloat16}
     assert {len(walk.expected.path) for walk in asked if not walk.greedy} >= {0, 1, 2}
     case = build(3, [], "dense", "dense", largest=1).every_proposal()[0]
     assert expected_verdict(case, KeyedNoise(0, 0, 0, greedy=True)).tokens == (0,)
@@ -129,13 +129,13 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
         """Looks at the likelier half of a large vocabulary only."""
 
         def decide(
-            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> DeviceVerdicts:
-            return super().decide(proposals, [self._likely(law) for law in laws], noise)
+            return super().decide(proposals, [self._likely(dist) for dist in probs], noise)
 
         @staticmethod
-        def _likely(law: Tensor) -> Tensor:
-            return law * (law >= law.median(dim=-1, keepdim=True).values) if law.shape[-1] > 1000 else law
+        def _likely(dist: Tensor) -> Tensor:
+            return dist * (dist >= dist.median(dim=-1, keepdim=True).values) if dist.shape[-1] > 1000 else dist
 
     found = findings(SpeculativeSampling(), coupled=True, by=LeavesOut())
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled walks"}
@@ -146,9 +146,11 @@ def test_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
 
     class Wrong(CoupledSampling):
         def decide(
-            self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]
+            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> DeviceVerdicts:
-            moved = [law.roll(1, -1) if own.differences[0] > 5 else law for law, own in zip(laws, noise, strict=True)]  # type: ignore[attr-defined]
+            moved = [
+                dist.roll(1, -1) if own.differences[0] > 5 else dist for dist, own in zip(probs, noise, strict=True)
+            ]  # type: ignore[attr-defined]
             return super().decide(proposals, moved, noise)
 
     assert answer_probs(CoupledSampling(), HOST).moved == 0.0
@@ -173,7 +175,7 @@ def test_worlds_hold_chains_trees_and_several_draws_of_every_kind() -> None:
     assert {FIXED, DRAWN, REMOVED} in mixed
     repeats = [draws for case in cases for draws in case.proposal.draws if len({d.child for d in draws}) < len(draws)]
     assert repeats  # two draws that name one child
-    assert any(not case.laws.all() for case in cases)  # laws with zeros
+    assert any(not case.probs.all() for case in cases)  # distributions with zeros
 
 
 def test_probabilities_of_proposals_are_those_of_drawing_one_after_another() -> None:

@@ -108,7 +108,7 @@ def test_lossy_rules_are_measured(rule: Rule, kind: DrawKind) -> None:
     assert found.status is Status.MEASURED
     assert found.facts["distance_from_target"] > found.facts["mean_distance"] > CAUGHT
     assert found.facts["distance_from_kernel"] < TOLERANCE
-    assert f"{found.facts['mean_distance']:.2g} from the target's law in the mean" in found.summary
+    assert f"{found.facts['mean_distance']:.2g} from the target's distribution in the mean" in found.summary
     chooses_paths = not isinstance(rule, LenientSampling)
     assert (found.facts["compared_with_kernel"] < found.facts["proposals"]) == chooses_paths
 

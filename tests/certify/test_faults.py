@@ -40,8 +40,8 @@ class GridNoise:
 
 
 def emitted(rule: Rule, p: Tensor, q: Tensor, deterministic: bool = False) -> Tensor:
-    """The law of a step's first token by the rule's own code, for one draft from q."""
-    law = torch.zeros_like(p)
+    """The distribution of a step's first token by the rule's own code, for one draft from q."""
+    dist = torch.zeros_like(p)
     ticks = [(i + 0.5) / SIDE for i in range(SIDE)]
     # The rows of the grid that matter: every accept number, and of the final ones as many.
     points = [(a, b) for a, b in itertools.product(ticks, ticks[::6])]
@@ -51,11 +51,11 @@ def emitted(rule: Rule, p: Tensor, q: Tensor, deterministic: bool = False) -> Te
             continue
         tree = TokenTree.chain([token])
         proposal = Proposal.deterministic(tree) if deterministic else Proposal.chain(torch.tensor([token]), q)
-        laws = [p.expand(2, -1)] * len(points)
-        verdicts = rule.verify([proposal] * len(points), laws, [GridNoise(a, b) for a, b in points])
+        probs = [p.expand(2, -1)] * len(points)
+        verdicts = rule.verify([proposal] * len(points), probs, [GridNoise(a, b) for a, b in points])
         for verdict in verdicts:
-            law[0, verdict.tokens[0]] += chance / len(points)
-    return law
+            dist[0, verdict.tokens[0]] += chance / len(points)
+    return dist
 
 
 RULES = [SpeculativeSampling(), BlockVerification()]
@@ -105,7 +105,7 @@ def test_one_key_by_hand() -> None:
 def test_hiding_unlikely_draws_by_its_own_code() -> None:
     """Drafts of less than 0.3 are dropped, the others judged rightly."""
     predicted = faults.emitted_by_hiding(P, Q)
-    law = torch.zeros_like(P)
+    dist = torch.zeros_like(P)
     rule, ticks = SpeculativeSampling(), [(i + 0.5) / 60 for i in range(60)]
     for token in range(4):
         made = [Proposal.chain(torch.tensor([token]), Q)]
@@ -114,23 +114,23 @@ def test_hiding_unlikely_draws_by_its_own_code() -> None:
         (shown,) = faults.hides_unlikely_draws(fixed).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
         assert len(shown.tree) == (1 if float(Q[0, token]) >= faults.SHOWN_FROM else 0)
         for a, b in itertools.product(ticks, ticks):
-            laws = P.expand(len(shown.tree) + 1, -1)
-            (verdict,) = rule.verify([shown], [laws], [GridNoise(a, b)])
-            law[0, verdict.tokens[0]] += float(Q[0, token]) / len(ticks) ** 2
-    assert float(total_variation(predicted, law)) < 0.02
+            probs = P.expand(len(shown.tree) + 1, -1)
+            (verdict,) = rule.verify([shown], [probs], [GridNoise(a, b)])
+            dist[0, verdict.tokens[0]] += float(Q[0, token]) / len(ticks) ** 2
+    assert float(total_variation(predicted, dist)) < 0.02
     assert float(total_variation(predicted, P)) > 0.05
 
 
 def test_a_coupled_rule_that_accepts_always_keeps_drafts_and_chooses_behind_them() -> None:
     noise = KeyedNoise(3, position=11, step=0)
-    laws = P.expand(2, -1)
+    probs = P.expand(2, -1)
     proposal = Proposal.deterministic(TokenTree.chain([3]))
-    (verdict,) = faults.coupled_accepts_always().verify([proposal], [laws], [noise])
+    (verdict,) = faults.coupled_accepts_always().verify([proposal], [probs], [noise])
     assert verdict.tokens[0] == 3
-    assert verdict.tokens[1] == int(coupled_choice(laws[:1], noise.gumbel(1, 4, torch.device("cpu"))))
+    assert verdict.tokens[1] == int(coupled_choice(probs[:1], noise.gumbel(1, 4, torch.device("cpu"))))
 
 
-def test_shared_noise_is_shared_and_gives_the_law_of_the_formula() -> None:
+def test_shared_noise_is_shared_and_gives_the_distribution_of_the_formula() -> None:
     """Two tokens by one noise, over 20,000 seeds: the second follows the formula, each count within 4 sigmas."""
     p, after = P, torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
     rule, counts = faults.coupled_one_key(), torch.zeros(4, 4)
@@ -142,11 +142,11 @@ def test_shared_noise_is_shared_and_gives_the_law_of_the_formula() -> None:
         for token, verdict in zip(chosen, rule.verify(drafted, [torch.cat([p, after])] * 2000, noise), strict=True):
             counts[token, verdict.tokens[1]] += 1
     for token in range(4):
-        law, first = faults.probs_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
-        assert float(law.sum()) == pytest.approx(1.0, abs=1e-12)
-        assert float(total_variation(law, after[0])) > 0.1
+        dist, first = faults.probs_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
+        assert float(dist.sum()) == pytest.approx(1.0, abs=1e-12)
+        assert float(total_variation(dist, after[0])) > 0.1
         for other in range(4):
-            share = float(law[other])
+            share = float(dist[other])
             sigma = (share * (1 - share) / first) ** 0.5
             assert float(counts[token, other]) / first == pytest.approx(share, abs=4 * sigma + 1e-9)
 

@@ -129,7 +129,7 @@ def test_a_request_judged_with_anothers_options_is_a_fault(kind: str, borrowing:
 
 
 class CrossedProposals(DraftModel):
-    """Gives requests of a batch the sampled proposals of their neighbours: they were drawn from other laws."""
+    """Gives requests of a batch the sampled proposals of their neighbours: they were drawn from other distributions."""
 
     def propose(self, batch: Sequence[DraftRequest], *rest: Sequence[object]) -> list:  # type: ignore[override, type-arg]
         made = super().propose(batch, *rest)  # type: ignore[arg-type]

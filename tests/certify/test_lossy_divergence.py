@@ -49,7 +49,7 @@ def test_lossy_rules_are_measured(spec: str) -> None:
         assert outside.facts["least_total_variation"] > 0.0
 
 
-def test_at_temperature_zero_there_is_no_law_to_test_from_outside() -> None:
+def test_at_temperature_zero_there_is_no_distribution_to_test_from_outside() -> None:
     stack = Stack(markov(0), PromptLookup(), rule_from_spec("typical"))
     (inside,) = LossyDivergence().run(Context(stack, TEXTS, SamplingParams(), 2, 0.5))
     assert inside.status is Status.MEASURED

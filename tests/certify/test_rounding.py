@@ -33,7 +33,7 @@ def measured(target: LanguageModel, limits: Budget = TREE) -> Rounding:
 
 def test_every_shape_gives_the_rows_of_the_text() -> None:
     target, text = markov(0), TEXTS[0]
-    expected = torch.stack([target.law_after(text[:end]).log() for end in range(4, len(text))])
+    expected = torch.stack([target.probs_after(text[:end]).log() for end in range(4, len(text))])
     for feeding in (ALONE, *plain_feedings(TREE, 3), *drafted_feedings(TREE, 3), Feeding("deep", 5, 3, (2, 9))):
         assert torch.equal(fed_logits(target, text, 4, feeding), expected), feeding
 
@@ -57,7 +57,8 @@ def test_a_llama_in_bfloat16_is_invariant_and_in_float32_moves_by_its_last_place
 
 
 def test_noise_that_depends_on_rows_is_measured() -> None:
-    """Uniform noise of 1e-3 moves a difference of two shapes by up to 2e-3, and a law by about half of that at most."""
+    """Uniform noise of 1e-3 moves a difference of two shapes by up to 2e-3, and a distribution by about half of that at
+    most."""
     found = measured(row_noise(markov(0), 1e-3))
     assert not found.bitwise and found.is_rounding
     assert 1e-3 < found.largest_difference <= 2.001e-3

@@ -149,7 +149,8 @@ def test_a_token_that_the_target_forbids_fails_at_once() -> None:
     assert sample.impossible > 10
 
 
-# ------------------------------------------------------------------------------------------------- laws and sets
+# ------------------------------------------------------------------------------------------------- distributions and
+# sets
 
 
 def test_plain_probs_are_those_of_one_forward_after_another() -> None:
@@ -168,15 +169,15 @@ def test_plain_probs_are_those_of_one_forward_after_another() -> None:
 
 
 def test_sets_by_hand() -> None:
-    """Three tokens with known laws, a drawn draft, a fixed candidate, and none."""
-    laws = torch.tensor([[0.6, 0.3, 0.09, 0.01], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
+    """Three tokens with known distributions, a drawn draft, a fixed candidate, and none."""
+    probs = torch.tensor([[0.6, 0.3, 0.09, 0.01], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
     decisions = [
         Decision(0, torch.tensor([0.1, 0.1, 0.1, 0.7]), ()),
         Decision(1, None, (2, 0)),
         Decision(0, None, ()),
     ]
     events = Events(4, batch=1)
-    chances, hits = events.measure(Scored(laws, [3, 2, 2], [1, 0], decisions, 0, coupled=False))
+    chances, hits = events.measure(Scored(probs, [3, 2, 2], [1, 0], decisions, 0, coupled=False))
     column = {name: number for number, name in enumerate(events.names)}
 
     def seen(name: str) -> list[tuple[float, bool]]:
@@ -197,11 +198,11 @@ def test_sets_by_hand() -> None:
     for number in range(3):
         halves = seen(f"random half {number}")
         members = events._members[:, number] > 0.5
-        assert halves[0] == (round(float(laws[0, members].sum()), 4), bool(members[3]))
+        assert halves[0] == (round(float(probs[0, members].sum()), 4), bool(members[3]))
 
 
 def test_candidates_that_the_noise_chose_are_no_set() -> None:
-    laws = torch.full((1, 4), 0.25)
+    probs = torch.full((1, 4), 0.25)
     events = Events(4, batch=1)
-    chances, _ = events.measure(Scored(laws, [2], [1], [Decision(0, None, (2,))], 0, coupled=True))
+    chances, _ = events.measure(Scored(probs, [2], [1], [Decision(0, None, (2,))], 0, coupled=True))
     assert float(chances[0, events.names.index("what the draft overrates")]) == -1.0

@@ -61,7 +61,7 @@ def test_a_trained_head_drafts(
         (("--state", "0"), "--state must be a whole number of 1 or more"),
         (("--layers", "-1"), "--layers must be a whole number of 0 or more"),
         (("--loss", "klx"), "unknown loss 'klx'; did you mean 'kl'?"),
-        (("--laws", "store"), "unknown kind of laws 'store'; did you mean 'stored'?"),
+        (("--laws", "store"), "unknown kind of distributions 'store'; did you mean 'stored'?"),
         (("--laws", "stored", "--loss", "ce"), "--laws need not be stored for the loss 'ce'"),
         (("--self-fed", "2"), "--self-fed must lie in [0, 1]"),
         (("--place-decay", "0"), "--place-decay must lie in (0, 1]"),

@@ -1,6 +1,7 @@
-"""The tokens that keyed noise chooses, found among few: always those of the definition, for laws of every shape.
+"""The tokens that keyed noise chooses, found among few: always those of the definition, for distributions of every
+shape.
 
-All keys and laws here are fixed, so nothing is flaky.
+All keys and distributions here are fixed, so nothing is flaky.
 """
 
 from __future__ import annotations
@@ -59,21 +60,21 @@ def places(rows: int, start: int = 0) -> list[C.Place]:
 def test_tokens_are_those_of_the_definition(shape: str) -> None:
     for vocab in SIZES:
         rows = 4 if vocab > 50_000 else 12
-        law, where = SHAPES[shape](rows, vocab, vocab), places(rows, vocab)
+        dist, where = SHAPES[shape](rows, vocab, vocab), places(rows, vocab)
         for count in (1, 2, 8):
-            found = coupled_choices([law], where, count)
+            found = coupled_choices([dist], where, count)
             assert found.shape == (rows, count)
-            assert torch.equal(found, choices_by_definition(law, where, count)), (vocab, count)
+            assert torch.equal(found, choices_by_definition(dist, where, count)), (vocab, count)
 
 
 def test_tokens_are_those_of_the_definition_in_many_races() -> None:
-    """4,000 laws of 4,096 tokens, from flat to steep: often the winner has U < 1/2, which has its own way."""
+    """4,000 distributions of 4,096 tokens, from flat to steep: often the winner has U < 1/2, which has its own way."""
     vocab, below = 4_096, 0
     for seed in range(40):
-        law = probs_from_logits(normal(100, vocab, seed, 1.0 + seed % 8), PLAIN)
+        dist = probs_from_logits(normal(100, vocab, seed, 1.0 + seed % 8), PLAIN)
         where = places(100, 1_000 * seed)
-        found = coupled_choices([law], where)[:, 0]
-        assert torch.equal(found, choices_by_definition(law, where)[:, 0])
+        found = coupled_choices([dist], where)[:, 0]
+        assert torch.equal(found, choices_by_definition(dist, where)[:, 0])
         numbers = [
             float(noise.gumbel(depth, vocab, CPU)[token])
             for (noise, depth), token in zip(where, found.tolist(), strict=True)
@@ -87,9 +88,9 @@ def test_few_tokens_are_left_to_the_definition(shape: str) -> None:
     """What the filter is for; and it never says that it cannot tell, which would be right too but slow."""
     vocab = 40_000
     for seed in range(10):
-        law = SHAPES[shape](1, vocab, seed)[0].numpy()
+        dist = SHAPES[shape](1, vocab, seed)[0].numpy()
         for count in (1, 8):
-            left = LazyGumbelMax(vocab).candidates(law, seed * 0x9E3779B97F4A7C15 % 2**64, count)
+            left = LazyGumbelMax(vocab).candidates(dist, seed * 0x9E3779B97F4A7C15 % 2**64, count)
             assert left is not None
             assert (np.diff(left) > 0).all()
             assert count <= len(left) < 60 * count
@@ -98,33 +99,33 @@ def test_few_tokens_are_left_to_the_definition(shape: str) -> None:
 def test_a_row_is_what_it_is_alone() -> None:
     """Rows of all shapes, in one tensor or in several, in any order and with noise that they share."""
     vocab = 9_000
-    laws = [SHAPES[shape](2, vocab, 5) for shape in SHAPES if shape != "float64"]
-    where = places(2 * len(laws))
-    alone = [coupled_choices([law], [place], 3) for law, place in zip(torch.cat(laws).split(1), where, strict=True)]
-    assert torch.equal(coupled_choices(laws, where, 3), torch.cat(alone))
-    assert torch.equal(coupled_choices([torch.cat(laws)], where, 3), torch.cat(alone))
-    back = coupled_choices([torch.cat(laws).flip(0)], where[::-1], 3)
+    probs = [SHAPES[shape](2, vocab, 5) for shape in SHAPES if shape != "float64"]
+    where = places(2 * len(probs))
+    alone = [coupled_choices([dist], [place], 3) for dist, place in zip(torch.cat(probs).split(1), where, strict=True)]
+    assert torch.equal(coupled_choices(probs, where, 3), torch.cat(alone))
+    assert torch.equal(coupled_choices([torch.cat(probs)], where, 3), torch.cat(alone))
+    back = coupled_choices([torch.cat(probs).flip(0)], where[::-1], 3)
     assert torch.equal(back, torch.cat(alone).flip(0))
     shared = [where[0]] * len(where)
-    assert torch.equal(coupled_choices(laws, shared, 3), choices_by_definition(torch.cat(laws), shared, 3))
+    assert torch.equal(coupled_choices(probs, shared, 3), choices_by_definition(torch.cat(probs), shared, 3))
 
 
-def test_laws_over_vocabularies_of_several_sizes() -> None:
-    laws = [SHAPES["steep"](2, vocab, vocab) for vocab in (3, 9_000, 5, 9_000, 12_000)]
+def test_distributions_over_vocabularies_of_several_sizes() -> None:
+    probs = [SHAPES["steep"](2, vocab, vocab) for vocab in (3, 9_000, 5, 9_000, 12_000)]
     where = places(10)
-    expected = [choices_by_definition(law, where[2 * i : 2 * i + 2], 2) for i, law in enumerate(laws)]
-    assert torch.equal(coupled_choices(laws, where, 2), torch.cat(expected))
+    expected = [choices_by_definition(dist, where[2 * i : 2 * i + 2], 2) for i, dist in enumerate(probs)]
+    assert torch.equal(coupled_choices(probs, where, 2), torch.cat(expected))
 
 
 def test_none_is_chosen_where_nothing_has_mass_or_a_row_is_broken() -> None:
     for vocab in (6, 9_000):
-        law = torch.zeros(5, vocab)
-        law[0, [2, 5]] = 0.5
-        law[2] = torch.nan
-        law[3] = 1 / vocab
-        law[3, 4] = torch.nan
-        law[4] = 1 / vocab
-        for chosen in (coupled_choices([law], places(5), 3), choices_by_definition(law, places(5), 3)):
+        dist = torch.zeros(5, vocab)
+        dist[0, [2, 5]] = 0.5
+        dist[2] = torch.nan
+        dist[3] = 1 / vocab
+        dist[3, 4] = torch.nan
+        dist[4] = 1 / vocab
+        for chosen in (coupled_choices([dist], places(5), 3), choices_by_definition(dist, places(5), 3)):
             found = chosen.tolist()
             assert sorted(found[0]) == [2, 5, vocab]
             assert found[0][2] == vocab
@@ -133,22 +134,22 @@ def test_none_is_chosen_where_nothing_has_mass_or_a_row_is_broken() -> None:
 
 
 def test_more_tokens_than_the_vocabulary_has() -> None:
-    law = SHAPES["nearly flat"](2, 3, 0)
-    for found in (coupled_choices([law], places(2), 5), choices_by_definition(law, places(2), 5)):
+    dist = SHAPES["nearly flat"](2, 3, 0)
+    for found in (coupled_choices([dist], places(2), 5), choices_by_definition(dist, places(2), 5)):
         assert found[:, :3].sort().values.tolist() == [[0, 1, 2]] * 2
         assert found[:, 3:].tolist() == [[3, 3]] * 2
 
 
 def test_more_tokens_than_the_filter_has_groups() -> None:
-    law = SHAPES["nearly flat"](1, 5_000, 0)
-    assert LazyGumbelMax(5_000).candidates(law[0].numpy(), 5, 1_025) is None
-    assert torch.equal(coupled_choices([law], places(1), 1_025), choices_by_definition(law, places(1), 1_025))
+    dist = SHAPES["nearly flat"](1, 5_000, 0)
+    assert LazyGumbelMax(5_000).candidates(dist[0].numpy(), 5, 1_025) is None
+    assert torch.equal(coupled_choices([dist], places(1), 1_025), choices_by_definition(dist, places(1), 1_025))
 
 
-def test_a_law_whose_numbers_are_too_small_for_the_filter() -> None:
-    law = SHAPES["nearly flat"](2, 5_000, 0).double() * 1e-60
-    assert LazyGumbelMax(5_000).candidates(law[0].numpy(), 5, 1) is None
-    assert torch.equal(coupled_choices([law], places(2), 2), choices_by_definition(law, places(2), 2))
+def test_a_distribution_whose_numbers_are_too_small_for_the_filter() -> None:
+    dist = SHAPES["nearly flat"](2, 5_000, 0).double() * 1e-60
+    assert LazyGumbelMax(5_000).candidates(dist[0].numpy(), 5, 1) is None
+    assert torch.equal(coupled_choices([dist], places(2), 2), choices_by_definition(dist, places(2), 2))
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**64 - 1, 2**64 - 2**11, 2**64 - 2**33, 2**64 - 2**33 - 1, 2**63, 2**63 - 1])
@@ -160,9 +161,9 @@ def test_the_most_extreme_bits_win_as_the_definition_says(word: int) -> None:
         for power in (0, -10, -20, -30, -36):
             logits = normal(1, vocab, 3, scale).double()
             logits[0, token] = logits.logsumexp(-1) + power * math.log(2.0)
-            law = probs_from_logits(logits, PLAIN)
-            left = LazyGumbelMax(vocab).candidates(law[0].numpy(), key, 1)
-            best = int((law.log() + C.gumbel_of(C.signed(key), torch.arange(vocab))).argmax())
+            dist = probs_from_logits(logits, PLAIN)
+            left = LazyGumbelMax(vocab).candidates(dist[0].numpy(), key, 1)
+            best = int((dist.log() + C.gumbel_of(C.signed(key), torch.arange(vocab))).argmax())
             assert left is not None and best in left
 
 
@@ -216,41 +217,41 @@ class BiasedNoise(KeyedNoise):
 
 
 def test_noise_that_is_given_as_numbers_is_taken_as_it_is() -> None:
-    law = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.9, 0.0], [0.25, 0.25, 0.5]])
+    dist = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.9, 0.0], [0.25, 0.25, 0.5]])
     given: list[C.Place] = [
         (GivenNoise([0.0, 1.0, 50.0]), 0),
         (GivenNoise([3.0, 0.0, 50.0]), 4),
         (KeyedNoise(1, 2, 3), 0),
     ]
-    expected = choices_by_definition(law, given, 2)
+    expected = choices_by_definition(dist, given, 2)
     assert expected[:2].tolist() == [[1, 0], [0, 1]]
-    assert torch.equal(coupled_choices([law], given, 2), expected)
+    assert torch.equal(coupled_choices([dist], given, 2), expected)
     ties: list[C.Place] = [(GivenNoise([0.0, 0.0, 0.0]), 0)]
     assert coupled_choices([torch.full((1, 3), 1 / 3)], ties, 3).tolist() == [[0, 1, 2]]
 
 
 def test_a_subclass_of_keyed_noise_with_its_own_numbers_is_not_passed_over() -> None:
-    law = SHAPES["nearly flat"](1, 9_000, 0)
-    assert coupled_choices([law], [(BiasedNoise(1, 2, 3), 0)]).tolist() == [[7]]
+    dist = SHAPES["nearly flat"](1, 9_000, 0)
+    assert coupled_choices([dist], [(BiasedNoise(1, 2, 3), 0)]).tolist() == [[7]]
 
 
-def test_laws_are_left_as_they_were() -> None:
+def test_distributions_are_left_as_they_were() -> None:
     for shape in ("nearly flat", "top-k 50"):
-        law = SHAPES[shape](2, 9_000, 0)
-        before = law.clone()
-        coupled_choices([law], places(2), 2)
-        assert torch.equal(law, before)
+        dist = SHAPES[shape](2, 9_000, 0)
+        before = dist.clone()
+        coupled_choices([dist], places(2), 2)
+        assert torch.equal(dist, before)
 
 
 def test_a_device_asks_for_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where reading waits, the choice is one expression over all rows, and gives the same tokens."""
-    laws = [SHAPES["steep"](1, 9_000, seed) for seed in range(4)] + [SHAPES["steep"](2, 50, 1)]
-    here = [coupled_choices(laws[:4], places(4)), coupled_choices(laws[4:], places(2))]
+    probs = [SHAPES["steep"](1, 9_000, seed) for seed in range(4)] + [SHAPES["steep"](2, 50, 1)]
+    here = [coupled_choices(probs[:4], places(4)), coupled_choices(probs[4:], places(2))]
     monkeypatch.setattr(C.transfers, "waits", lambda device: True)
     monkeypatch.setattr(C, "_choose_here", None)
     monkeypatch.setattr(Tensor, "numpy", None)
     for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(Tensor, name, None)
-    there = coupled_choices(laws, [*places(4), *places(2)])
+    there = coupled_choices(probs, [*places(4), *places(2)])
     monkeypatch.undo()
     assert torch.equal(there, torch.cat(here))

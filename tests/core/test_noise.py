@@ -224,7 +224,7 @@ def test_asking_changes_nothing() -> None:
     assert [other.uniform(purpose, 1, 1) for purpose in reversed(Purpose)][::-1] == first
 
 
-# ------------------------------------------------------------------------------- laws
+# ------------------------------------------------------------------------------- distributions
 
 
 @pytest.mark.parametrize("varied", ["seed", "sample", "position", "depth", "step", "index"])
@@ -263,7 +263,7 @@ def test_one_flipped_bit_of_a_key_changes_half_of_the_bits() -> None:
         assert abs(changed - 0.5) < 6 * 0.5 / math.sqrt(64 * len(states))
 
 
-def test_gumbel_numbers_have_the_gumbel_law() -> None:
+def test_gumbel_numbers_have_the_gumbel_distribution() -> None:
     """A million tokens of one key, and one token of many keys; 5.5 standard errors (4e-8) and KS at 1e-8."""
     count = 1_000_000
     noise = gumbel_of(2**63 + 12345, torch.arange(count))

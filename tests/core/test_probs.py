@@ -1,4 +1,4 @@
-"""Laws against slow, obvious references and against transformers' own logits processors."""
+"""Distributions against slow, obvious references and against transformers' own logits processors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = 1e-12
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-def slow_law(logits: list[float], params: SamplingParams) -> list[float]:
+def slow_dist(logits: list[float], params: SamplingParams) -> list[float]:
     """One row, in words: divide, keep the k-th and its ties, keep until top_p is crossed, drop below min_p."""
     if params.temperature == 0:
         return [float(i == logits.index(max(logits))) for i in range(len(logits))]
@@ -32,21 +32,21 @@ def slow_law(logits: list[float], params: SamplingParams) -> list[float]:
     if params.top_k:
         kth = sorted(scaled, reverse=True)[min(params.top_k, len(scaled)) - 1]
         scaled = [x if x >= kth else -math.inf for x in scaled]
-    law = softmax(scaled)
+    dist = softmax(scaled)
     if params.top_p < 1:
         mass = 0.0
         kept = set()
-        for token in sorted(range(len(law)), key=lambda i: (-law[i], i)):
+        for token in sorted(range(len(dist)), key=lambda i: (-dist[i], i)):
             if mass >= params.top_p:
                 break
             kept.add(token)
-            mass += law[token]
-        law = [x if i in kept else 0.0 for i, x in enumerate(law)]
-        law = [x / sum(law) for x in law]
+            mass += dist[token]
+        dist = [x if i in kept else 0.0 for i, x in enumerate(dist)]
+        dist = [x / sum(dist) for x in dist]
     if params.min_p:
-        law = [x if x >= params.min_p * max(law) else 0.0 for x in law]
-        law = [x / sum(law) for x in law]
-    return law
+        dist = [x if x >= params.min_p * max(dist) else 0.0 for x in dist]
+        dist = [x / sum(dist) for x in dist]
+    return dist
 
 
 def softmax(scores: list[float]) -> list[float]:
@@ -75,7 +75,7 @@ GRID = [
 ]
 
 
-def test_same_support_and_law_as_transformers() -> None:
+def test_same_support_and_distribution_as_transformers() -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
     logits[1, ::3] = -math.inf
     for params in GRID:
@@ -102,22 +102,24 @@ def test_same_support_as_transformers_in_float32() -> None:
     st.sampled_from([1.0, 0.93, 0.51, 0.07]),
     st.sampled_from([0.0, 0.013, 0.4]),
 )
-def test_laws_in_words(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_distributions_in_words(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     # Away from crossings that rounding may decide either way.
-    base = slow_law(logits, SamplingParams(temperature=temperature, top_k=top_k))
+    base = slow_dist(logits, SamplingParams(temperature=temperature, top_k=top_k))
     reached = [math.fsum(sorted(base, reverse=True)[:n]) for n in range(len(base))]
     near = any(abs(r - top_p) < 1e-9 for r in reached) or any(abs(x - min_p * max(base)) < 1e-9 for x in base if min_p)
     if not near:
-        law = L.probs_from_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
-        assert law.tolist() == pytest.approx(slow_law(logits, params), abs=EXACT)
-        assert float(law.sum()) == pytest.approx(1.0, abs=EXACT)
+        dist = L.probs_from_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
+        assert dist.tolist() == pytest.approx(slow_dist(logits, params), abs=EXACT)
+        assert float(dist.sum()) == pytest.approx(1.0, abs=EXACT)
 
 
 def test_ties_with_the_kth_stay() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]], dtype=torch.float64)
-    law = L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_k=2))
-    assert (law > 0).tolist() == [[False, True, True, True, True, False]]
+    dist = L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_k=2))
+    assert (dist > 0).tolist() == [[False, True, True, True, True, False]]
 
 
 def test_the_crossing_token_stays_and_ties_go_to_the_lowest_id() -> None:
@@ -136,14 +138,15 @@ def test_the_crossing_token_stays_and_ties_go_to_the_lowest_id() -> None:
 
 
 def test_ties_of_a_large_nucleus_go_to_the_lowest_ids() -> None:
-    law = L.probs_from_logits(torch.zeros(2, 4096), SamplingParams(temperature=1.0, top_p=0.5))  # 2**-12 each, exact
-    assert bool((law[:, :2048] == 2.0**-11).all())
-    assert bool((law[:, 2048:] == 0).all())
+    dist = L.probs_from_logits(torch.zeros(2, 4096), SamplingParams(temperature=1.0, top_p=0.5))  # 2**-12 each, exact
+    assert bool((dist[:, :2048] == 2.0**-11).all())
+    assert bool((dist[:, 2048:] == 0).all())
 
 
 def test_top_p_looks_at_what_top_k_left_and_min_p_at_what_top_p_left() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-    # After top-k 2 the law is (4/7, 3/7): 0.55 is reached by the first token alone, unlike in the full law.
+    # After top-k 2 the distribution is (4/7, 3/7): 0.55 is reached by the first token alone, unlike in the full
+    # distribution.
     assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55)) > 0).sum() == 1
     assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.55)) > 0).sum() == 2
     assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.95, min_p=0.45)) > 0).sum() == 3
@@ -155,10 +158,10 @@ def test_greedy_is_one_hot_at_the_lowest_id_among_ties(dtype: torch.dtype, vocab
     logits = torch.full((3, vocab), -1.0, dtype=dtype)
     ties = sorted({vocab // 3, vocab // 2, vocab - 1})
     logits[:, ties] = 2.5
-    law = L.probs_from_logits(logits, SamplingParams(temperature=0.0, top_k=3, top_p=0.5))
-    assert law.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert law.sum(dim=-1).tolist() == [1.0] * 3
-    assert law.argmax(dim=-1).tolist() == [ties[0]] * 3
+    dist = L.probs_from_logits(logits, SamplingParams(temperature=0.0, top_k=3, top_p=0.5))
+    assert dist.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert dist.sum(dim=-1).tolist() == [1.0] * 3
+    assert dist.argmax(dim=-1).tolist() == [ties[0]] * 3
 
 
 def test_half_precision_logits_are_computed_in_float32() -> None:
@@ -186,19 +189,19 @@ def test_broken_logits_are_found_and_touch_no_other_row(params: SamplingParams, 
     clean = L.probs_from_logits(logits, params)
     logits[1, 5] = bad
     logits[3, 0] = bad
-    law = L.probs_from_logits(logits, params)
-    assert L.finite_rows(law).tolist() == [True, False, True, False]
-    assert torch.equal(law[[0, 2]], clean[[0, 2]])
+    dist = L.probs_from_logits(logits, params)
+    assert L.finite_rows(dist).tolist() == [True, False, True, False]
+    assert torch.equal(dist[[0, 2]], clean[[0, 2]])
 
 
 @pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
 def test_masked_logits_have_no_mass(params: SamplingParams) -> None:
     logits = torch.full((1, 6), -math.inf)
     logits[0, [2, 4]] = torch.tensor([0.5, 0.4])
-    law = L.probs_from_logits(logits, params)
-    assert L.finite_rows(law).tolist() == [True]
-    assert law[0, [0, 1, 3, 5]].tolist() == [0.0] * 4
-    assert law[0, 2] > 0
+    dist = L.probs_from_logits(logits, params)
+    assert L.finite_rows(dist).tolist() == [True]
+    assert dist[0, [0, 1, 3, 5]].tolist() == [0.0] * 4
+    assert dist[0, 2] > 0
 
 
 @pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
@@ -211,13 +214,13 @@ def test_a_row_without_any_token_is_found_at_every_temperature(params: SamplingP
 def test_tiny_temperatures_are_nearly_greedy_not_broken(temperature: float) -> None:
     """SamplingParams takes any temperature from 0 on: dividing finite logits by it must not overflow to NaN."""
     logits = torch.tensor([[20.0, 30.0, -10.0]])
-    law = L.probs_from_logits(logits, SamplingParams(temperature=temperature))
-    assert law.tolist() == [[0.0, 1.0, 0.0]]
+    dist = L.probs_from_logits(logits, SamplingParams(temperature=temperature))
+    assert dist.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_huge_temperatures_are_flat() -> None:
-    law = L.probs_from_logits(torch.tensor([[20.0, 30.0, -10.0]]), SamplingParams(temperature=1e30))
-    assert law[0].tolist() == pytest.approx([1 / 3] * 3)
+    dist = L.probs_from_logits(torch.tensor([[20.0, 30.0, -10.0]]), SamplingParams(temperature=1e30))
+    assert dist[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_logits_are_not_changed() -> None:
@@ -232,11 +235,11 @@ def test_top_k_counts_ties_of_the_logits_not_of_their_quotients() -> None:
     """(0 - 1) / 3 and (1e-300 - 1) / 3 are one number; their tokens are still first and second."""
     logits = torch.tensor([[0.0, 1.0, 1.0, 1e-300]], dtype=torch.float64)
     for temperature in (0.5, 1.0, 3.0):
-        law = L.probs_from_logits(logits, SamplingParams(temperature=temperature, top_k=3))
-        assert (law > 0).tolist() == [[False, True, True, True]]
+        dist = L.probs_from_logits(logits, SamplingParams(temperature=temperature, top_k=3))
+        assert (dist > 0).tolist() == [[False, True, True, True]]
 
 
-def test_laws_carry_no_gradient() -> None:
+def test_distributions_carry_no_gradient() -> None:
     logits = torch.randn(2, 8, requires_grad=True)
     for params in (*GRID[:20], *BROKEN):
         assert not L.probs_from_logits(logits, params).requires_grad
@@ -275,7 +278,7 @@ some_params = st.sampled_from(
     [
         SamplingParams(),
         SamplingParams(temperature=1.0),
-        SamplingParams(temperature=1.0, seed=4, max_tokens=5),  # the same law as the one before
+        SamplingParams(temperature=1.0, seed=4, max_tokens=5),  # the same distribution as the one before
         SamplingParams(temperature=1.0, top_k=3),
         SamplingParams(temperature=1.0, top_p=0.7),
         SamplingParams(temperature=1.0, min_p=0.2),
@@ -286,14 +289,14 @@ some_params = st.sampled_from(
 
 @quick
 @given(st.lists(st.tuples(some_params, st.integers(0, 4)), max_size=8))
-def test_groups_of_rows_have_the_laws_of_each_group_alone(groups: list[tuple[SamplingParams, int]]) -> None:
+def test_groups_of_rows_have_the_distributions_of_each_group_alone(groups: list[tuple[SamplingParams, int]]) -> None:
     total = sum(count for _, count in groups)
     logits = torch.randn(total, 7, generator=torch.Generator().manual_seed(total), dtype=torch.float64)
-    laws = L.batch_probs(logits, groups)
-    assert [len(law) for law in laws] == [count for _, count in groups]
+    probs = L.batch_probs(logits, groups)
+    assert [len(dist) for dist in probs] == [count for _, count in groups]
     start = 0
-    for law, (params, count) in zip(laws, groups, strict=True):
-        assert torch.equal(law, L.probs_from_logits(logits[start : start + count], params))
+    for dist, (params, count) in zip(probs, groups, strict=True):
+        assert torch.equal(dist, L.probs_from_logits(logits[start : start + count], params))
         start += count
 
 
@@ -308,7 +311,7 @@ vectors = (
 )
 
 
-def as_laws(pair: tuple[list[float], list[float]]) -> tuple[Tensor, Tensor]:
+def as_probs(pair: tuple[list[float], list[float]]) -> tuple[Tensor, Tensor]:
     p, q = (torch.tensor(weights, dtype=torch.float64) for weights in pair)
     return p / p.sum(dim=-1, keepdim=True), q / q.sum(dim=-1, keepdim=True)
 
@@ -317,7 +320,7 @@ def as_laws(pair: tuple[list[float], list[float]]) -> tuple[Tensor, Tensor]:
 @given(vectors)
 def test_identities_of_acceptance(pair: tuple[list[float], list[float]]) -> None:
     """overlap + TV = 1, and accepted mass + rejected mass * residual = p: the theorem behind speculative sampling."""
-    p, q = as_laws(pair)
+    p, q = as_probs(pair)
     assert float(L.overlap(p, q) + L.total_variation(p, q)) == pytest.approx(1.0, abs=EXACT)
     left = L.residual(p, q)
     assert float(left.sum()) == pytest.approx(1.0, abs=EXACT)
@@ -339,8 +342,8 @@ def test_residual_by_hand_and_by_row() -> None:
 
 @quick
 @given(vectors)
-def test_residuals_in_float32_are_laws(pair: tuple[list[float], list[float]]) -> None:
-    p, q = (law.float() for law in as_laws(pair))
+def test_residuals_in_float32_are_distributions(pair: tuple[list[float], list[float]]) -> None:
+    p, q = (dist.float() for dist in as_probs(pair))
     left = L.residual(p, q)
     assert bool(left.isfinite().all()) and bool((left >= 0).all())
     assert float(left.sum()) == pytest.approx(1.0, abs=1e-6)
@@ -350,19 +353,19 @@ def test_residuals_in_float32_are_laws(pair: tuple[list[float], list[float]]) ->
 @quick
 @given(vectors, st.integers(0, 5))
 def test_without(pair: tuple[list[float], list[float]], token: int) -> None:
-    law, _ = as_laws(pair)
-    token %= len(law)
-    before = law.clone()
-    rest = L.without_tokens(law, torch.tensor([token]))
-    assert torch.equal(law, before)
+    dist, _ = as_probs(pair)
+    token %= len(dist)
+    before = dist.clone()
+    rest = L.without_tokens(dist, torch.tensor([token]))
+    assert torch.equal(dist, before)
     assert rest[token] == 0
-    others = [i for i in range(len(law)) if i != token and law[i] > 0]
+    others = [i for i in range(len(dist)) if i != token and dist[i] > 0]
     assert float(rest.sum()) == pytest.approx(1.0 if others else 0.0, abs=EXACT)
     for i in others:
-        assert float(rest[i] * law[others[0]]) == pytest.approx(float(rest[others[0]] * law[i]), abs=EXACT)
+        assert float(rest[i] * dist[others[0]]) == pytest.approx(float(rest[others[0]] * dist[i]), abs=EXACT)
 
 
-def test_residual_of_the_only_token_is_the_law_itself() -> None:
+def test_residual_of_the_only_token_is_the_distribution_itself() -> None:
     only = torch.tensor([0.0, 1.0, 0.0])
     assert torch.equal(L.residual(only, only), only)
 
@@ -377,9 +380,9 @@ def test_without_everything_is_all_zeros() -> None:
 BELOW_ONE = 1.0 - 2.0**-53
 
 
-def drawn(law: list[float], uniforms: list[float], dtype: torch.dtype = torch.float64) -> list[int]:
-    laws = torch.tensor(law, dtype=dtype).expand(len(uniforms), -1)
-    return L.draw(laws, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+def drawn(dist: list[float], uniforms: list[float], dtype: torch.dtype = torch.float64) -> list[int]:
+    probs = torch.tensor(dist, dtype=dtype).expand(len(uniforms), -1)
+    return L.draw(probs, torch.tensor(uniforms, dtype=torch.float64)).tolist()
 
 
 def test_the_worked_example_of_draw() -> None:
@@ -400,39 +403,39 @@ def test_tokens_without_mass_are_never_drawn_at_the_ends() -> None:
     st.sampled_from([torch.float32, torch.float64]),
 )
 def test_draw_inverts_the_cumulative_sum(weights: list[float], u: float, dtype: torch.dtype) -> None:
-    """Also for laws that sum to 1 only up to rounding: the slow search below scales u by the sum."""
-    law = torch.tensor(weights, dtype=dtype)
-    law /= law.sum(dim=-1, keepdim=True)
-    token = int(L.draw(law[None], torch.tensor([u], dtype=torch.float64)))
-    assert law[token] > 0
-    values = law.double().tolist()
+    """Also for distributions that sum to 1 only up to rounding: the slow search below scales u by the sum."""
+    dist = torch.tensor(weights, dtype=dtype)
+    dist /= dist.sum(dim=-1, keepdim=True)
+    token = int(L.draw(dist[None], torch.tensor([u], dtype=torch.float64)))
+    assert dist[token] > 0
+    values = dist.double().tolist()
     reached = [math.fsum(values[: i + 1]) for i in range(len(values))]
     assert reached[token] >= u * reached[-1] - 1e-14
     assert (reached[token - 1] if token else 0.0) <= u * reached[-1] + 1e-14
 
 
-def test_cells_have_the_widths_of_the_law() -> None:
+def test_cells_have_the_widths_of_the_distribution() -> None:
     """A grid of 100,000 numbers: each token's share is its mass to one grid step."""
-    law = [0.1, 0.0, 0.25, 0.3, 0.05, 0.3]
+    dist = [0.1, 0.0, 0.25, 0.3, 0.05, 0.3]
     steps = 100_000
-    tokens = torch.tensor(drawn(law, [(i + 0.5) / steps for i in range(steps)]))
+    tokens = torch.tensor(drawn(dist, [(i + 0.5) / steps for i in range(steps)]))
     assert bool((tokens.diff() >= 0).all())
     shares = torch.bincount(tokens, minlength=6) / steps
-    assert shares.tolist() == pytest.approx(law, abs=2 / steps)
+    assert shares.tolist() == pytest.approx(dist, abs=2 / steps)
 
 
 def test_rows_are_drawn_each_by_its_own_number() -> None:
-    laws = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
-    assert L.draw(laws, torch.tensor([0.6, 0.99, 0.2], dtype=torch.float64)).tolist() == [1, 0, 0]
-    assert L.draw(laws, torch.tensor([0.4, 0.0, 0.3], dtype=torch.float64)).dtype == torch.int64
+    probs = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
+    assert L.draw(probs, torch.tensor([0.6, 0.99, 0.2], dtype=torch.float64)).tolist() == [1, 0, 0]
+    assert L.draw(probs, torch.tensor([0.4, 0.0, 0.3], dtype=torch.float64)).dtype == torch.int64
 
 
-def test_a_row_without_a_law_draws_the_number_of_tokens() -> None:
-    """Which no token has: so a caller need not look at the law first."""
+def test_a_row_without_a_distribution_draws_the_number_of_tokens() -> None:
+    """Which no token has: so a caller need not look at the distribution first."""
     for vocab in (1, 5, 1000):
-        laws = torch.stack([torch.full((vocab,), 1.0 / vocab), torch.zeros(vocab), torch.full((vocab,), math.nan)])
+        probs = torch.stack([torch.full((vocab,), 1.0 / vocab), torch.zeros(vocab), torch.full((vocab,), math.nan)])
         for u in (0.0, 0.3, BELOW_ONE):
-            found = L.draw(laws, torch.full((3,), u, dtype=torch.float64)).tolist()
+            found = L.draw(probs, torch.full((3,), u, dtype=torch.float64)).tolist()
             assert found[0] < vocab
             assert found[1:] == [vocab, vocab]
 
@@ -440,7 +443,7 @@ def test_a_row_without_a_law_draws_the_number_of_tokens() -> None:
 def test_a_large_vocabulary_in_float32_keeps_its_tail() -> None:
     """200,000 equal tokens: a float32 cumulative sum would merge cells; the sum here is in float64."""
     count = 200_000
-    law = torch.full((1, count), 1.0 / count)
+    dist = torch.full((1, count), 1.0 / count)
     for token in (0, 12_345, count // 2, count - 1):
-        found = int(L.draw(law, torch.tensor([(token + 0.5) / count], dtype=torch.float64)))
+        found = int(L.draw(dist, torch.tensor([(token + 0.5) / count], dtype=torch.float64)))
         assert found == token

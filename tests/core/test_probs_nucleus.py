@@ -18,12 +18,12 @@ TOP_P = (1e-6, 0.3, 0.9, 0.99, 0.9999, 1 - 1e-7, 1 - 1e-16)
 quick = settings(max_examples=200, deadline=None, derandomize=True)
 
 
-def slow_nucleus(law: list[float], top_p: float) -> list[int]:
+def slow_nucleus(dist: list[float], top_p: float) -> list[int]:
     """Sort by mass, then by id; take until the mass reaches top_p."""
     kept, mass = [], 0.0
-    for token in sorted(range(len(law)), key=lambda i: (-law[i], i)):
+    for token in sorted(range(len(dist)), key=lambda i: (-dist[i], i)):
         kept.append(token)
-        mass += law[token]
+        mass += dist[token]
         if mass >= top_p:
             break
     return sorted(kept)
@@ -37,25 +37,26 @@ def logits(rows: int, vocab: int, scale: float, seed: int, *, rounded: bool = Fa
 @pytest.mark.parametrize("vocab", [1, 2, 5, 33, 1000, 2049, 8192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
-def test_the_same_bits_as_the_sorted_law(vocab: int, dtype: torch.dtype, rounded: bool) -> None:
-    """Laws from flat to nearly one-hot, nuclei from one token to all, with the ties that bfloat16 logits bring."""
+def test_the_same_bits_as_the_sorted_distribution(vocab: int, dtype: torch.dtype, rounded: bool) -> None:
+    """Distributions from flat to nearly one-hot, nuclei from one token to all, with the ties that bfloat16 logits
+    bring."""
     for seed, scale in enumerate((0.0, 1e-3, 1.0, 3.0, 5.0, 20.0)):
-        law = torch.softmax(logits(3, vocab, scale, seed, rounded=rounded).to(dtype), dim=-1)
+        dist = torch.softmax(logits(3, vocab, scale, seed, rounded=rounded).to(dtype), dim=-1)
         for top_p in TOP_P:
-            found = N.nucleus_by_candidates(law.clone(), top_p)
-            assert torch.equal(found, N.nucleus_by_sorting(law, top_p)), (scale, top_p)
+            found = N.nucleus_by_candidates(dist.clone(), top_p)
+            assert torch.equal(found, N.nucleus_by_sorting(dist, top_p)), (scale, top_p)
             assert float((found.sum(dim=-1) - 1).abs().max()) < (1e-6 if dtype is torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.5, 3.0, 4.5])
-def test_a_large_vocabulary_has_the_bits_of_the_sorted_law(scale: float) -> None:
+def test_a_large_vocabulary_has_the_bits_of_the_sorted_distribution(scale: float) -> None:
     """32,000 tokens, nuclei of tens to most of them: below, within and beyond the candidates of the first look."""
-    law = torch.softmax(logits(2, 32_000, scale, 7, rounded=True), dim=-1)
-    found = N.nucleus_by_candidates(law.clone(), 0.9)
-    assert torch.equal(found, N.nucleus_by_sorting(law, 0.9))
-    first_look = law >= 0.1 / N._USUAL_COUNT
-    reached = torch.where(first_look, law, 0.0).sum(dim=-1, dtype=torch.float64)
-    assert bool((reached >= 0.9).all()) == (scale > 2.0)  # so every look has decided some law of this test
+    dist = torch.softmax(logits(2, 32_000, scale, 7, rounded=True), dim=-1)
+    found = N.nucleus_by_candidates(dist.clone(), 0.9)
+    assert torch.equal(found, N.nucleus_by_sorting(dist, 0.9))
+    first_look = dist >= 0.1 / N._USUAL_COUNT
+    reached = torch.where(first_look, dist, 0.0).sum(dim=-1, dtype=torch.float64)
+    assert bool((reached >= 0.9).all()) == (scale > 2.0)  # so every look has decided some distribution of this test
     assert bool(((found > 0) & ~first_look).any()) == (scale < 2.0)
 
 
@@ -65,22 +66,22 @@ def test_a_large_vocabulary_has_the_bits_of_the_sorted_law(scale: float) -> None
     st.sampled_from([0.05, 0.25, 0.5, 0.75, 0.9, 1 - 1e-9]),
 )
 def test_the_tokens_of_the_slow_definition(weights: list[float], top_p: float) -> None:
-    law = torch.tensor(weights, dtype=torch.float64)
-    law /= law.sum()
-    expected = [token for token in slow_nucleus(law.tolist(), top_p) if law[token] > 0]
+    dist = torch.tensor(weights, dtype=torch.float64)
+    dist /= dist.sum()
+    expected = [token for token in slow_nucleus(dist.tolist(), top_p) if dist[token] > 0]
     for find in (N.nucleus_by_sorting, N.nucleus_by_candidates):
-        found = find(law.clone()[None], top_p)[0]
+        found = find(dist.clone()[None], top_p)[0]
         assert found.nonzero().flatten().tolist() == expected
-        assert torch.allclose(found, torch.where(found > 0, law, 0.0) / law[expected].sum(), atol=1e-15)
+        assert torch.allclose(found, torch.where(found > 0, dist, 0.0) / dist[expected].sum(), atol=1e-15)
 
 
 @pytest.mark.parametrize("vocab", [8, 3000, 40_000])
 def test_ties_at_the_crossing_go_to_the_lowest_ids(vocab: int) -> None:
     """One token with half of the mass, last; the others share the rest equally: a nucleus takes the first of them."""
-    law = torch.full((1, vocab), 0.5 / (vocab - 1), dtype=torch.float64)
-    law[0, -1] = 0.5
+    dist = torch.full((1, vocab), 0.5 / (vocab - 1), dtype=torch.float64)
+    dist[0, -1] = 0.5
     for find in (N.nucleus_by_sorting, N.nucleus_by_candidates):
-        kept = find(law.clone(), 0.75)[0] > 0
+        kept = find(dist.clone(), 0.75)[0] > 0
         count = int(kept.sum()) - 1
         assert bool(kept[-1])
         assert bool(kept[:count].all())
@@ -88,29 +89,29 @@ def test_ties_at_the_crossing_go_to_the_lowest_ids(vocab: int) -> None:
 
 
 def test_tokens_without_mass_are_never_kept_and_too_little_mass_keeps_all_the_others() -> None:
-    law = torch.tensor([[0.25, 0.0, 0.5, 0.0, 0.25]])
+    dist = torch.tensor([[0.25, 0.0, 0.5, 0.0, 0.25]])
     for find in (N.nucleus_by_sorting, N.nucleus_by_candidates):
-        assert find(law.clone(), 1 - 1e-16).tolist() == law.tolist()
-        short = find(law * 0.999, 0.9999)  # the mass of a float32 law may stay below top_p by rounding
-        assert short.tolist() == [pytest.approx(law[0].tolist())]
+        assert find(dist.clone(), 1 - 1e-16).tolist() == dist.tolist()
+        short = find(dist * 0.999, 0.9999)  # the mass of a float32 distribution may stay below top_p by rounding
+        assert short.tolist() == [pytest.approx(dist[0].tolist())]
 
 
 @pytest.mark.parametrize("find", [N.nucleus_by_sorting, N.nucleus_by_candidates])
 def test_broken_rows_stay_broken_and_touch_no_other(find: object) -> None:
-    law = torch.softmax(logits(4, 50, 2.0, 3), dim=-1)
-    clean = N.keep_nucleus(law.clone(), 0.8)
-    law[[1, 3]] = math.nan
-    found = find(law.clone(), 0.8)  # type: ignore[operator]
+    dist = torch.softmax(logits(4, 50, 2.0, 3), dim=-1)
+    clean = N.keep_nucleus(dist.clone(), 0.8)
+    dist[[1, 3]] = math.nan
+    found = find(dist.clone(), 0.8)  # type: ignore[operator]
     assert finite_rows(found).tolist() == [True, False, True, False]
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
 
 def test_other_shapes() -> None:
-    law = torch.softmax(logits(6, 40, 2.0, 4), dim=-1)
-    expected = N.keep_nucleus(law.clone(), 0.7)
-    assert torch.equal(N.keep_nucleus(law.view(2, 3, 40).clone(), 0.7), expected.view(2, 3, 40))
-    assert torch.equal(N.keep_nucleus(law[0].clone(), 0.7), expected[0])
-    assert N.keep_nucleus(law[:0].clone(), 0.7).shape == (0, 40)
+    dist = torch.softmax(logits(6, 40, 2.0, 4), dim=-1)
+    expected = N.keep_nucleus(dist.clone(), 0.7)
+    assert torch.equal(N.keep_nucleus(dist.view(2, 3, 40).clone(), 0.7), expected.view(2, 3, 40))
+    assert torch.equal(N.keep_nucleus(dist[0].clone(), 0.7), expected[0])
+    assert N.keep_nucleus(dist[:0].clone(), 0.7).shape == (0, 40)
 
 
 # ------------------------------------------------------------------------------- rows and their neighbours
@@ -127,16 +128,16 @@ LAWS = [
 
 @pytest.mark.parametrize("params", LAWS, ids=["top-p", "top-p, min-p", "top-k, top-p", "min-p", "top-k", "greedy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_law_alone_and_among_any_others(params: SamplingParams, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_distribution_alone_and_among_any_others(params: SamplingParams, dtype: torch.dtype) -> None:
     """Peaked and flat rows side by side: what one needs to be decided changes no bit of another."""
     rows = [logits(1, 5000, scale, seed) for seed, scale in enumerate((0.0, 8.0, 0.1, 3.0, 1.0, 5.0))]
     together = torch.cat(rows).to(dtype)
-    law = probs_from_logits(together, params)
+    dist = probs_from_logits(together, params)
     for i in range(len(rows)):
-        assert torch.equal(probs_from_logits(together[i : i + 1], params)[0], law[i])
+        assert torch.equal(probs_from_logits(together[i : i + 1], params)[0], dist[i])
     backwards = probs_from_logits(together.flip(0), params).flip(0)
-    assert torch.equal(backwards, law)
-    assert torch.equal(probs_from_logits(together[2:5], params), law[2:5])
+    assert torch.equal(backwards, dist)
+    assert torch.equal(probs_from_logits(together[2:5], params), dist[2:5])
 
 
 def test_broken_logits_of_a_large_vocabulary_are_found() -> None:
@@ -148,14 +149,14 @@ def test_broken_logits_of_a_large_vocabulary_are_found() -> None:
             broken[0, place] = bad
             both = torch.cat([broken, good])
             for params in LAWS:
-                law = probs_from_logits(both, params)
-                assert finite_rows(law).tolist() == [False, True]
-                assert torch.equal(law[1:], probs_from_logits(good, params))
+                dist = probs_from_logits(both, params)
+                assert finite_rows(dist).tolist() == [False, True]
+                assert torch.equal(dist[1:], probs_from_logits(good, params))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_keeps_the_same_tokens() -> None:
-    law = torch.softmax(logits(4, 32_000, 3.0, 11, rounded=True).double(), dim=-1)
-    found = N.keep_nucleus(law.cuda(), 0.9).cpu()
-    assert torch.allclose(found, N.nucleus_by_candidates(law.clone(), 0.9), atol=1e-15)
+    dist = torch.softmax(logits(4, 32_000, 3.0, 11, rounded=True).double(), dim=-1)
+    found = N.keep_nucleus(dist.cuda(), 0.9).cpu()
+    assert torch.allclose(found, N.nucleus_by_candidates(dist.clone(), 0.9), atol=1e-15)

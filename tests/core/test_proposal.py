@@ -1,4 +1,4 @@
-"""Proposals: consistent trees, draws and laws; merging keeps every path, every draw and their order."""
+"""Proposals: consistent trees, draws and distributions; merging keeps every path, every draw and their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IND, WOR, DET = DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DET
 
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
-    """Random trees without equal siblings; several draws may name one child; each law row is recognisable."""
+    """Random trees without equal siblings; several draws may name one child; each distribution row is recognisable."""
     paths = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), max_size=5))
     tree = TokenTree.from_paths(paths)
     rows = 0
@@ -32,7 +32,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
         for child in named:
             fixed = kind is DET or draw(st.booleans())
             here.append(Draw(child, -1 if fixed else rows, DET if fixed else kind))
-        if any(each.law >= 0 for each in here):
+        if any(each.dist >= 0 for each in here):
             rows += 1
         draws.append(tuple(here))
     seeded = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
@@ -40,7 +40,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
 
 
 def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
-    """For each path of an inner node its draws in order: token, kind, and the law's own numbers."""
+    """For each path of an inner node its draws in order: token, kind, and the distribution's own numbers."""
     found = {}
     for slot, draws in enumerate(proposal.draws):
         path = proposal.tree.path_tokens(slot - 1)
@@ -48,7 +48,7 @@ def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
             (
                 proposal.tree.token_list[d.child],
                 d.kind,
-                None if d.law < 0 else tuple(proposal.laws[d.law].tolist()),
+                None if d.dist < 0 else tuple(proposal.probs[d.dist].tolist()),
             )
             for d in draws
         )
@@ -57,7 +57,7 @@ def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
 
 @quick
 @given(st.lists(proposals(), min_size=1, max_size=4))
-def test_merging_keeps_paths_draws_laws_and_order(parts: list[Proposal]) -> None:
+def test_merging_keeps_paths_draws_distributions_and_order(parts: list[Proposal]) -> None:
     for part in parts:
         part.check()
     merged = merge(parts)
@@ -69,11 +69,11 @@ def test_merging_keeps_paths_draws_laws_and_order(parts: list[Proposal]) -> None
     for part in parts:
         for path, draws in described(part).items():
             expected.setdefault(path, []).extend(draws)
-    assert described(merged) == expected  # repeats kept, earlier proposals first, each draw with its own law
+    assert described(merged) == expected  # repeats kept, earlier proposals first, each draw with its own distribution
     assert merged.kinds == frozenset().union(*(part.kinds for part in parts))
     # Rows that two proposals number alike stay apart: no draw of one loses tokens to the other.
-    rows = sum(0 if part.laws is None else len(part.laws) for part in parts)
-    assert (0 if merged.laws is None else len(merged.laws)) == rows
+    rows = sum(0 if part.probs is None else len(part.probs) for part in parts)
+    assert (0 if merged.probs is None else len(merged.probs)) == rows
 
 
 @quick
@@ -83,14 +83,14 @@ def test_merging_one_proposal_changes_nothing(proposal: Proposal) -> None:
     assert merged.tree.token_list == proposal.tree.token_list
     assert merged.tree.shape == proposal.tree.shape
     assert merged.draws == proposal.draws
-    assert merged.laws is proposal.laws or torch.equal(merged.laws, proposal.laws)
+    assert merged.probs is proposal.probs or torch.equal(merged.probs, proposal.probs)
     beside = merge([Proposal.empty(), proposal, Proposal.empty()])
     assert described(beside) == described(proposal)
 
 
 def test_the_worked_example_of_merge() -> None:
-    laws = torch.eye(9)[:2]
-    merged = merge([Proposal.chain(torch.tensor([5, 7]), laws), Proposal.chain(torch.tensor([5, 8]), laws + 1)])
+    probs = torch.eye(9)[:2]
+    merged = merge([Proposal.chain(torch.tensor([5, 7]), probs), Proposal.chain(torch.tensor([5, 8]), probs + 1)])
     assert merged.tree.token_list == [5, 7, 8]
     assert merged.tree.shape.parents == (-1, 0, 0)
     assert merged.draws == (
@@ -99,7 +99,7 @@ def test_the_worked_example_of_merge() -> None:
         (),
         (),
     )
-    assert torch.equal(merged.laws, torch.cat([laws, laws + 1]))
+    assert torch.equal(merged.probs, torch.cat([probs, probs + 1]))
 
 
 def test_merging_fixed_and_sampled_proposals() -> None:
@@ -108,7 +108,7 @@ def test_merging_fixed_and_sampled_proposals() -> None:
     merged = merge([fixed, sampled])
     assert merged.kinds == {DET, WOR}
     assert merged.draws[0] == (Draw(0, -1, DET), Draw(2, -1, DET), Draw(2, 0, WOR))
-    assert merge([fixed, fixed]).laws is None
+    assert merge([fixed, fixed]).probs is None
 
 
 def test_merging_nothing_is_refused() -> None:
@@ -120,22 +120,22 @@ def test_merging_nothing_is_refused() -> None:
 
 
 def test_chains() -> None:
-    laws = torch.rand(3, VOCAB)
-    chain = Proposal.chain(torch.tensor([1, 2, 3]), laws, DrawKind.COUPLED)
+    probs = torch.rand(3, VOCAB)
+    chain = Proposal.chain(torch.tensor([1, 2, 3]), probs, DrawKind.COUPLED)
     chain.check()
-    assert chain.laws is laws  # the very tensor that was sampled from
+    assert chain.probs is probs  # the very tensor that was sampled from
     assert chain.tree.shape.is_chain
     assert chain.draws == (*((Draw(i, i, DrawKind.COUPLED),) for i in range(3)), ())
     assert chain.kinds == {DrawKind.COUPLED}
-    assert Proposal.chain(torch.tensor([1]), laws).kinds == {IND}
-    assert Proposal.chain(torch.tensor([], dtype=torch.int64), laws[:0]).draws == ((),)
+    assert Proposal.chain(torch.tensor([1]), probs).kinds == {IND}
+    assert Proposal.chain(torch.tensor([], dtype=torch.int64), probs[:0]).draws == ((),)
 
 
 def test_fixed_trees() -> None:
     proposal = Proposal.deterministic(TokenTree.from_paths([[1, 2], [1, 3], [0]]))
     proposal.check()
     assert proposal.kinds == {DET}
-    assert proposal.laws is None
+    assert proposal.probs is None
     assert [[draw.child for draw in draws] for draws in proposal.draws] == [[0, 3], [1, 2], [], [], []]
 
 
@@ -152,19 +152,19 @@ LAWS = torch.full((1, VOCAB), 0.25)
 
 
 @pytest.mark.parametrize(
-    ("draws", "laws", "message"),
+    ("draws", "probs", "message"),
     [
         (((Draw(0, 0, IND),), (), ()), LAWS, "slot 0 name other nodes"),
         (((Draw(0, 0, IND), Draw(1, 0, IND)), (Draw(1, 0, IND),), ()), LAWS, "slot 1 name other nodes"),
-        (((Draw(0, 0, IND), Draw(1, 1, IND)), (), ()), LAWS, "names no law"),
-        (((Draw(0, 0, IND), Draw(1, -1, IND)), (), ()), LAWS, "names no law"),
-        (((Draw(0, -1, DET), Draw(1, 0, DET)), (), ()), LAWS, "names no law"),
-        (((Draw(0, 0, IND), Draw(1, 0, IND)), (), ()), None, "names no law"),
+        (((Draw(0, 0, IND), Draw(1, 1, IND)), (), ()), LAWS, "names no distribution"),
+        (((Draw(0, 0, IND), Draw(1, -1, IND)), (), ()), LAWS, "names no distribution"),
+        (((Draw(0, -1, DET), Draw(1, 0, DET)), (), ()), LAWS, "names no distribution"),
+        (((Draw(0, 0, IND), Draw(1, 0, IND)), (), ()), None, "names no distribution"),
     ],
 )
-def test_contradictions_are_found(draws: tuple, laws: torch.Tensor | None, message: str) -> None:
+def test_contradictions_are_found(draws: tuple, probs: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Proposal(TREE, draws, laws).check()
+        Proposal(TREE, draws, probs).check()
 
 
 def test_a_slot_for_the_root_and_for_each_node() -> None:
@@ -174,26 +174,27 @@ def test_a_slot_for_the_root_and_for_each_node() -> None:
     repeated.check()  # two draws may name one child
 
 
-def law_faults(*proposals: Proposal) -> dict[int, set[int]]:
+def dist_faults(*proposals: Proposal) -> dict[int, set[int]]:
     check = DrawCheck(proposals, torch.device("cpu"))
     return check.slots(check.unsound.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_laws_are_checked_within_what_rounding_explains(dtype: torch.dtype) -> None:
+def test_distributions_are_checked_within_what_rounding_explains(dtype: torch.dtype) -> None:
     """Over a vocabulary as large as any; half precision rounds each entry to three decimals or less."""
     logits = torch.randn(3, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
-    laws = torch.softmax(logits, dim=-1).to(dtype)
-    chain = Proposal.chain(laws.argmax(dim=-1), laws)
-    wrong = laws.clone()
+    probs = torch.softmax(logits, dim=-1).to(dtype)
+    chain = Proposal.chain(probs.argmax(dim=-1), probs)
+    wrong = probs.clone()
     wrong[1] *= 1.02
-    assert law_faults(chain, chain) == {}
-    assert law_faults(chain, Proposal(chain.tree, chain.draws, wrong)) == {1: {1}}
+    assert dist_faults(chain, chain) == {}
+    assert dist_faults(chain, Proposal(chain.tree, chain.draws, wrong)) == {1: {1}}
 
 
-def test_draws_of_a_tree_are_checked_by_the_laws_they_name() -> None:
-    """Nodes 0 and 1 at the root come from law 1, node 2 below node 0 from law 0; law 2 is named by a coupled draw."""
-    laws = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8], [7.0, 7.0, 7.0]])
+def test_draws_of_a_tree_are_checked_by_the_distributions_they_name() -> None:
+    """Nodes 0 and 1 at the root come from distribution 1, node 2 below node 0 from distribution 0; distribution 2 is
+    named by a coupled draw."""
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8], [7.0, 7.0, 7.0]])
     kind = DrawKind.WITHOUT_REPLACEMENT
     draws = (
         (Draw(0, 1, kind), Draw(1, 1, kind)),
@@ -203,10 +204,10 @@ def test_draws_of_a_tree_are_checked_by_the_laws_they_name() -> None:
         (),
     )
     for tokens, expected in (([0, 2, 1, 0], {}), ([0, 1, 1, 0], {0: {0}}), ([0, 2, 2, 0], {0: {1}})):
-        proposal = Proposal(TokenTree.of_ids(tokens, TreeShape((-1, -1, 0, 1))), draws, laws)
+        proposal = Proposal(TokenTree.of_ids(tokens, TreeShape((-1, -1, 0, 1))), draws, probs)
         proposal.check()
-        assert law_faults(proposal) == expected
+        assert dist_faults(proposal) == expected
     without = proposal.without_draws({1})
     assert without.draws == (draws[0], (), *draws[2:]) and without.tree is proposal.tree
-    assert law_faults(without) == {}
-    assert law_faults(Proposal.empty()) == {}
+    assert dist_faults(without) == {}
+    assert dist_faults(Proposal.empty()) == {}

@@ -135,7 +135,7 @@ def test_other_weights_of_the_same_name_make_it_stale(store: CostStore) -> None:
 
 def test_dtypes_threads_and_names_are_kept_side_by_side(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {cost_of(model(), store).path}
-    single = MarkovModel(model().laws.float(), context_length=64)
+    single = MarkovModel(model().probs.float(), context_length=64)
     paths.add(cost_of(single, store).path)
     named = model()
     named.name = "other"
@@ -148,7 +148,7 @@ def test_dtypes_threads_and_names_are_kept_side_by_side(store: CostStore, monkey
     assert cost_of(model(), store).kept
 
 
-def test_drafters_are_kept_by_their_options_and_laws(store: CostStore) -> None:
+def test_drafters_are_kept_by_their_options_and_distributions(store: CostStore) -> None:
     target, draft = packed("llama"), noisy("llama", 0.3)
     sampled = SamplingParams(temperature=1.0)
     drafters = [DraftModel(draft, 2), DraftModel(draft, branching=(2, 1)), DraftModel(draft, 2, min_probability=0.1)]

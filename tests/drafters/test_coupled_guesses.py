@@ -22,7 +22,7 @@ def noises(rows: int) -> list[KeyedNoise]:
     return [KeyedNoise(seed, 7, 3) for seed in range(rows)]
 
 
-def test_the_first_guesses_are_the_targets_choices_where_heads_know_its_law() -> None:
+def test_the_first_guesses_are_the_targets_choices_where_heads_know_its_distribution() -> None:
     """At temperature 1, head k has the noise of the token at depth k of the step: then no guess is wrong."""
     logits = logits_of(3, 40)
     made = coupled_guesses(logits, [1.0] * 40, noises(40), 1).ids[..., 0]
@@ -63,12 +63,12 @@ def test_the_weight_is_that_of_the_target_at_temperature_one_and_vanishes_with_i
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_they_are_right_more_often_than_guesses_that_do_not_hear_the_noise(temperature: float) -> None:
-    """Target's laws are the heads' with errors; keys and seeds are fixed, so the counts are too."""
+    """Target's distributions are the heads' with errors; keys and seeds are fixed, so the counts are too."""
     rows, heads = 400, logits_of(1, 400)
     target = heads[0].double() + torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
-    laws = (target / temperature).softmax(dim=-1)
-    shared = [noise.gumbel(0, VOCAB, laws.device) for noise in noises(rows)]
-    chosen = coupled_choice(laws, torch.stack([own for own in shared if own is not None]))
+    probs = (target / temperature).softmax(dim=-1)
+    shared = [noise.gumbel(0, VOCAB, probs.device) for noise in noises(rows)]
+    chosen = coupled_choice(probs, torch.stack([own for own in shared if own is not None]))
     hearing = coupled_guesses(heads, [temperature] * rows, noises(rows), 4).ids[0]
     blind = Likeliest.of(heads[0], 4).ids
     hits = [(guess == chosen[:, None]).any(dim=-1).sum().item() for guess in (hearing, blind)]

@@ -57,8 +57,8 @@ def test_a_chain_is_the_same_wherever_it_is_drawn(budgets: list[Budget]) -> None
         assert ours.tree.tokens.tolist() == theirs.tree.tokens.tolist()
         assert ours.tree.shape == theirs.tree.shape
         assert ours.draws == theirs.draws
-        assert (ours.laws is None) == (theirs.laws is None)
-        assert ours.laws is None or (theirs.laws is not None and torch.equal(ours.laws, theirs.laws))
+        assert (ours.probs is None) == (theirs.probs is None)
+        assert ours.probs is None or (theirs.probs is not None and torch.equal(ours.probs, theirs.probs))
 
 
 def test_which_trees_are_chains_that_no_token_cuts() -> None:

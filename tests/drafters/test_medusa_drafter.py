@@ -100,7 +100,7 @@ def test_the_tree_is_filled_with_the_heads_guesses(target: MarkovWithHead, heads
     proposal.check()
     assert proposal.tree.token_list == tokens_of(TREE, ranked(target, heads, vector))
     assert proposal.tree.shape == TREE.shape
-    assert (proposal.kinds, proposal.laws) == ({DrawKind.DETERMINISTIC}, None)
+    assert (proposal.kinds, proposal.probs) == ({DrawKind.DETERMINISTIC}, None)
     assert drafter.kinds == {DrawKind.DETERMINISTIC}
 
 
@@ -121,7 +121,7 @@ def test_greedy_and_other_requests_have_their_own_trees_in_one_batch(
         assert together[place].tree.token_list == tokens_of(tree, guesses)
         alone = drafter.propose([requests[place]], [drafter.limits], [noise[place]])[0]
         assert alone.tree.token_list == together[place].tree.token_list
-        assert (together[place].kinds, together[place].laws) == ({DrawKind.DETERMINISTIC}, None)
+        assert (together[place].kinds, together[place].probs) == ({DrawKind.DETERMINISTIC}, None)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def likeliest(
     target: MarkovWithHead, heads: MedusaHeads, vector: Tensor, depth: int, nodes: int
 ) -> set[tuple[int, ...]]:
     """Token paths by the definition: the largest products of the heads' probabilities, of all there are."""
-    laws = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0].softmax(dim=-1).tolist()
+    probs = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0].softmax(dim=-1).tolist()
     paths = [path for d in range(1, depth + 1) for path in itertools.product(range(target.vocab_size), repeat=d)]
-    paths.sort(key=lambda path: -math.prod(laws[head][token] for head, token in enumerate(path)))
+    paths.sort(key=lambda path: -math.prod(probs[head][token] for head, token in enumerate(path)))
     return set(paths[:nodes])
 
 
@@ -192,7 +192,7 @@ def test_by_default_the_heads_likeliest_paths_are_drafted(
     made = propose(drafter, requests, *[budget] * 4)
     for vector, proposal in zip(vectors, made, strict=True):
         proposal.check()
-        assert (proposal.kinds, proposal.laws) == ({DrawKind.DETERMINISTIC}, None)
+        assert (proposal.kinds, proposal.probs) == ({DrawKind.DETERMINISTIC}, None)
         found = {proposal.tree.path_tokens(node) for node in range(len(proposal.tree))}
         nodes = min(12, budget.nodes, VOCAB if budget.depth == 1 else 1000)
         assert found == likeliest(target, heads, vector, budget.depth, nodes)
@@ -216,9 +216,9 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
         noise = KeyedNoise(1, position, 0)
         shared = [noise.gumbel(depth, VOCAB, logits.device) for depth in range(3)]
         gumbel = torch.stack([own for own in shared if own is not None])
-        laws = (logits + temperature * min(temperature, 1.0) * gumbel).softmax(dim=-1).tolist()
+        probs = (logits + temperature * min(temperature, 1.0) * gumbel).softmax(dim=-1).tolist()
         paths = [path for d in (1, 2, 3) for path in itertools.product(range(VOCAB), repeat=d)]
-        paths.sort(key=lambda path: -math.prod(laws[head][token] for head, token in enumerate(path)))
+        paths.sort(key=lambda path: -math.prod(probs[head][token] for head, token in enumerate(path)))
         (proposal,) = drafter.propose([request], [Budget(3, 64, 9)], [noise])
         found = {proposal.tree.path_tokens(node) for node in range(len(proposal.tree))}
         assert found == set(paths[:9])

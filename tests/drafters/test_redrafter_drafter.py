@@ -91,7 +91,7 @@ def test_beams_are_those_of_a_slow_search(
     proposal.check()
     prefixes = {path for end in range(1, length + 1) for _, path in beams_slowly(target, head, vector, beams, end)}
     assert {proposal.tree.path_tokens(node) for node in range(len(proposal.tree))} == prefixes
-    assert (proposal.kinds, proposal.laws) == ({DrawKind.DETERMINISTIC}, None)
+    assert (proposal.kinds, proposal.probs) == ({DrawKind.DETERMINISTIC}, None)
 
 
 def test_the_likeliest_nodes_are_kept(target: MarkovWithEmbedding, head: RedrafterHead) -> None:

@@ -1,8 +1,8 @@
-"""Drawn beams: the exact law of what is emitted, for every order of draws, and what they propose.
+"""Drawn beams: the exact distribution of what is emitted, for every order of draws, and what they propose.
 
 A drawn tree depends on the tokens that are drawn and on the numbers behind the perturbed scores. For each of several
-fixed sets of these numbers all trees are enumerated with the probability of their tokens, and the law of what the rule
-emits must be the target's, to rounding: cutting by score may not look at the token whose presence it decides.
+fixed sets of these numbers all trees are enumerated with the probability of their tokens, and the distribution of what
+the rule emits must be the target's, to rounding: cutting by score may not look at the token whose presence it decides.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ COUPLED = SamplingParams(temperature=1.0, seed=1, coupled=True)
 EXACT = 1e-12
 
 
-def law(name: str, path: Sequence[int]) -> Tensor:
-    """A law for every path of tokens, far from uniform."""
+def dist(name: str, path: Sequence[int]) -> Tensor:
+    """A distribution for every path of tokens, far from uniform."""
     seed = sum((token + 2) * 7**place for place, token in enumerate(path)) + (1000 if name == "p" else 0)
     weights = torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 2 + 0.02
     return weights / weights.sum()
@@ -51,7 +51,7 @@ class PathRunner:
         return column[:, :0] if state is None else torch.cat([state, column], dim=1)
 
     def logits(self, context: Tensor, state: Tensor) -> Tensor:
-        return torch.stack([law("q", path) for path in state.tolist()]).log()
+        return torch.stack([dist("q", path) for path in state.tolist()]).log()
 
 
 class Script(Drawing):
@@ -67,9 +67,9 @@ class Script(Drawing):
     def draw(
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
-        laws = torch.softmax(logits, dim=-1)
+        probs = torch.softmax(logits, dim=-1)
         children = []
-        for q, node in zip(laws, nodes, strict=True):
+        for q, node in zip(probs, nodes, strict=True):
             orders = list(itertools.permutations(range(VOCAB), min(node.width, VOCAB)))
             place = self.choices[len(self.taken)] if len(self.taken) < len(self.choices) else 0
             self.taken.append(place)
@@ -78,7 +78,7 @@ class Script(Drawing):
                 self.probability *= float(q[token]) / left
                 left -= float(q[token])
             children.append(DrawnChildren(list(orders[place]), [float(q[token]) for token in orders[place]]))
-        return children, laws
+        return children, probs
 
     def draw_unseen(self, *_: object) -> tuple[Tensor, Tensor | None]:
         raise AssertionError("nobody asks for chains")
@@ -117,7 +117,7 @@ def propose(noise: KeyedNoise, beams: int, nodes: int, params: SamplingParams = 
 
 
 def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
-    """The law of the first LENGTH + 1 tokens when the rule judges a proposal against the target."""
+    """The distribution of the first LENGTH + 1 tokens when the rule judges a proposal against the target."""
     found: dict[tuple[int, ...], float] = {}
     rule = SpeculativeSampling()
 
@@ -125,13 +125,13 @@ def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
         if len(path) == LENGTH + 1:
             found[path] = found.get(path, 0.0) + reach
             return
-        p = law("p", path)
+        p = dist("p", path)
         draws = []
         if slot >= 0:
-            assert proposal.laws is not None or not proposal.draws[slot]
+            assert proposal.probs is not None or not proposal.draws[slot]
             for draw in proposal.draws[slot]:
                 token = proposal.tree.token_list[draw.child]
-                draws.append(DrawnToken(token, draw.law, proposal.laws[draw.law], draw.kind))  # type: ignore[index]
+                draws.append(DrawnToken(token, draw.dist, proposal.probs[draw.dist], draw.kind))  # type: ignore[index]
         for outcome in rule.outcomes([JudgedSlot(p, tuple(draws))]):
             child = -1
             if outcome.accepted:
@@ -144,7 +144,7 @@ def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
 
 
 def distance(noise: KeyedNoise, beams: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Total variation between what is emitted and the target's law of as many tokens."""
+    """Total variation between what is emitted and the target's distribution of as many tokens."""
     total: dict[tuple[int, ...], float] = {}
     weight = 0.0
     for probability, proposal in all_trees(noise, beams, nodes, monkeypatch):
@@ -157,13 +157,13 @@ def distance(noise: KeyedNoise, beams: int, nodes: int, monkeypatch: pytest.Monk
     for path in itertools.product(range(VOCAB), repeat=LENGTH + 1):
         p = 1.0
         for place, token in enumerate(path):
-            p *= float(law("p", path[:place])[token])
+            p *= float(dist("p", path[:place])[token])
         apart += abs(p - total.get(path, 0.0)) / 2
     return apart
 
 
 @pytest.mark.parametrize(("beams", "nodes"), [(1, 9), (2, 9), (2, 3), (3, 9), (3, 4)])
-def test_whatever_the_scores_the_emitted_law_is_the_targets(
+def test_whatever_the_scores_the_emitted_distribution_is_the_targets(
     beams: int, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(3):
@@ -197,12 +197,12 @@ def test_scores_fall_along_paths_and_among_siblings(monkeypatch: pytest.MonkeyPa
 
 
 def test_paths_are_drawn_with_the_heads_probabilities() -> None:
-    """The first child of every node is a draw from its law: 4,000 of them, within 5 standard deviations."""
+    """The first child of every node is a draw from its distribution: 4,000 of them, within 5 standard deviations."""
     counts = torch.zeros(VOCAB)
     for seed in range(4000):
         proposal = propose(KeyedNoise(seed, 0, 0), 2, 9)
         counts[proposal.tree.token_list[proposal.draws[0][0].child]] += 1
-    expected = law("q", [])
+    expected = dist("q", [])
     deviation = (expected * (1 - expected) / 4000).sqrt()
     assert ((counts / 4000 - expected).abs() < 5 * deviation).all()
 
@@ -218,7 +218,7 @@ def test_coupled_paths_hold_what_the_noise_would_choose_under_the_head() -> None
         for depth in range(LENGTH):
             gumbel = noise.gumbel(depth, VOCAB, torch.device("cpu"))
             assert gumbel is not None
-            choice = int((law("q", path).log() + gumbel).argmax())
+            choice = int((dist("q", path).log() + gumbel).argmax())
             first = proposal.draws[slot][0].child
             assert proposal.tree.token_list[first] == choice
             path.append(choice)
@@ -231,8 +231,8 @@ def test_a_head_like_the_target_is_always_right_when_coupled() -> None:
         noise = KeyedNoise(seed, 0, 0)
         proposal = propose(noise, 2, 9, COUPLED)
         paths = [()] + [proposal.tree.path_tokens(node) for node in range(len(proposal.tree))]
-        laws = torch.stack([probs_from_logits(law("q", path).log()[None], COUPLED)[0] for path in paths])
-        verdict = rule.verify([proposal], [laws], [noise])[0]
+        probs = torch.stack([probs_from_logits(dist("q", path).log()[None], COUPLED)[0] for path in paths])
+        verdict = rule.verify([proposal], [probs], [noise])[0]
         assert len(verdict.path) == LENGTH
 
 

@@ -36,7 +36,7 @@ def test_sizes_and_cards() -> None:
         assert "icen" in card and "bits per byte" in card
 
 
-def laws_along(model: LanguageModel, ids: list[int]) -> torch.Tensor:
+def probs_along(model: LanguageModel, ids: list[int]) -> torch.Tensor:
     cache = model.new_cache()
     segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), range(len(ids)))
     logits = model.forward([segment]).logits.float()
@@ -51,7 +51,7 @@ def test_the_draft_agrees_with_the_target_on_held_out_text() -> None:
     overlaps = []
     for line in heldout_prompts_file().read_text().splitlines():
         ids = target.tokenizer.encode(json.loads(line)["text"])
-        overlaps.append(overlap(laws_along(target, ids), laws_along(draft, ids)))
+        overlaps.append(overlap(probs_along(target, ids), probs_along(draft, ids)))
     assert torch.cat(overlaps).mean() >= 0.6
 
 

@@ -18,9 +18,9 @@ CHAIN = [2, 5, 3, 6, 1, 4, 7]  # the target goes round these
 def target() -> MarkovModel:
     """Goes on with the next token of the chain; its ids above 0 are printable characters."""
     model = MarkovModel.random(8, seed=1)
-    model.laws.zero_()
+    model.probs.zero_()
     for token in range(8):
-        model.laws[..., token, CHAIN[(CHAIN.index(token) + 1) % 7] if token in CHAIN else CHAIN[0]] = 1.0
+        model.probs[..., token, CHAIN[(CHAIN.index(token) + 1) % 7] if token in CHAIN else CHAIN[0]] = 1.0
     model.tokenizer = Tokenizer(tiny_tokenizer(), "tiny")
     return model
 
@@ -35,7 +35,7 @@ def ended(target: MarkovModel, depth: int) -> list[tuple[Answer, int]]:
     """Answers that end by an end of text, a stop id and a stop text; and how many tokens ended each."""
     drafter = ScriptedDrafter(lambda tokens: [follow(list(tokens), depth)], depth=depth) if depth else None
     text = target.tokenizer.decode(follow(PROMPT, 6)[4:])  # the fifth and sixth token
-    ending = MarkovModel(target.laws, eos_token_ids=(follow(PROMPT, 6)[5],))
+    ending = MarkovModel(target.probs, eos_token_ids=(follow(PROMPT, 6)[5],))
     ending.tokenizer = target.tokenizer
     return [
         (Engine(ending, drafter).generate(PROMPT), 1),

@@ -1,8 +1,8 @@
-"""Block verification in the engine: the law of whole answers, and what the other kinds of requests get.
+"""Block verification in the engine: the distribution of whole answers, and what the other kinds of requests get.
 
-The law is tested as in `test_law_of_the_pipeline`, with an eighth of its answers: a correct pipeline fails with
-probability below 1e-6, and a total variation of 0.06 is caught in whatever way the law is off. The pair of models is
-one on which the broken rule below is off by 0.09 (summed exactly, as in `test_block_law`).
+The distribution is tested as in `test_distribution_of_the_pipeline`, with an eighth of its answers: a correct pipeline
+fails with probability below 1e-6, and a total variation of 0.06 is caught in whatever way the distribution is off. The
+pair of models is one on which the broken rule below is off by 0.09 (summed exactly, as in `test_block_distribution`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from test_law_of_the_pipeline import BATCH, FALSE_ALARM, PROMPT, counts_of, exact_law, p_value, tiny_llama
+from test_distribution_of_the_pipeline import BATCH, FALSE_ALARM, PROMPT, counts_of, exact_dist, p_value, tiny_llama
 
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
@@ -40,20 +40,20 @@ def draft() -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def law(target: LanguageModel) -> np.ndarray:
-    return exact_law(target).numpy()
+def dist(target: LanguageModel) -> np.ndarray:
+    return exact_dist(target).numpy()
 
 
-def test_sampled_answers_follow_the_target(target: LanguageModel, draft: LanguageModel, law: np.ndarray) -> None:
+def test_sampled_answers_follow_the_target(target: LanguageModel, draft: LanguageModel, dist: np.ndarray) -> None:
     engine = Engine(target, DraftModel(draft, 3), BlockVerification(), max_batch=BATCH + 3)
     counts = counts_of(engine, ANSWERS)
     assert counts.sum() == ANSWERS
-    assert p_value(counts, law) > FALSE_ALARM
+    assert p_value(counts, dist) > FALSE_ALARM
 
 
-def test_a_broken_block_rule_is_caught(target: LanguageModel, draft: LanguageModel, law: np.ndarray) -> None:
+def test_a_broken_block_rule_is_caught(target: LanguageModel, draft: LanguageModel, dist: np.ndarray) -> None:
     engine = Engine(target, DraftModel(draft, 3), PassesByWeight(), max_batch=BATCH + 3)
-    assert p_value(counts_of(engine, FEWER), law) < FALSE_ALARM
+    assert p_value(counts_of(engine, FEWER), dist) < FALSE_ALARM
 
 
 def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:

@@ -25,11 +25,11 @@ PROMPTS = [[3, 1], [1, 1], [2, 5]]
 PARAMS = SamplingParams(max_tokens=15, temperature=1.0, seed=4)
 
 Spoil = Callable[[list[int], Tensor], Tensor]
-"""From the text before a draw and its law `[vocab]` to the law that is stored."""
+"""From the text before a draw and its distribution `[vocab]` to the distribution that is stored."""
 
 
 class Drawing(Drafter):
-    """Draws chains from even laws, and says something else of them."""
+    """Draws chains from even distributions, and says something else of them."""
 
     name: ClassVar[str] = "drawing"
 
@@ -45,33 +45,33 @@ class Drawing(Drafter):
     def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
         proposals = []
         for request, budget, own in zip(batch, budgets, noise, strict=True):
-            text, laws = list(request.tokens), []
+            text, probs = list(request.tokens), []
             for depth in range(budget.depth):
                 uniform = torch.tensor([own.uniform(Purpose.DRAFT, depth, 0)], dtype=torch.float64)
-                laws.append(self._spoil(text, self._even.clone()))
+                probs.append(self._spoil(text, self._even.clone()))
                 text.append(int(draw(self._even[None], uniform)))
             drawn = torch.tensor(text[len(request.tokens) :])
-            proposals.append(Proposal.chain(drawn, torch.stack(laws)) if laws else Proposal.empty())
+            proposals.append(Proposal.chain(drawn, torch.stack(probs)) if probs else Proposal.empty())
         return proposals
 
 
 def on_second(spoil: Callable[[Tensor], Tensor], after: int = 6) -> Spoil:
-    """Spoil the laws of the second prompt only, from some length of the text on."""
-    return lambda text, law: spoil(law) if text[:2] == PROMPTS[1] and len(text) >= after else law
+    """Spoil the distributions of the second prompt only, from some length of the text on."""
+    return lambda text, dist: spoil(dist) if text[:2] == PROMPTS[1] and len(text) >= after else dist
 
 
 def with_entry(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda law: law.index_fill(0, torch.tensor([2]), value)
+    return lambda dist: dist.index_fill(0, torch.tensor([2]), value)
 
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": torch.zeros_like,
     "log probabilities": torch.log,
-    "half the mass": lambda law: law / 2,
-    "a hundredth too much": lambda law: law * 1.01,
+    "half the mass": lambda dist: dist / 2,
+    "a hundredth too much": lambda dist: dist * 1.01,
     "NaN": with_entry(torch.nan),
     "infinity": with_entry(torch.inf),
-    "less than nothing": lambda law: law.clone().index_add_(
+    "less than nothing": lambda dist: dist.clone().index_add_(
         0, torch.tensor([2, 3]), torch.tensor([-0.2, 0.2]).double()
     ),
 }
@@ -80,9 +80,9 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.plants_failures
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_law_that_is_none_undrafts_its_request_alone(fault: str, rule: Rule) -> None:
+def test_a_distribution_that_is_none_undrafts_its_request_alone(fault: str, rule: Rule) -> None:
     target = MarkovModel.random(VOCAB, seed=1)
-    sound = Engine(target, Drawing(lambda text, law: law), rule).generate(PROMPTS, PARAMS)
+    sound = Engine(target, Drawing(lambda text, dist: dist), rule).generate(PROMPTS, PARAMS)
     answers = Engine(target, Drawing(on_second(FAULTS[fault])), rule).generate(PROMPTS, PARAMS)
     assert [(a.token_ids, a.stats, a.warnings) for a in answers[::2]] == [
         (a.token_ids, a.stats, ()) for a in sound[::2]
@@ -95,25 +95,25 @@ def test_a_law_that_is_none_undrafts_its_request_alone(fault: str, rule: Rule) -
 
 
 @pytest.mark.plants_failures
-def test_a_token_that_its_law_forbids_was_not_drawn_from_it() -> None:
-    """The stored law is one-hot at 7: each other token would stay for certain."""
+def test_a_token_that_its_distribution_forbids_was_not_drawn_from_it() -> None:
+    """The stored distribution is one-hot at 7: each other token would stay for certain."""
     target = MarkovModel.random(VOCAB, seed=1)
     one_hot = torch.eye(VOCAB, dtype=torch.float64)[7]
-    answer = Engine(target, Drawing(lambda text, law: one_hot)).generate([3, 1], PARAMS)
+    answer = Engine(target, Drawing(lambda text, dist: one_hot)).generate([3, 1], PARAMS)
     assert "nothing to the token drawn" in answer.warnings[0]
     assert answer.stats.accepted_tokens == 0
 
 
 @pytest.mark.plants_failures
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
-def test_a_law_that_breaks_below_a_drawn_token_does_not_bend_the_answer(rule: Rule) -> None:
+def test_a_distribution_that_breaks_below_a_drawn_token_does_not_bend_the_answer(rule: Rule) -> None:
     """To drop the token above it, because of what was drawn there, would give 1 with 0.75 instead of 0.5."""
     even = MarkovModel(torch.full((2, 2, 2), 0.5, dtype=torch.float64))
-    drafter = Drawing(lambda text, law: law * torch.nan if text[-1] == 0 else law, depth=2, vocab=2)
+    drafter = Drawing(lambda text, dist: dist * torch.nan if text[-1] == 0 else dist, depth=2, vocab=2)
     engine = Engine(even, drafter, rule)
     begun = ones = 0
     for seed in range(800):
-        # After a 1 from the prefill, so that the first law is sound.
+        # After a 1 from the prefill, so that the first distribution is sound.
         answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0, seed=seed)).token_ids
         begun += answer[0] == 1
         ones += answer[:2] == [1, 1]
@@ -121,25 +121,25 @@ def test_a_law_that_breaks_below_a_drawn_token_does_not_bend_the_answer(rule: Ru
     assert abs(ones - begun / 2) < 5 * (begun / 4) ** 0.5
 
 
-def test_a_law_that_nobody_drew_from_may_hold_anything() -> None:
+def test_a_distribution_that_nobody_drew_from_may_hold_anything() -> None:
     class Unnamed(Drawing):
         def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
             made = super().propose(batch, budgets, noise)
             return [
                 each
-                if each.laws is None
-                else Proposal(each.tree, each.draws, torch.cat([each.laws, each.laws[:1] * torch.nan]))
+                if each.probs is None
+                else Proposal(each.tree, each.draws, torch.cat([each.probs, each.probs[:1] * torch.nan]))
                 for each in made
             ]
 
-    answer = Engine(MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, law: law)).generate([3, 1], PARAMS)
+    answer = Engine(MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, dist: dist)).generate([3, 1], PARAMS)
     assert answer.warnings == ()
     assert answer.stats.accepted_tokens > 0
 
 
 @pytest.mark.plants_failures
 @pytest.mark.parametrize(
-    ("tree", "laws", "words"),
+    ("tree", "probs", "words"),
     [
         (TokenTree.chain([1, 2]), torch.full((2, VOCAB + 1), 0.1), "shape (2, 9)"),
         (TokenTree.chain([1, 2]), torch.full((2, VOCAB), 1), "torch.int64"),
@@ -148,13 +148,13 @@ def test_a_law_that_nobody_drew_from_may_hold_anything() -> None:
         (TokenTree.chain([1] * 9), torch.full((9, VOCAB), 1 / 8), "9 nodes, 9 deep"),
     ],
 )
-def test_shapes_are_checked(tree: TokenTree, laws: Tensor, words: str) -> None:
+def test_shapes_are_checked(tree: TokenTree, probs: Tensor, words: str) -> None:
     class Given(Drawing):
         def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-            whole = Proposal.chain(torch.zeros(len(tree), dtype=torch.int64), laws)
-            return [Proposal(tree, whole.draws, laws) for _ in batch]
+            whole = Proposal.chain(torch.zeros(len(tree), dtype=torch.int64), probs)
+            return [Proposal(tree, whole.draws, probs) for _ in batch]
 
-    answers = Engine(MarkovModel.random(VOCAB, seed=1), Given(lambda text, law: law)).generate(PROMPTS, PARAMS)
+    answers = Engine(MarkovModel.random(VOCAB, seed=1), Given(lambda text, dist: dist)).generate(PROMPTS, PARAMS)
     for answer in answers:
         assert "drafter 'drawing'" in answer.warnings[0] and words in answer.warnings[0]
         assert answer.stats.draft_tokens == 0
@@ -219,7 +219,7 @@ def test_observing_that_fails_undrafts_one_request_and_the_others_go_on_as_befor
 
     target = MarkovModel.random(VOCAB, seed=1)
     sound = Engine(target, DraftModel(target, 3)).generate(PROMPTS, PARAMS)
-    draft = MarkovModel(target.laws)
+    draft = MarkovModel(target.probs)
     answers = Engine(target, Broken(draft, 3)).generate(PROMPTS, PARAMS)
     assert [answer.token_ids for answer in answers[::2]] == [answer.token_ids for answer in sound[::2]]
     assert all(answer.stats.draft_acceptance_rate == 1.0 and answer.warnings == () for answer in answers[::2])

@@ -22,7 +22,7 @@ VOCAB = 8
 def greedy_reference(model: MarkovModel, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model.law_after(tokens).argmax()))
+        tokens.append(int(model.probs_after(tokens).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -66,7 +66,7 @@ def test_max_tokens_ends_inside_an_accepted_block(target: MarkovModel, drafter: 
 
 
 def test_the_context_limit_ends_the_answer(drafter: Drafter | None, target: MarkovModel) -> None:
-    small = MarkovModel(target.laws, context_length=20)
+    small = MarkovModel(target.probs, context_length=20)
     answer = Engine(small, drafter).generate([3, 1, 4], SamplingParams(max_tokens=100))
     assert (len(answer.token_ids), answer.finish_reason) == (17, "length")
     assert answer.token_ids == greedy_reference(target, [3, 1, 4], 17)
@@ -85,7 +85,7 @@ def test_a_stop_id_ends_the_answer_where_it_stands(target: MarkovModel, drafter:
 
 def test_end_of_text_ends_the_answer_unless_ignored(target: MarkovModel, drafter: Drafter | None) -> None:
     plain = greedy_reference(target, [3, 1, 4], 12)
-    ending = MarkovModel(target.laws, eos_token_ids=(plain[4],))
+    ending = MarkovModel(target.probs, eos_token_ids=(plain[4],))
     first = plain.index(plain[4])
     engine = Engine(ending, drafter)
     assert engine.generate([3, 1, 4], SamplingParams(max_tokens=12)).token_ids == plain[:first]
@@ -202,16 +202,16 @@ def test_in_a_list_a_bad_prompt_fails_alone(target: MarkovModel) -> None:
 
 
 def broken_after(target: MarkovModel, pair: tuple[int, int]) -> MarkovModel:
-    laws = target.laws.clone()
-    laws[pair] = torch.nan
-    return MarkovModel(laws)
+    probs = target.probs.clone()
+    probs[pair] = torch.nan
+    return MarkovModel(probs)
 
 
 def test_nan_in_the_logits_fails_that_request_alone(target: MarkovModel, drafter: Drafter | None) -> None:
     prompts = [[3, 1], [1, 1], [2, 5]]
     texts = [[*prompt, *greedy_reference(target, prompt, 12)] for prompt in prompts]
     pairs = [set(itertools.pairwise(text)) for text in texts]
-    # A pair of tokens that only the second answer comes by: the law after it is broken.
+    # A pair of tokens that only the second answer comes by: the distribution after it is broken.
     place = next(i for i in range(1, 12) if tuple(texts[1][i : i + 2]) not in pairs[0] | pairs[2])
     broken = broken_after(target, tuple(texts[1][place : place + 2]))
     answers = Engine(broken, drafter).generate(prompts, SamplingParams(max_tokens=12))
@@ -231,15 +231,15 @@ def test_nan_behind_the_end_of_an_answer_does_not_matter(target: MarkovModel, dr
     assert (answer.finish_reason, answer.token_ids) == ("stop", text[2:stop])
 
 
-def test_a_draft_that_breaks_below_a_drawn_token_does_not_bend_the_law() -> None:
+def test_a_draft_that_breaks_below_a_drawn_token_does_not_bend_the_distribution() -> None:
     """A raised error would drop the tokens above, because of what was drawn: P(1) would be 0.75 instead of 0.5."""
     even = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
-    laws = even.clone()
-    laws[:, 0] = torch.nan
-    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(laws), num_speculative_tokens=2))
+    probs = even.clone()
+    probs[:, 0] = torch.nan
+    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(probs), num_speculative_tokens=2))
     begun = ones = 0
     for seed in range(2000):
-        # After a 1 from the prefill, so that the draft's first law is sound.
+        # After a 1 from the prefill, so that the draft's first distribution is sound.
         answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0, seed=seed)).token_ids
         begun += answer[0] == 1
         ones += answer[:2] == [1, 1]
@@ -319,7 +319,7 @@ def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
 
 
 def test_long_prompts_are_prefilled_in_parts(target: MarkovModel) -> None:
-    long = MarkovModel(target.laws, context_length=2000)
+    long = MarkovModel(target.probs, context_length=2000)
     prompts = [[(i * i + 3) % VOCAB for i in range(length)] for length in (1, 255, 256, 257, 700)]
     answers = Engine(long, DraftModel(long, 2)).generate(prompts, SamplingParams(max_tokens=9))
     assert [a.token_ids for a in answers] == [greedy_reference(target, prompt, 9) for prompt in prompts]
@@ -407,8 +407,8 @@ def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> No
 def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel) -> None:
     class Liar(ScriptedDrafter):
         def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-            law = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
-            return [Proposal.chain(torch.tensor([2]), law, DrawKind.COUPLED) for _ in batch]
+            dist = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
+            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch]
 
     answer = Engine(target, Liar(lambda tokens: [])).generate([3], SamplingParams(max_tokens=4, temperature=1.0))
     assert "coupled draws, which the rule cannot judge" in answer.warnings[0]

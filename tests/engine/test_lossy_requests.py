@@ -1,4 +1,5 @@
-"""Requests under lossy rules: which laws they are judged by, what their statistics say, and what stays exact."""
+"""Requests under lossy rules: which distributions they are judged by, what their statistics say, and what stays
+exact."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def rule(request: pytest.FixtureRequest) -> Rule:
     return request.param
 
 
-def laws_on(target: MarkovModel, answer: Answer) -> list[torch.Tensor]:
-    """The target's law at temperature 1 before each token of an answer."""
-    return [target.law_after([*PROMPT, *answer.token_ids[:i]]) for i in range(len(answer.token_ids))]
+def probs_on(target: MarkovModel, answer: Answer) -> list[torch.Tensor]:
+    """The target's distribution at temperature 1 before each token of an answer."""
+    return [target.probs_after([*PROMPT, *answer.token_ids[:i]]) for i in range(len(answer.token_ids))]
 
 
 def tokens_judged(answer: Answer) -> int:
@@ -75,11 +76,12 @@ def test_every_emitted_token_is_measured_once(
 
 @pytest.mark.parametrize("rule", [TypicalAcceptance(), LenientSampling(0.5).greedy_form], ids=["typical", "lenient"])
 def test_the_figures_of_a_greedy_answer_follow_from_its_tokens(target: MarkovModel, rule: Rule) -> None:
-    """At temperature 0 the laws are those at temperature 1: 1 - p(x) and -log p(x) of the tokens that came out."""
+    """At temperature 0 the distributions are those at temperature 1: 1 - p(x) and -log p(x) of the tokens that came
+    out."""
     answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, OPTIONS["greedy"])
-    laws = laws_on(target, answer)
-    p_x = [float(law[token]) for law, token in zip(laws, answer.token_ids, strict=True)]
-    largest = [float(law.max()) for law in laws]
+    probs = probs_on(target, answer)
+    p_x = [float(dist[token]) for dist, token in zip(probs, answer.token_ids, strict=True)]
+    largest = [float(dist.max()) for dist in probs]
     stats = answer.stats
     assert stats.mean_total_variation == pytest.approx(1 - sum(p_x) / 40)
     assert stats.mean_kl == pytest.approx(-sum(map(math.log, p_x)) / 40)
@@ -142,15 +144,15 @@ def test_more_is_accepted_than_by_the_lossless_rule(target: MarkovModel) -> None
     assert length(TypicalAcceptance(), OPTIONS["greedy"]) > length(SpeculativeSampling(), OPTIONS["greedy"])
 
 
-def test_at_temperature_zero_top_k_does_not_narrow_the_law(target: MarkovModel) -> None:
-    """With top-k 1 the law would be one-hot and nothing but the argmax could stay."""
+def test_at_temperature_zero_top_k_does_not_narrow_the_distribution(target: MarkovModel) -> None:
+    """With top-k 1 the distribution would be one-hot and nothing but the argmax could stay."""
     narrow = SamplingParams(max_tokens=40, top_k=1, top_p=0.1, min_p=1.0)
     for rule in RULES:
         engine = Engine(target, DRAFTERS["tree"](), rule)
         assert engine.generate(PROMPT, narrow).token_ids == engine.generate(PROMPT, OPTIONS["greedy"]).token_ids
 
 
-def test_above_temperature_zero_the_request_keeps_its_own_law(target: MarkovModel, rule: Rule) -> None:
+def test_above_temperature_zero_the_request_keeps_its_own_distribution(target: MarkovModel, rule: Rule) -> None:
     """Under top-k 1 only the argmax has mass, so no rule can emit anything else."""
     params = SamplingParams(max_tokens=30, temperature=0.7, top_k=1, seed=1)
     answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, params)
@@ -183,10 +185,10 @@ def test_a_mixed_batch_answers_as_each_request_alone(target: MarkovModel, drafte
 
 def test_broken_logits_end_the_answer_where_they_are(target: MarkovModel, rule: Rule) -> None:
     """Token 6 is followed by NaN; what was emitted before it stays, and is measured."""
-    laws = target.laws.clone()
-    laws[:, 6] = torch.nan
-    laws[:, :6, 6] = 0.9
-    broken = MarkovModel(laws / laws.sum(dim=-1, keepdim=True))
+    probs = target.probs.clone()
+    probs[:, 6] = torch.nan
+    probs[:, :6, 6] = 0.9
+    broken = MarkovModel(probs / probs.sum(dim=-1, keepdim=True))
     engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule)
     request = engine.submit([1, 2], SamplingParams(max_tokens=20))
     while engine.step():

@@ -28,7 +28,7 @@ class Interrupted(MarkovModel):
     """Does something in the middle of one of its forwards."""
 
     def __init__(self, call: int, act: Callable[[], object]) -> None:
-        super().__init__(MarkovModel.random(VOCAB, seed=1).laws)
+        super().__init__(MarkovModel.random(VOCAB, seed=1).probs)
         self._left = call
         self._act = act
 
@@ -248,7 +248,7 @@ def test_a_caller_that_is_alone_steps_in_its_own_thread() -> None:
 
 
 def test_several_callers_share_a_driver_that_ends_with_the_work() -> None:
-    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).laws))
+    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).probs))
     names: list[str] = []
     engine.listeners.append(lambda _: names.append(threading.current_thread().name))
     barrier = threading.Barrier(4)
@@ -273,7 +273,7 @@ def test_several_callers_share_a_driver_that_ends_with_the_work() -> None:
 
 
 def test_a_consumer_that_stops_reading_holds_nobody_up() -> None:
-    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).laws))
+    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).probs))
     slow = engine.stream([2, 5], LONG)
     next(slow)
     assert engine.generate([3, 1], LONG).token_ids == plain([3, 1])
@@ -281,7 +281,7 @@ def test_a_consumer_that_stops_reading_holds_nobody_up() -> None:
 
 
 def test_what_a_listener_raises_reaches_every_caller_and_the_engine_goes_on() -> None:
-    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).laws))
+    engine = Engine(Paced(MarkovModel.random(VOCAB, seed=1).probs))
 
     def broken(record: StepRecord) -> None:
         if len(record.requests) == 2 and record.contexts[0] > 6:

@@ -1,8 +1,9 @@
-"""Medusa through the whole engine: the target's law exactly, the same tokens for a seed, and requests that come and go.
+"""Medusa through the whole engine: the target's distribution exactly, the same tokens for a seed, and requests that
+come and go.
 
-The exact law is summed over the rule's own kernel for the very trees that the drafter proposes. The law of what the
-engine emits is compared with it by a chi-square test at 1e-6, and a lossy rule is shown to fail both.
-"""
+The exact distribution is summed over the rule's own kernel for the very trees that the drafter proposes. The
+distribution of what the engine emits is compared with it by a chi-square test at 1e-6, and a lossy rule is shown to
+fail both."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from truedraft.heads import MedusaHeads
 from truedraft.heads.published import published_tree
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
+from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
 
 TREES = {
     "chain": RankTree(((0,), (0, 0), (0, 0, 0))),
@@ -57,11 +58,11 @@ def drafter_of(target: MarkovWithHead, tree: str = "mixed", nodes: int = 64) -> 
     return Medusa(heads_of(target), {"greedy": TREES[tree]}, nodes=nodes)
 
 
-# --- the law ---
+# --- the distribution ---
 
 
 def medusa_scheme(target: MarkovWithHead, drafter: Medusa) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
-    """The children that the drafter itself proposes at a node, as planned draws of one-hot laws."""
+    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
     drafter.check(target)
 
     @cache
@@ -94,14 +95,14 @@ def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     else:
         drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
 
-    def law(prefix: Prefix) -> torch.Tensor:
-        return world.law_after((0, *prefix))
+    def dist(prefix: Prefix) -> torch.Tensor:
+        return world.probs_after((0, *prefix))
 
-    return distance(emitted_law(rule, law, medusa_scheme(world, drafter), 4), target_law(law, 4))
+    return distance(emitted_dist(rule, dist, medusa_scheme(world, drafter), 4), target_dist(dist, 4))
 
 
 @pytest.mark.parametrize("tree", [*TREES, "likeliest", "calibrated"])
-def test_the_lossless_rule_emits_the_targets_law_exactly(tree: str) -> None:
+def test_the_lossless_rule_emits_the_targets_distribution_exactly(tree: str) -> None:
     assert off_by(SpeculativeSampling(), tree) < 1e-12
 
 
@@ -111,7 +112,8 @@ def test_typical_acceptance_does_not(tree: str) -> None:
 
 
 def p_value(target: MarkovWithHead, rule: Rule, answers: int = 3000) -> float:
-    """Chi-square of tokens 2 and 3 of many answers under the target's own joint law; cells of fewer than 10 are one."""
+    """Chi-square of tokens 2 and 3 of many answers under the target's own joint distribution; cells of fewer than 10
+    are one."""
     engine = Engine(target, drafter_of(target), rule, max_batch=64)
     params = [SamplingParams(max_tokens=3, temperature=1.0, seed=seed) for seed in range(answers)]
     made = engine.generate([[3, 1]] * answers, params)
@@ -119,10 +121,12 @@ def p_value(target: MarkovWithHead, rule: Rule, answers: int = 3000) -> float:
     counts = np.zeros((vocab, vocab))
     for answer in made:
         counts[answer.token_ids[1], answer.token_ids[2]] += 1
-    law = np.zeros((vocab, vocab))
+    dist = np.zeros((vocab, vocab))
     for a, b, c in itertools.product(range(vocab), repeat=3):
-        law[b, c] += float(target.law_after([3, 1])[a] * target.law_after([1, a])[b] * target.law_after([a, b])[c])
-    expected, observed = law.ravel() * answers, counts.ravel()
+        dist[b, c] += float(
+            target.probs_after([3, 1])[a] * target.probs_after([1, a])[b] * target.probs_after([a, b])[c]
+        )
+    expected, observed = dist.ravel() * answers, counts.ravel()
     rare = expected < 10
     expected = np.append(expected[~rare], expected[rare].sum())
     observed = np.append(observed[~rare], observed[rare].sum())
@@ -282,7 +286,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
 
 
 def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
-    long = MarkovWithHead(target.laws, context_length=2048)
+    long = MarkovWithHead(target.probs, context_length=2048)
     drafter = Watched(long)
     engine = Engine(long, drafter)
     prompt = [i * i % 8 for i in range(1500)]

@@ -244,8 +244,8 @@ def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingP
 
 def test_a_rule_that_judges_on_the_host_waits_by_itself() -> None:
     class Own(SpeculativeSampling):
-        def decide(self, proposals, laws, noise):  # type: ignore[no-untyped-def]
-            return DeviceVerdicts.of(SpeculativeSampling().verify(proposals, laws, noise))
+        def decide(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
+            return DeviceVerdicts.of(SpeculativeSampling().verify(proposals, probs, noise))
 
     target = model()
     expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3)), BATCHES["mixed"]))
@@ -345,7 +345,7 @@ class SpoiledDraft(Spoiled):
         return ForwardOutput(output.logits * (torch.nan if self._left % 3 == 0 else 1.0), output.hidden)
 
 
-def test_a_draft_without_a_law_drafts_stand_ins_that_are_judged_exactly() -> None:
+def test_a_draft_without_a_distribution_drafts_stand_ins_that_are_judged_exactly() -> None:
     target = model()
     for params in (GREEDY, COUPLED):
         plain = [answer.token_ids for answer in answers_of(Engine(target), [params] * 3)]
@@ -360,14 +360,14 @@ def test_a_draft_without_a_law_drafts_stand_ins_that_are_judged_exactly() -> Non
     assert set(standin.fetches) == {1}
 
 
-class FalseLaws(DraftModel):
-    """Says of one request, once its text is long enough, that it drew from laws that are none."""
+class FalseProbs(DraftModel):
+    """Says of one request, once its text is long enough, that it drew from distributions that are none."""
 
     def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
         made = super().propose(batch, budgets, noise)
         return [
-            Proposal(own.tree, own.draws, own.laws * torch.nan)
-            if own.laws is not None and list(request.tokens[:3]) == PROMPT_IDS[1][:3] and len(request.tokens) > 42
+            Proposal(own.tree, own.draws, own.probs * torch.nan)
+            if own.probs is not None and list(request.tokens[:3]) == PROMPT_IDS[1][:3] and len(request.tokens) > 42
             else own
             for request, own in zip(batch, made, strict=True)
         ]
@@ -375,12 +375,12 @@ class FalseLaws(DraftModel):
 
 @pytest.mark.plants_failures
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
-def test_laws_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
+def test_distributions_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
     target = model()
     sound = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), rule), [SAMPLED] * 3))
-    expected = told(answers_of(Engine(target, FalseLaws(model(noise=0.1), 3), rule), [SAMPLED] * 3))
+    expected = told(answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule), [SAMPLED] * 3))
     with standing_in() as standin:
-        answers = answers_of(Engine(target, FalseLaws(model(noise=0.1), 3), rule), [SAMPLED] * 3)
+        answers = answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule), [SAMPLED] * 3)
     assert told(answers) == expected
     assert expected[::2] == sound[::2]
     assert answers[1].finish_reason == "length" and "no distributions" in answers[1].warnings[0]
@@ -470,7 +470,7 @@ def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", [SpeculativeSampling()], ids=["speculative"])
 def test_on_cuda_sampled_answers_are_those_of_the_cpu(rule: Rule) -> None:
-    """The law of a float32 model differs in its last bits between devices, so near the start only."""
+    """The distribution of a float32 model differs in its last bits between devices, so near the start only."""
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
     answers = []
     for device in ("cpu", "cuda"):

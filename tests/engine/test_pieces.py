@@ -26,7 +26,7 @@ VOCAB = len(TEXTS)
 STOPS = ["ab", "bab", "aa", "é", "c", "abbaab", "b\ufffd", "never"]
 DRAFTERS: dict[str, Callable[[MarkovModel], Drafter | None]] = {
     "none": lambda target: None,
-    "itself": lambda target: DraftModel(MarkovModel(target.laws), 3),
+    "itself": lambda target: DraftModel(MarkovModel(target.probs), 3),
     "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), branching=(3, 2, 1)),
     "scripted": lambda target: ScriptedDrafter(lambda tokens: [[tokens[-1], A, B], [B, A, B, A, B]]),
 }
@@ -127,12 +127,12 @@ def test_the_check_sees_what_it_is_for(target: MarkovModel, fault: str) -> None:
 
 
 def test_a_break_behind_an_accepted_token_tries_no_further_position() -> None:
-    """The draws below the broken slot were judged by a stand-in of its law, so they count as not tried."""
-    laws = MarkovModel.random(VOCAB, seed=1).laws.clone()
+    """The draws below the broken slot were judged by a stand-in of its distribution, so they count as not tried."""
+    probs = MarkovModel.random(VOCAB, seed=1).probs.clone()
     for seed in range(8):
-        told = MarkovModel(laws.clone())
+        told = MarkovModel(probs.clone())
         first = Engine(told).generate([3, 1], SamplingParams(max_tokens=3)).token_ids
-        told.laws[first[0], first[1]] = torch.nan
+        told.probs[first[0], first[1]] = torch.nan
         for rule in (None, LenientSampling(0.5)):
             drafter = ScriptedDrafter(lambda tokens: [[first[1], seed, 0, 1]])  # noqa: B023
             answers = Engine(told, drafter, rule).generate([[3, 1]], SamplingParams(max_tokens=9, stop_token_ids=()))

@@ -35,7 +35,7 @@ class Fails(MarkovModel):
     """Its second forward fails, and every one that a predicate names."""
 
     def __init__(self, broken: Callable[[int], bool]) -> None:
-        super().__init__(MarkovModel.random(VOCAB, seed=1).laws)
+        super().__init__(MarkovModel.random(VOCAB, seed=1).probs)
         self.calls = 0
         self._broken = broken
 

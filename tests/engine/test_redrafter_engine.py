@@ -1,4 +1,5 @@
-"""ReDrafter through the whole engine: the target's law exactly, the same tokens for a seed, batches, and ends."""
+"""ReDrafter through the whole engine: the target's distribution exactly, the same tokens for a seed, batches, and
+ends."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from truedraft.heads import HeadRecord
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import SpeculativeSampling
-from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
+from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
 
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
 CALIBRATED = {"survival": {"greedy": SHARPENED, "sampled": SHARPENED}}
@@ -45,11 +46,12 @@ def drafter_of(
     return Redrafter(head_of(target), beams=beams, length=length, nodes=nodes, **options)
 
 
-# --- the law ---
+# --- the distribution ---
 
 
 def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
-    """What is drawn may not depend on how likely it looks; the drawn beams' own law is held in test_sampled_beams."""
+    """What is drawn may not depend on how likely it looks; the drawn beams' own distribution is held in
+    test_sampled_beams."""
     world, head = small()
     for sampled in (False, True):
         trees = []
@@ -77,7 +79,7 @@ def proposal_after(drafter: Redrafter, world: MarkovWithEmbedding, before: Seque
 
 
 def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
-    """The children that the drafter itself proposes at a node, as planned draws of one-hot laws."""
+    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
     drafter.check(world)
 
     @cache
@@ -98,25 +100,25 @@ def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Pr
 
 @pytest.mark.parametrize("facts", [{}, CALIBRATED], ids=["raw", "calibrated"])
 @pytest.mark.parametrize(("beams", "length", "nodes"), [(1, 2, 9), (3, 1, 9), (3, 2, 9), (4, 3, 5), (2, 3, 64)])
-def test_beams_emit_the_targets_law_exactly(
+def test_beams_emit_the_targets_distribution_exactly(
     beams: int, length: int, nodes: int, facts: dict[str, dict[str, list[list[float]]]]
 ) -> None:
     world, head = small()
     drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=beams, length=length, nodes=nodes)
 
-    def law(prefix: Prefix) -> Tensor:
-        return world.law_after((0, *prefix))
+    def dist(prefix: Prefix) -> Tensor:
+        return world.probs_after((0, *prefix))
 
-    emitted = emitted_law(SpeculativeSampling(), law, beams_scheme(world, drafter), 4)
-    assert distance(emitted, target_law(law, 4)) < 1e-12
+    emitted = emitted_dist(SpeculativeSampling(), dist, beams_scheme(world, drafter), 4)
+    assert distance(emitted, target_dist(dist, 4)) < 1e-12
 
 
-LawOf = Callable[[Sequence[int]], Tensor]
+DistOf = Callable[[Sequence[int]], Tensor]
 Ends = Iterator[tuple[float, tuple[int, ...]]]
 """Ways in which a step may end: for each its probability and the tokens that it emits."""
 
 
-def as_published(proposal: Proposal, p: LawOf, q: LawOf) -> Ends:
+def as_published(proposal: Proposal, p: DistOf, q: DistOf) -> Ends:
     """Each beam by itself: a token stays with probability min(1, p/q), as if it had been drawn; the longest wins."""
     paths = [proposal.tree.path_tokens(leaf) for leaf in proposal.tree.shape.leaves]
     kept: list[list[float]] = []
@@ -135,7 +137,7 @@ def as_published(proposal: Proposal, p: LawOf, q: LawOf) -> Ends:
             yield chance * mass, (*stayed, token)
 
 
-def by_the_rule(proposal: Proposal, p: LawOf, q: LawOf) -> Ends:
+def by_the_rule(proposal: Proposal, p: DistOf, q: DistOf) -> Ends:
     """Draw from the target, follow the child that carries the token."""
 
     def walk(slot: int, path: tuple[int, ...], reach: float) -> Ends:
@@ -149,8 +151,9 @@ def by_the_rule(proposal: Proposal, p: LawOf, q: LawOf) -> Ends:
     return walk(0, (), 1.0)
 
 
-def apart(judge: Callable[[Proposal, LawOf, LawOf], Ends]) -> float:
-    """Total variation between the law of the next two tokens after one step (and plain decoding) and the target's."""
+def apart(judge: Callable[[Proposal, DistOf, DistOf], Ends]) -> float:
+    """Total variation between the distribution of the next two tokens after one step (and plain decoding) and the
+    target's."""
     world, head = small()
     drafter = Redrafter(head, beams=3, length=2, nodes=9)
     drafter.check(world)
@@ -158,7 +161,7 @@ def apart(judge: Callable[[Proposal, LawOf, LawOf], Ends]) -> float:
     proposal = proposal_after(drafter, world, before)
 
     def p(path: Sequence[int]) -> Tensor:
-        return world.law_after((0, *before, *path))
+        return world.probs_after((0, *before, *path))
 
     def q(path: Sequence[int]) -> Tensor:
         state, vector = head.new_state(1), world.vector_after((0, *before)[:-1])[None]
@@ -177,7 +180,7 @@ def apart(judge: Callable[[Proposal, LawOf, LawOf], Ends]) -> float:
     return float((found - expected).abs().sum() / 2)
 
 
-def test_accepting_beams_as_if_they_had_been_drawn_bends_the_law() -> None:
+def test_accepting_beams_as_if_they_had_been_drawn_bends_the_distribution() -> None:
     assert apart(by_the_rule) < 1e-12
     assert apart(as_published) > 0.02
 

@@ -18,7 +18,7 @@ from truedraft.drafters import Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_law, target_law
+from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
 from truedraft.verification.specs import rule_from_spec
 
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
@@ -40,11 +40,11 @@ def head() -> RedrafterHead:
     return fitted_redrafter(target(), [[*p, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)])
 
 
-# --- the law ---
+# --- the distribution ---
 
 
 def chosen_beams(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
-    """The children that the drafter itself proposes at a node, as planned draws of one-hot laws."""
+    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
     drafter.check(world)
 
     @cache
@@ -72,14 +72,14 @@ def off_by(rule: Rule, beams: int, length: int) -> float:
     small = random_redrafter(world, length=2, layers=1, spread=3.0)
     drafter = Redrafter(small, beams=beams, length=length, nodes=9)
 
-    def law(prefix: Prefix) -> torch.Tensor:
-        return world.law_after((0, *prefix))
+    def dist(prefix: Prefix) -> torch.Tensor:
+        return world.probs_after((0, *prefix))
 
-    return distance(emitted_law(rule, law, chosen_beams(world, drafter), 4), target_law(law, 4))
+    return distance(emitted_dist(rule, dist, chosen_beams(world, drafter), 4), target_dist(dist, 4))
 
 
 @pytest.mark.parametrize(("beams", "length"), [(1, 2), (3, 1), (3, 2)])
-def test_lossy_rules_do_not_emit_the_targets_law(beams: int, length: int) -> None:
+def test_lossy_rules_do_not_emit_the_targets_distribution(beams: int, length: int) -> None:
     assert off_by(SpeculativeSampling(), beams, length) < 1e-12
     assert off_by(LenientSampling(1.0), beams, length) < 1e-12
     assert off_by(TypicalAcceptance(), beams, length) > 0.05

@@ -29,7 +29,7 @@ def target() -> MarkovModel:
 def greedy(model: MarkovModel, prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model.law_after(tokens).argmax()))
+        tokens.append(int(model.probs_after(tokens).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -170,7 +170,7 @@ class SlowDrafter(ScriptedDrafter):
 
 def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> None:
     """A sleep never ends early, so lower bounds hold on any machine."""
-    slow = Slow(target.laws)
+    slow = Slow(target.probs)
     engine = Engine(slow, SlowDrafter(lambda tokens: [greedy(target, tokens, 2)], depth=2))
     steps = watched(engine)
     started = time.perf_counter()
@@ -195,7 +195,7 @@ def test_a_step_that_fails_for_all_is_told_of_for_each_that_is_tried_alone(targe
                 raise RuntimeError("not seven")
             return super().forward(segments)
 
-    engine = Engine(Picky(target.laws))
+    engine = Engine(Picky(target.probs))
     steps = watched(engine)
     fine, broken = engine.submit([3, 1], SamplingParams(max_tokens=1)), engine.submit([7, 7])
     engine.step()

@@ -1,8 +1,7 @@
 """Trees by calibrated survival bring no less than others: on two targets of different entropy, for both kinds of heads.
 
-The second target is the embedded one with its logits times 0.4: the same greedy answers, flat laws. Its heads are the
-embedded ones, which end in the same LM head. Half of the answers is fitted to, the other half replayed.
-"""
+The second target is the embedded one with its logits times 0.4: the same greedy answers, flat distributions. Its heads
+are the embedded ones, which end in the same LM head. Half of the answers is fitted to, the other half replayed."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 
 SHARPENED = [[3.0, -1.5, -1.4, 1.0, -1.0], [2.0, -1.0, -0.8, 0.9, -0.5]]
-"""Odds of acceptance as they are at temperature 0 where laws are flat; see `core.survival.Odds`."""
+"""Odds of acceptance as they are at temperature 0 where distributions are flat; see `core.survival.Odds`."""
 
 
 class MarkovWithHead(MarkovModel):
@@ -22,7 +22,7 @@ class MarkovWithHead(MarkovModel):
 
     @property
     def fingerprint(self) -> str:
-        return f"markov-{float(self.laws.flatten() @ torch.arange(self.laws.numel(), dtype=self.laws.dtype)):.9f}"
+        return f"markov-{float(self.probs.flatten() @ torch.arange(self.probs.numel(), dtype=self.probs.dtype)):.9f}"
 
     @property
     def head_width(self) -> int:  # type: ignore[override]
@@ -39,7 +39,7 @@ class MarkovWithHead(MarkovModel):
         return torch.eye(self.head_width, dtype=self.dtype)[a * self.vocab_size + b]
 
     def unembed(self, vectors: Tensor) -> Tensor:
-        return vectors @ self.laws.log().flatten(0, 1)
+        return vectors @ self.probs.log().flatten(0, 1)
 
 
 def random_heads(model: LanguageModel, seed: int = 0, spread: float = 0.5, **sizes: int | bool) -> MedusaHeads:

@@ -31,7 +31,7 @@ def test_a_method_is_another_and_all_else_is_shared() -> None:
     model = MarkovModel.random(4, seed=0)
     forwards = []
     watched = altered(model, forward=lambda segments: forwards.append(len(segments)) or model.forward(segments))
-    assert watched.laws is model.laws and watched.pool is model.pool and watched.vocab_size == 4
+    assert watched.probs is model.probs and watched.pool is model.pool and watched.vocab_size == 4
     assert torch.equal(last_logits(watched, [1, 2]), last_logits(model, [1, 2]))
     assert forwards == [1]
 

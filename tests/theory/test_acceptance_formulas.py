@@ -28,7 +28,7 @@ def four_and_a_half_errors(probability: float) -> float:
     return 4.5 * math.sqrt(probability * (1 - probability) / DRAWS)
 
 
-def random_law(generator: random.Random, size: int = 4) -> list[float]:
+def random_dist(generator: random.Random, size: int = 4) -> list[float]:
     weights = [generator.expovariate(1.0) for _ in range(size)]
     return [weight / sum(weights) for weight in weights]
 
@@ -45,21 +45,21 @@ def test_acceptance_rate_by_hand_and_by_monte_carlo(lenience: float, worked: flo
 def test_acceptance_and_total_variation_are_two_sides_of_one_coin() -> None:
     generator = random.Random(3)
     for _ in range(50):
-        p, q = random_law(generator), random_law(generator)
+        p, q = random_dist(generator), random_dist(generator)
         assert acceptance_rate(p, q) == pytest.approx(1 - total_variation(p, q), rel=1e-12)
     assert acceptance_rate(P, P) == pytest.approx(1.0)
     assert total_variation((1.0, 0.0), (0.0, 1.0)) == 1.0
 
 
 def test_coupled_sampling_agrees_at_least_so_often() -> None:
-    """Argmaxes of two laws under the same Gumbel noise; 20,000 draws."""
+    """Argmaxes of two distributions under the same Gumbel noise; 20,000 draws."""
     bound = least_coupled_acceptance(total_variation(P, Q))
     assert bound == pytest.approx(0.6 / 1.4)
     generator = random.Random(4)
     same = 0
     for _ in range(DRAWS):
         noise = [-math.log(-math.log(generator.random())) for _ in P]
-        winners = {max(range(4), key=lambda x: math.log(law[x]) + noise[x]) for law in (P, Q)}
+        winners = {max(range(4), key=lambda x: math.log(dist[x]) + noise[x]) for dist in (P, Q)}
         same += len(winners) == 1
     assert same / DRAWS > bound - four_and_a_half_errors(bound)
     assert same / DRAWS < acceptance_rate(P, Q) + four_and_a_half_errors(0.6)
@@ -74,8 +74,8 @@ def test_limits_of_the_coupled_bound() -> None:
 def test_replay_is_unbiased(length: int) -> None:
     """Over all traces of a small Markov target, the factors average to the chance that the chain is accepted."""
     generator = random.Random(5)
-    target = [random_law(generator, 3) for _ in range(3)]
-    draft = [random_law(generator, 3) for _ in range(3)]
+    target = [random_dist(generator, 3) for _ in range(3)]
+    draft = [random_dist(generator, 3) for _ in range(3)]
     replayed = truth = 0.0
     for trace in itertools.product(range(3), repeat=length):
         steps = list(zip((0, *trace), trace, strict=False))

@@ -22,7 +22,7 @@ def pair():
         model = new_llama(SHAPE, seed=seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(4)  # laws far from uniform
+                parameter.mul_(4)  # distributions far from uniform
         models.append(model)
     return models
 
@@ -32,7 +32,7 @@ def short_stream():
     return np.random.default_rng(0).integers(0, 20, 23).astype(np.uint32)
 
 
-def law(model, prefix):
+def dist(model, prefix):
     with torch.no_grad():
         return model(input_ids=torch.tensor([prefix])).logits[0, -1].double().softmax(-1).tolist()
 
@@ -42,7 +42,7 @@ def test_pair_against_brute_force(pair, short_stream):
     overlaps, agreements = [], []
     for start in range(0, 22, 8):  # blocks of 8 labels: each token is predicted from its block alone
         for end in range(start + 1, min(start + 8, 22) + 1):
-            p, q = law(pair[0], ids[start:end]), law(pair[1], ids[start:end])
+            p, q = dist(pair[0], ids[start:end]), dist(pair[1], ids[start:end])
             overlaps.append(sum(min(a, b) for a, b in zip(p, q, strict=True)))
             agreements.append(p.index(max(p)) == q.index(max(q)))
     report = evaluate_pair(*pair, short_stream, length=8)
@@ -59,7 +59,7 @@ def test_a_model_agrees_with_itself(pair, short_stream):
 
 def test_loss_and_bits_per_byte(pair, short_stream):
     ids = short_stream.tolist()
-    expected = -sum(math.log(law(pair[0], ids[:end])[ids[end]]) for end in range(1, 23)) / 22
+    expected = -sum(math.log(dist(pair[0], ids[:end])[ids[end]]) for end in range(1, 23)) / 22
     report = evaluate_model(pair[0], short_stream, text_bytes=46, length=64)
     assert report.validation_loss == pytest.approx(expected, abs=1e-4)
     assert report.bits_per_byte == pytest.approx(expected / math.log(2) / 2, abs=1e-4)  # two bytes a token

@@ -1,4 +1,4 @@
-"""Laws beside the text: what is kept is what the target says there, and an interruption changes nothing."""
+"""Distributions beside the text: what is kept is what the target says there, and an interruption changes nothing."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_likeliest_tokens_and_the_mass_of_the_rest(lm_head, text, tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "_CHUNK", 8)
     done = []
-    laws = keep_target(text, lm_head, tmp_path, "train", on_progress=lambda *counts: done.append(counts))
-    law = lm_head(text.hidden(slice(None))).float().softmax(-1)
-    ids, logs = laws.at(np.arange(ROWS))
+    probs = keep_target(text, lm_head, tmp_path, "train", on_progress=lambda *counts: done.append(counts))
+    dist = lm_head(text.hidden(slice(None))).float().softmax(-1)
+    ids, logs = probs.at(np.arange(ROWS))
     assert ids.shape == (ROWS, 64) and logs.shape == (ROWS, 65)
-    assert torch.allclose(logs[:, :64].exp(), law.gather(1, ids), rtol=5e-3, atol=1e-6)
-    assert torch.allclose(logs[:, 64].exp(), 1 - law.gather(1, ids).sum(-1), rtol=2e-2, atol=1e-5)
+    assert torch.allclose(logs[:, :64].exp(), dist.gather(1, ids), rtol=5e-3, atol=1e-6)
+    assert torch.allclose(logs[:, 64].exp(), 1 - dist.gather(1, ids).sum(-1), rtol=2e-2, atol=1e-5)
     assert torch.allclose(logs.exp().sum(-1), torch.ones(ROWS), atol=1e-5)
-    assert (law.gather(1, ids).diff(dim=1) <= 0).all()
+    assert (dist.gather(1, ids).diff(dim=1) <= 0).all()
     assert done[0] == (0, ROWS) and done[-1] == (ROWS, ROWS)
     per_row = sum(map(len, contents(tmp_path).values())) / ROWS
     assert per_row == 64 * 4 + 65 * 2  # as the module's text says
@@ -76,8 +76,8 @@ def test_finished_files_are_only_read(lm_head, text, tmp_path, monkeypatch):
 
 
 def test_a_small_vocabulary_keeps_all_but_one(lm_head, text, tmp_path):
-    laws = keep_target(text, LmHead(lm_head.weight[:5], None, lm_head.finish), tmp_path, "train")
-    assert laws.ids.shape == (ROWS, 4) and np.isfinite(laws.logs).all()
+    probs = keep_target(text, LmHead(lm_head.weight[:5], None, lm_head.finish), tmp_path, "train")
+    assert probs.ids.shape == (ROWS, 4) and np.isfinite(probs.logs).all()
 
 
 def test_a_full_disk_is_one_sentence(lm_head, text, tmp_path, monkeypatch):

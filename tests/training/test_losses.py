@@ -49,9 +49,9 @@ def test_reverse_kl_by_hand():
 @pytest.mark.parametrize(
     "loss", [ForwardKL(), ReverseKL(), JensenShannon(0.5), JensenShannon(0.2), TotalVariation()], ids=repr
 )
-def test_equal_laws_cost_nothing(loss):
-    law = torch.randn(4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
-    assert torch.allclose(loss(law, law, torch.zeros(4, dtype=torch.long)), torch.zeros(4), atol=1e-6)
+def test_equal_distributions_cost_nothing(loss):
+    dist = torch.randn(4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    assert torch.allclose(loss(dist, dist, torch.zeros(4, dtype=torch.long)), torch.zeros(4), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,12 @@ def test_gradients_of_both_losses_reach_the_target(target_folder):
         of_heads = HeadLoss(heads, backbone.lm_head, ForwardKL())
         JointObjective(backbone, heads, ForwardKL(), of_heads, share).accumulate(batch, 1.0)
         found[share] = {name: weight.grad.clone() for name, weight in backbone.module.named_parameters()}
-    # By hand, at share 0.4: heads see the law of the target before, two and three places on.
+    # By hand, at share 0.4: heads see the distribution of the target before, two and three places on.
     backbone.module.zero_grad()
     output = backbone.module.model(input_ids=batch[:, :-1]).last_hidden_state
     before = backbone.logits_before(batch[:, :-1]).float().view(2, 16, 300)
-    law = backbone.module.lm_head(output).log_softmax(-1)
-    total = (before.softmax(-1) * (before.log_softmax(-1) - law)).sum(-1).mean()
+    dist = backbone.module.lm_head(output).log_softmax(-1)
+    total = (before.softmax(-1) * (before.log_softmax(-1) - dist)).sum(-1).mean()
     frozen = backbone.module.lm_head.weight.detach()
     for head in range(2):
         guess = (heads.heads[head].blocks(output[:, :14]) @ frozen.T).log_softmax(-1)

@@ -26,7 +26,7 @@ HEADS, DECAY = 3, 0.8
 def lm_head():
     model = new_llama(SHAPE, seed=1)
     with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # laws far from uniform
+        model.lm_head.weight.mul_(30)  # distributions far from uniform
     return LmHead.of(model)
 
 
@@ -67,10 +67,10 @@ def plain_loss(heads: MedusaHeads, lm_head: LmHead, packed: CollatedBatch, share
     total = torch.zeros(())
     for head in range(HEADS):
         rows = packed.places + 1 + head
-        law = lm_head(packed.hidden[rows]).softmax(-1)
-        mixture = share * law + (1 - share) * functional.one_hot(packed.tokens[rows], 50)
+        dist = lm_head(packed.hidden[rows]).softmax(-1)
+        mixture = share * dist + (1 - share) * functional.one_hot(packed.tokens[rows], 50)
         cross_entropy = -(mixture * logits[head].log_softmax(-1)).sum(-1)
-        entropy = -(law * law.log()).sum(-1)  # which no head can change
+        entropy = -(dist * dist.log()).sum(-1)  # which no head can change
         total = total + DECAY**head * (cross_entropy - share * entropy).mean()
     return total
 

@@ -24,7 +24,7 @@ LENGTH, DECAY = 3, 0.7
 def lm_head():
     model = new_llama(SHAPE, seed=1)
     with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # laws far from uniform
+        model.lm_head.weight.mul_(30)  # distributions far from uniform
     return LmHead.of(model)
 
 
@@ -68,8 +68,8 @@ def plain_loss(head, lm_head, packed: CollatedBatch, spec: str) -> torch.Tensor:
         vectors = head.leaving(hidden, state)
         logits = lm_head(vectors) if head.output is None else lm_head.finish(head.output(vectors))
         rows = packed.places + 1 + place
-        law = lm_head(packed.hidden[rows]).log_softmax(-1)
-        total = total + DECAY**place * loss(law, logits.log_softmax(-1), packed.tokens[rows]).mean()
+        dist = lm_head(packed.hidden[rows]).log_softmax(-1)
+        total = total + DECAY**place * loss(dist, logits.log_softmax(-1), packed.tokens[rows]).mean()
     return total
 
 

@@ -166,12 +166,12 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_fo
     assert logs[0] == logs[1]
 
 
-def test_laws_are_stored_once_and_read_again(trained, target_folder, prompts, tmp_path):
+def test_distributions_are_stored_once_and_read_again(trained, target_folder, prompts, tmp_path):
     said = []
-    config = replace(CONFIG, laws="stored", steps=3)
+    config = replace(CONFIG, probs="stored", steps=3)
     copied(trained, tmp_path)
     train_heads(target_folder, prompts, tmp_path, config, callbacks=Callbacks(lambda *words: said.append(words)))
-    assert {what for what, *_ in said} >= {"storing laws", "training"}
+    assert {what for what, *_ in said} >= {"storing distributions", "training"}
     size = (tmp_path / "work" / "train.laws").stat().st_size
     assert size == len(trained[1].as_dict() and load_rows(tmp_path)) * 65 * 2
     (tmp_path / "work" / "checkpoint.pt").unlink()
@@ -234,7 +234,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, mode, *rest, **more)
 
-    config = replace(CONFIG, laws="stored", steps=2)
+    config = replace(CONFIG, probs="stored", steps=2)
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
@@ -279,7 +279,7 @@ def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, tar
         ({"layers": -1}, "layers must be a whole number of 0 or more"),
         ({"loss": "l2"}, "unknown loss 'l2'"),
         ({"loss": "kl=x"}, "is not a positive number"),
-        ({"laws": "guessed"}, "unknown kind of laws 'guessed'; .*valid: computed, stored"),
+        ({"laws": "guessed"}, "unknown kind of distributions 'guessed'; .*valid: computed, stored"),
         ({"laws": "stored", "loss": "ce"}, "laws need not be stored for the loss 'ce'"),
         ({"self_fed": 1.5}, r"self_fed must lie in \[0, 1\]"),
         ({"place_decay": 0.0}, "place_decay must lie in"),

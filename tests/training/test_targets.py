@@ -83,7 +83,7 @@ def kept_rows(ids, probabilities, tokens) -> TargetRows:
     return target.rows(batch, slice(0, len(tokens)))
 
 
-def test_the_rest_of_a_truncated_law_is_one_bucket():
+def test_the_rest_of_a_truncated_distribution_is_one_bucket():
     """p keeps token 2 with 1/2, and 1/2 is left; q = (1/8, 1/8, 1/4, 1/2) has 1/4 and 3/4 there."""
     own = torch.tensor([[0.125, 0.125, 0.25, 0.5]]).log()
     for loss, value, slopes in (
@@ -104,12 +104,12 @@ def test_a_label_outside_of_the_kept_ones_is_the_rest():
 
 
 @pytest.mark.parametrize("spec", ["kl", "reverse-kl", "tv", "jsd", "kl=0.5,ce=0.5"])
-def test_gradients_of_truncated_laws_equal_autograd_on_the_buckets(spec):
+def test_gradients_of_truncated_distributions_equal_autograd_on_the_buckets(spec):
     noise = torch.Generator().manual_seed(2)
     rows, vocab, kept = 6, 13, 3
-    law = torch.randn(rows, vocab, generator=noise).mul(2).softmax(-1)
-    ids = law.topk(kept).indices
-    coarse = torch.cat([law.gather(1, ids), 1 - law.gather(1, ids).sum(-1, keepdim=True)], dim=1)
+    dist = torch.randn(rows, vocab, generator=noise).mul(2).softmax(-1)
+    ids = dist.topk(kept).indices
+    coarse = torch.cat([dist.gather(1, ids), 1 - dist.gather(1, ids).sum(-1, keepdim=True)], dim=1)
     loss, tokens = loss_from_spec(spec), torch.randint(0, vocab, (rows,), generator=noise)
     own = torch.randn(rows, vocab, generator=noise).requires_grad_()
     kept_at = kept_rows(ids.numpy(), coarse.numpy(), tokens.tolist())

@@ -1,6 +1,6 @@
 """Tiny targets, drafters and an independent reference, shared by the tests of this folder.
 
-Every law is made of small whole numbers, so it exists twice: as a float64 tensor for the package, and as exact
+Every distribution is made of small whole numbers, so it exists twice: as a float64 tensor for the package, and as exact
 fractions for `Reference`, which computes what speculative decoding emits without a line of the package's code.
 """
 
@@ -29,7 +29,7 @@ INDEPENDENT, WITHOUT, FIXED, COUPLED = (
 
 
 class Table:
-    """A law for every context, from whole numbers that depend on (name, context) alone.
+    """A distribution for every context, from whole numbers that depend on (name, context) alone.
 
     Styles: "dense" has no zeros, "sparse" about half of them, "one-hot" is temperature 0, "varied" changes its style
     from context to context.
@@ -38,7 +38,7 @@ class Table:
     def __init__(self, name: str, vocab: int, style: str) -> None:
         self.name, self.vocab, self.style = name, vocab, style
         self._weights: dict[Prefix, list[int]] = {}
-        self._laws: dict[Prefix, Tensor] = {}
+        self._probs: dict[Prefix, Tensor] = {}
 
     def weights(self, prefix: Prefix) -> list[int]:
         if prefix not in self._weights:
@@ -51,15 +51,15 @@ class Table:
         return self._weights[prefix]
 
     def fix(self, prefix: Prefix, weights: list[int]) -> None:
-        """Set the law of one context by hand, before it is first used."""
+        """Set the distribution of one context by hand, before it is first used."""
         assert prefix not in self._weights
         self._weights[prefix] = weights
 
-    def law(self, prefix: Prefix) -> Tensor:
-        if prefix not in self._laws:
+    def dist(self, prefix: Prefix) -> Tensor:
+        if prefix not in self._probs:
             weights = torch.tensor(self.weights(prefix), dtype=torch.float64)
-            self._laws[prefix] = weights / weights.sum()
-        return self._laws[prefix]
+            self._probs[prefix] = weights / weights.sum()
+        return self._probs[prefix]
 
     def fractions(self, prefix: Prefix) -> list[Fraction]:
         weights = self.weights(prefix)
@@ -100,7 +100,7 @@ class World:
         return self.target.vocab
 
     def choices(self, prefix: Prefix, drafted: Prefix) -> list[Choice]:
-        """The draws that exist at a node: never more of one law without replacement than it has tokens."""
+        """The draws that exist at a node: never more of one distribution without replacement than it has tokens."""
         if len(drafted) >= len(self.plans) or (drafted and drafted[-1] == self.bare):
             return []
         kept: list[Choice] = []
@@ -116,21 +116,21 @@ class World:
         return sorted(range(self.vocab), key=lambda token: (-weights[token], token))[choice.rank % self.vocab]
 
     def scheme(self, prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        """What the package's exact law is given."""
+        """What the package's exact distribution is given."""
         plan = []
         for choice in self.choices(prefix, drafted):
             if choice.kind is FIXED:
                 plan.append(PlannedDraw(-1, one_hot(self.fixed_token(choice, prefix), self.vocab), FIXED))
             else:
                 row = sorted(self.drafters).index(choice.drafter)
-                plan.append(PlannedDraw(row, self.drafters[choice.drafter].law(prefix), choice.kind))
+                plan.append(PlannedDraw(row, self.drafters[choice.drafter].dist(prefix), choice.kind))
         return plan
 
 
 def one_hot(token: int, vocab: int) -> Tensor:
-    law = torch.zeros(vocab, dtype=torch.float64)
-    law[token] = 1.0
-    return law
+    dist = torch.zeros(vocab, dtype=torch.float64)
+    dist[token] = 1.0
+    return dist
 
 
 def build(name: str, vocab: int, plans: Sequence[Plan], p: str = "dense", q: str = "dense", bare: int = -1) -> World:
@@ -147,11 +147,12 @@ def build(name: str, vocab: int, plans: Sequence[Plan], p: str = "dense", q: str
 
 @dataclass(frozen=True)
 class Case:
-    """One proposal that a world can make at the root, its probability, and the target's laws `[slots, vocab]`."""
+    """One proposal that a world can make at the root, its probability, and the target's distributions `[slots,
+    vocab]`."""
 
     probability: float
     proposal: Proposal
-    laws: Tensor
+    probs: Tensor
 
 
 def every_proposal(world: World) -> list[Case]:
@@ -187,7 +188,7 @@ def every_proposal(world: World) -> list[Case]:
                 if choice.kind is not FIXED:
                     if choice.drafter not in row_of:
                         row_of[choice.drafter] = len(rows)
-                        rows.append(world.drafters[choice.drafter].law(path))
+                        rows.append(world.drafters[choice.drafter].dist(path))
                     row = row_of[choice.drafter]
                 draws[slot].append(Draw(nodes[token], row, choice.kind))
             for token, below in tree.below.items():
@@ -197,7 +198,7 @@ def every_proposal(world: World) -> list[Case]:
         shape = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
         proposal = Proposal(shape, tuple(map(tuple, draws)), torch.stack(rows) if rows else None)
         proposal.check()
-        cases.append(Case(float(probability), proposal, torch.stack([world.target.law(path) for path in paths])))
+        cases.append(Case(float(probability), proposal, torch.stack([world.target.dist(path) for path in paths])))
     return cases
 
 
@@ -239,7 +240,7 @@ class Reference:
     rejected: Callable[[list[Fraction], list[Fraction]], list[Fraction]] = _left_over
     take_out: Callable[[list[Fraction], int], list[Fraction]] = _take_out
 
-    def law_of(self, choice: Choice, prefix: Prefix) -> list[Fraction]:
+    def dist_of(self, choice: Choice, prefix: Prefix) -> list[Fraction]:
         if choice.kind is FIXED:
             token = self.world.fixed_token(choice, prefix)
             return [Fraction(int(i == token)) for i in range(self.world.vocab)]
@@ -252,7 +253,7 @@ class Reference:
             probability = Fraction(1)
             gone: dict[str, list[int]] = {}
             for choice, token in zip(choices, tokens, strict=True):
-                q = self.law_of(choice, prefix)
+                q = self.dist_of(choice, prefix)
                 if choice.kind is WITHOUT:
                     taken = gone.setdefault(choice.drafter, [])
                     for earlier in taken:
@@ -276,11 +277,11 @@ class Reference:
         """Every verdict on a drafted tree: probability, emitted tokens, accepted count."""
         p = self.world.target.fractions(prefix)
         reach = Fraction(1)
-        laws: dict[str, list[Fraction]] = {}
+        probs: dict[str, list[Fraction]] = {}
         for choice, token in tree.drawn:
-            q = self.law_of(choice, prefix)
+            q = self.dist_of(choice, prefix)
             if choice.kind is WITHOUT:
-                q = laws.get(choice.drafter, q)
+                q = probs.get(choice.drafter, q)
             accept = self.accept(p[token], q[token])
             if reach * accept:
                 for weight, tokens, count in self.walk((*prefix, token), tree.below[token]):
@@ -290,21 +291,21 @@ class Reference:
                 return
             p = self.rejected(p, q)
             if choice.kind is WITHOUT:
-                laws[choice.drafter] = self.take_out(q, token)
+                probs[choice.drafter] = self.take_out(q, token)
         for token, mass in enumerate(p):
             if mass:
                 yield reach * mass, (token,), 0
 
     def step(self, prefix: Prefix) -> dict[tuple[Prefix, int], Fraction]:
-        """The law of (emitted tokens, accepted count) of one step."""
-        law: dict[tuple[Prefix, int], Fraction] = {}
+        """The distribution of (emitted tokens, accepted count) of one step."""
+        dist: dict[tuple[Prefix, int], Fraction] = {}
         for probability, tree in self.trees(prefix, ()):
             for mass, tokens, count in self.walk(prefix, tree):
-                law[tokens, count] = law.get((tokens, count), Fraction(0)) + probability * mass
-        return law
+                dist[tokens, count] = dist.get((tokens, count), Fraction(0)) + probability * mass
+        return dist
 
     def emitted(self, length: int) -> dict[Prefix, Fraction]:
-        """The law of the first `length` tokens, whole step after whole step."""
+        """The distribution of the first `length` tokens, whole step after whole step."""
         done: dict[Prefix, Fraction] = {}
         front: dict[Prefix, Fraction] = {(): Fraction(1)}
         while front:
@@ -318,19 +319,19 @@ class Reference:
         return done
 
     def target(self, length: int) -> dict[Prefix, Fraction]:
-        """The target's own law of answers."""
-        law: dict[Prefix, Fraction] = {}
+        """The target's own distribution of answers."""
+        dist: dict[Prefix, Fraction] = {}
         for answer in itertools.product(range(self.world.vocab), repeat=length):
             mass = Fraction(1)
             for i, token in enumerate(answer):
                 mass *= self.world.target.fractions(answer[:i])[token]
             if mass:
-                law[answer] = mass
-        return law
+                dist[answer] = mass
+        return dist
 
 
 def gap(left: dict, right: dict) -> float:
-    """Total variation between two laws given as dictionaries, of floats or fractions."""
+    """Total variation between two distributions given as dictionaries, of floats or fractions."""
     return 0.5 * sum(abs(float(left.get(key, 0)) - float(right.get(key, 0))) for key in left.keys() | right.keys())
 
 

@@ -1,4 +1,4 @@
-"""What a batch of requests costs in waits for the device, and logits in place of greedy laws."""
+"""What a batch of requests costs in waits for the device, and logits in place of greedy distributions."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
 
 def chains(count: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
-    """Requests with drafted chains of 0, 1, 2, ... tokens, drawn from laws near the target's."""
+    """Requests with drafted chains of 0, 1, 2, ... tokens, drawn from distributions near the target's."""
     params = SamplingParams(temperature=1.0, top_p=0.95)
-    proposals, laws, noise = [], [], []
+    proposals, probs, noise = [], [], []
     for request in range(count):
         scores = logits(request + 1, seed=request)
         q = L.probs_from_logits(scores[:request] + 0.7 * logits(request, seed=100 + request), params)
@@ -59,11 +59,11 @@ def chains(count: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
         tokens = L.draw(q, torch.tensor(uniforms, dtype=torch.float64))
         kind = DrawKind.INDEPENDENT
         proposals.append(Proposal.chain(tokens, q, kind) if request % 3 else fixed(tokens))
-        laws.append(L.probs_from_logits(scores, params))
+        probs.append(L.probs_from_logits(scores, params))
         noise.append(each)
     for proposal in proposals:
         assert proposal.tree.token_list is not None  # on the host before anything is counted
-    return proposals, laws, noise
+    return proposals, probs, noise
 
 
 def fixed(tokens: Tensor) -> Proposal:
@@ -72,27 +72,29 @@ def fixed(tokens: Tensor) -> Proposal:
 
 def test_speculative_sampling_reads_tensors_once_for_any_batch_of_chains(waits: Waits) -> None:
     """For the final tokens: small numbers are no tensors on the CPU."""
-    proposals, laws, noise = chains(9)
+    proposals, probs, noise = chains(9)
     waits.count = 0
-    verdicts = SpeculativeSampling().verify(proposals, laws, noise)
+    verdicts = SpeculativeSampling().verify(proposals, probs, noise)
     assert waits.count == 1
     finals = {verdict.final for verdict, proposal in zip(verdicts, proposals, strict=True) if len(proposal.tree)}
     assert finals == {Origin.RECOVERED, Origin.BONUS}
-    alone = [SpeculativeSampling().verify([p], [law], [n])[0] for p, law, n in zip(proposals, laws, noise, strict=True)]
+    alone = [
+        SpeculativeSampling().verify([p], [dist], [n])[0] for p, dist, n in zip(proposals, probs, noise, strict=True)
+    ]
     assert verdicts == alone
 
 
 def test_coupled_sampling_reads_no_tensor_for_any_batch(waits: Waits) -> None:
-    proposals, laws, _ = chains(6)
+    proposals, probs, _ = chains(6)
     noise = [KeyedNoise(i, 9, 2, greedy=i % 2 == 0) for i in range(6)]
     waits.count = 0
-    verdicts = CoupledSampling().verify(proposals, laws, noise)
+    verdicts = CoupledSampling().verify(proposals, probs, noise)
     assert waits.count == 0
-    alone = [CoupledSampling().verify([p], [law], [n])[0] for p, law, n in zip(proposals, laws, noise, strict=True)]
+    alone = [CoupledSampling().verify([p], [dist], [n])[0] for p, dist, n in zip(proposals, probs, noise, strict=True)]
     assert verdicts == alone
 
 
-def test_draft_laws_of_another_width_of_float_are_judged_by_their_own_numbers() -> None:
+def test_draft_distributions_of_another_width_of_float_are_judged_by_their_own_numbers() -> None:
     """p in float64 beside q in float32, and the other way round, in one batch."""
     p = torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
     q = torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float32)
@@ -110,7 +112,8 @@ def test_draft_laws_of_another_width_of_float_are_judged_by_their_own_numbers() 
     assert [each for each in seen if each[0]] == [(0.25, float(q[0, 0])), (0.75, 0.75)]
 
 
-# ------------------------------------------------------------------------------- logits in place of greedy laws
+# ------------------------------------------------------------------------------- logits in place of greedy
+# distributions
 
 
 def greedy_noise(count: int) -> list[KeyedNoise]:
@@ -118,8 +121,8 @@ def greedy_noise(count: int) -> list[KeyedNoise]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_greedy_requests_are_judged_by_their_logits_as_by_their_laws(dtype: torch.dtype) -> None:
-    """bfloat16 rounds logits together: the argmax of equals is the lowest id, for laws and logits alike."""
+def test_greedy_requests_are_judged_by_their_logits_as_by_their_distributions(dtype: torch.dtype) -> None:
+    """bfloat16 rounds logits together: the argmax of equals is the lowest id, for distributions and logits alike."""
     rows = [logits(4, seed).to(dtype) for seed in range(8)]
     for row in rows:
         row[:, [250, 30, 299]] = row.amax(dim=-1, keepdim=True)
@@ -133,26 +136,26 @@ def test_greedy_requests_are_judged_by_their_logits_as_by_their_laws(dtype: torc
         *(fixed(torch.tensor(each[:3])) for each in best[5:]),
     ]
     slots = [row[: len(proposal.tree) + 1] for row, proposal in zip(rows, proposals, strict=True)]
-    laws = [L.probs_from_logits(row, SamplingParams(temperature=0.0)) for row in slots]
+    probs = [L.probs_from_logits(row, SamplingParams(temperature=0.0)) for row in slots]
     rule = CoupledSampling()
     verdicts = rule.verify(proposals, slots, greedy_noise(8))
-    assert verdicts == rule.verify(proposals, laws, greedy_noise(8))
-    assert verdicts == SpeculativeSampling().verify(proposals, laws, [KeyedNoise(i, 0, 0) for i in range(8)])
+    assert verdicts == rule.verify(proposals, probs, greedy_noise(8))
+    assert verdicts == SpeculativeSampling().verify(proposals, probs, [KeyedNoise(i, 0, 0) for i in range(8)])
     assert verdicts[1] == Verdict((0, 1, 2), tuple(best[1]), Origin.BONUS)
     assert verdicts[3] == Verdict((), (30,), Origin.RECOVERED) or best[3][0] != 30
     assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 3}
 
 
-def test_logits_of_greedy_requests_beside_laws_of_sampled_ones() -> None:
+def test_logits_of_greedy_requests_beside_distributions_of_sampled_ones() -> None:
     rule = CoupledSampling()
     scores = logits(2, 3).bfloat16()
-    law = L.probs_from_logits(logits(2, 4), SamplingParams(temperature=1.0))
+    dist = L.probs_from_logits(logits(2, 4), SamplingParams(temperature=1.0))
     token = int(scores[0].argmax())
     batch = [fixed(torch.tensor([token])), fixed(torch.tensor([token]))]
     noise = [KeyedNoise(1, 0, 0, greedy=True), KeyedNoise(2, 0, 0)]
-    together = rule.verify(batch, [scores, law], noise)
+    together = rule.verify(batch, [scores, dist], noise)
     assert together[0] == Verdict((0,), (token, int(scores[1].argmax())), Origin.BONUS)
-    assert together[1] == rule.verify(batch[1:], [law], noise[1:])[0]
+    assert together[1] == rule.verify(batch[1:], [dist], noise[1:])[0]
 
 
 def test_broken_logits_of_a_greedy_request_touch_no_other() -> None:

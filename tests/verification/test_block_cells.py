@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import ScriptedNoise, cell_laws, completed, kernel_law, run, step_law
+from decision_cells import ScriptedNoise, cell_probs, completed, kernel_dist, run, step_dist
 from small_worlds import A1, A2, F1, F2, INDEPENDENT, STYLES, Case, Choice, World, build, every_proposal, gap
-from test_block_law import BROKEN, BROKEN_ON, CAUGHT, EXACT, RULE, BlockReference
+from test_block_distribution import BROKEN, BROKEN_ON, CAUGHT, EXACT, RULE, BlockReference
 from test_eager_verdicts import KINDS, batch, eagerly
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from truedraft.core.transfers import Array
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
-from truedraft.verification.exact import target_law
+from truedraft.verification.exact import target_dist
 from truedraft.verification.rule import JudgedSlot, Outcome
 
 MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
@@ -31,11 +31,11 @@ class Twice(BlockVerification):
     def __init__(self) -> None:
         self.judged = 0
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        verdicts = super().verify(proposals, laws, noise)
+    def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        verdicts = super().verify(proposals, probs, noise)
         if proposals:
             scripts = [ScriptedNoise(own.script) for own in noise]  # type: ignore[attr-defined]
-            assert eagerly(RULE, proposals, laws, scripts) == verdicts
+            assert eagerly(RULE, proposals, probs, scripts) == verdicts
             self.judged += len(verdicts)
         return verdicts
 
@@ -72,14 +72,14 @@ def test_in_every_decision_cell(worlds: list[World], vocab: int) -> None:
     rule = Twice()
     worlds = [world for world in worlds if world.vocab == vocab]
     groups = [every_proposal(world) for world in worlds]
-    found = iter(cell_laws(rule, [case for group in groups for case in group]))
+    found = iter(cell_probs(rule, [case for group in groups for case in group]))
     for world, group in zip(worlds, groups, strict=True):
-        laws = [next(found) for _ in group]
-        for case, law in zip(group, laws, strict=True):
-            assert gap(law, kernel_law(RULE, case)) < EXACT
-        step = step_law(group, laws)
+        probs = [next(found) for _ in group]
+        for case, dist in zip(group, probs, strict=True):
+            assert gap(dist, kernel_dist(RULE, case)) < EXACT
+        step = step_dist(group, probs)
         length = len(world.plans) + 1
-        assert gap(completed(step, world.target.law, length), target_law(world.target.law, length)) < EXACT
+        assert gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length)) < EXACT
         if all(plan == A1 for plan in world.plans):
             assert gap(step, BlockReference(world).step(())) < EXACT
     assert rule.judged > 5 * sum(map(len, groups))
@@ -93,8 +93,8 @@ def test_a_broken_rule_is_caught_through_verify(broken: BlockVerification) -> No
 
 def by_verify(rule: BlockVerification) -> float:
     cases = every_proposal(BROKEN_ON)
-    step = step_law(cases, cell_laws(rule, cases))
-    return gap(completed(step, BROKEN_ON.target.law, 3), target_law(BROKEN_ON.target.law, 3))
+    step = step_dist(cases, cell_probs(rule, cases))
+    return gap(completed(step, BROKEN_ON.target.dist, 3), target_dist(BROKEN_ON.target.dist, 3))
 
 
 def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
@@ -106,7 +106,7 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
             return RULE.outcomes(group)
 
     cases = every_proposal(BROKEN_ON)
-    gaps = [gap(law, kernel_law(Hides(), case)) for case, law in zip(cases, cell_laws(Hides(), cases), strict=True)]
+    gaps = [gap(dist, kernel_dist(Hides(), case)) for case, dist in zip(cases, cell_probs(Hides(), cases), strict=True)]
     assert max(gaps) > CAUGHT
 
 
@@ -115,7 +115,7 @@ def test_a_number_for_each_prefix_and_one_for_the_token_behind() -> None:
     cases = every_proposal(build("block keys", 3, [A1] * 3))
     for script in ({}, {(Purpose.ACCEPT, depth, 0): 0.3 for depth in range(3)}):
         noise = [ScriptedNoise(script) for _ in cases]
-        verdicts = RULE.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
+        verdicts = RULE.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
         for verdict, own in zip(verdicts, noise, strict=True):
             kept = len(verdict.path)
             final = Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS
@@ -138,42 +138,42 @@ def test_a_token_that_would_be_rejected_alone_is_kept_by_those_behind_it() -> No
 
 @pytest.mark.parametrize(("vocab", "count"), [(3, 200), (9, 200), (500, 60), (9001, 8)])
 def test_both_ways_on_random_proposals_together_and_alone(vocab: int, count: int) -> None:
-    """Trees, merged trees, chains and candidates in float32, near the target's laws or not."""
-    proposals, laws, noise = batch(count, vocab, seed=vocab, of=[KINDS[0], KINDS[2]])
+    """Trees, merged trees, chains and candidates in float32, near the target's distributions or not."""
+    proposals, probs, noise = batch(count, vocab, seed=vocab, of=[KINDS[0], KINDS[2]])
     mine = chains(count, vocab)
-    proposals, laws, noise = [*proposals, *mine[0]], [*laws, *mine[1]], [*noise, *mine[2]]
-    verdicts = RULE.verify(proposals, laws, noise)
-    assert eagerly(RULE, proposals, laws, noise) == verdicts
-    each = list(zip(proposals, laws, noise, strict=True))
-    assert [RULE.verify([p], [law], [n])[0] for p, law, n in each] == verdicts
-    assert [eagerly(RULE, [p], [law], [n])[0] for p, law, n in each] == verdicts
+    proposals, probs, noise = [*proposals, *mine[0]], [*probs, *mine[1]], [*noise, *mine[2]]
+    verdicts = RULE.verify(proposals, probs, noise)
+    assert eagerly(RULE, proposals, probs, noise) == verdicts
+    each = list(zip(proposals, probs, noise, strict=True))
+    assert [RULE.verify([p], [dist], [n])[0] for p, dist, n in each] == verdicts
+    assert [eagerly(RULE, [p], [dist], [n])[0] for p, dist, n in each] == verdicts
     if count > 50:
         assert {len(verdict.path) for verdict in verdicts[count:]} == {0, 1, 2, 3, 4}
 
 
 def chains(count: int, vocab: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
-    """Chains of 0 to 4 tokens, drawn as a drafter draws, from laws near the target's."""
+    """Chains of 0 to 4 tokens, drawn as a drafter draws, from distributions near the target's."""
     generator = torch.Generator().manual_seed(vocab)
-    proposals, laws, noise = [], [], []
+    proposals, probs, noise = [], [], []
     for number in range(count):
         length = number % 5
         scores = 2 * torch.randn(length + 1, vocab, generator=generator)
         q = torch.softmax(scores[:length] + 0.5 * torch.randn(length, vocab, generator=generator), dim=-1)
         tokens = torch.multinomial(q, 1, generator=generator)[:, 0] if length else torch.zeros(0, dtype=torch.int64)
         proposals.append(Proposal.chain(tokens, q))
-        laws.append(torch.softmax(scores, dim=-1))
+        probs.append(torch.softmax(scores, dim=-1))
         noise.append(KeyedNoise(number, 3, 1))
-    return proposals, laws, noise
+    return proposals, probs, noise
 
 
 @pytest.mark.parametrize(("target", "draft"), [("float64", "float32"), ("float32", "float64")])
-def test_draft_laws_of_another_width_of_float(target: str, draft: str) -> None:
-    proposals, laws, noise = chains(150, 7)
+def test_draft_distributions_of_another_width_of_float(target: str, draft: str) -> None:
+    proposals, probs, noise = chains(150, 7)
     proposals = [
-        Proposal.chain(p.tree.tokens, p.laws.to(getattr(torch, draft))) for p in proposals if p.laws is not None
+        Proposal.chain(p.tree.tokens, p.probs.to(getattr(torch, draft))) for p in proposals if p.probs is not None
     ]
-    laws = [law.to(getattr(torch, target)) for law in laws]
-    assert eagerly(RULE, proposals, laws, noise) == RULE.verify(proposals, laws, noise)
+    probs = [dist.to(getattr(torch, target)) for dist in probs]
+    assert eagerly(RULE, proposals, probs, noise) == RULE.verify(proposals, probs, noise)
 
 
 def test_the_weights_of_a_device_are_those_of_the_host_to_the_bit() -> None:
@@ -188,32 +188,32 @@ def test_the_weights_of_a_device_are_those_of_the_host_to_the_bit() -> None:
 
 
 def test_a_broken_part_breaks_both_ways_alike() -> None:
-    proposals, laws, noise = chains(150, 5)
-    right = RULE.verify(proposals, laws, noise)
+    proposals, probs, noise = chains(150, 5)
+    right = RULE.verify(proposals, probs, noise)
     for broken in [rule for rule in BROKEN if type(rule).weight is BlockVerification.weight]:
-        eager = eagerly(broken, proposals, laws, noise)
-        assert eager == broken.verify(proposals, laws, noise)
+        eager = eagerly(broken, proposals, probs, noise)
+        assert eager == broken.verify(proposals, probs, noise)
         assert eager != right, broken
 
 
 def test_deterministic_candidates_are_judged_as_by_speculative_sampling() -> None:
     """With q one-hot the weight is the product of p(x): jointly as many stay as one by one, so they go one by one."""
-    proposals, laws, noise = batch(100, 5, seed=3, of=[KINDS[2]])
-    assert any(len(verdict.path) > 1 for verdict in RULE.verify(proposals, laws, noise))
-    assert RULE.verify(proposals, laws, noise) == SpeculativeSampling().verify(proposals, laws, noise)
+    proposals, probs, noise = batch(100, 5, seed=3, of=[KINDS[2]])
+    assert any(len(verdict.path) > 1 for verdict in RULE.verify(proposals, probs, noise))
+    assert RULE.verify(proposals, probs, noise) == SpeculativeSampling().verify(proposals, probs, noise)
 
 
 def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    proposals, laws, noise = batch(30, 11, seed=2, of=[KINDS[0], KINDS[2]])
+    proposals, probs, noise = batch(30, 11, seed=2, of=[KINDS[0], KINDS[2]])
     mine = chains(30, 11)
-    proposals, laws, noise = [*proposals, *mine[0]], [*laws, *mine[1]], [*noise, *mine[2]]
-    expected = RULE.verify(proposals, laws, noise)
-    hidden = [Proposal(TokenTree(p.tree.tokens, p.tree.shape), p.draws, p.laws) for p in proposals]
+    proposals, probs, noise = [*proposals, *mine[0]], [*probs, *mine[1]], [*noise, *mine[2]]
+    expected = RULE.verify(proposals, probs, noise)
+    hidden = [Proposal(TokenTree(p.tree.tokens, p.tree.shape), p.draws, p.probs) for p in proposals]
     with monkeypatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        decided = RULE.decide(hidden, laws, noise)
+        decided = RULE.decide(hidden, probs, noise)
     numbers = transfers.fetch(decided.wanted)
     for proposal in hidden:
         proposal.tree.learn(proposal.tree.tokens.tolist())
@@ -221,10 +221,10 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verify_changes_nothing_it_was_given() -> None:
-    proposals, laws, noise = chains(20, 6)
-    before = [(law.clone(), p.laws.clone()) for law, p in zip(laws, proposals, strict=True) if p.laws is not None]
-    first = RULE.verify(proposals, laws, noise)
-    assert eagerly(RULE, proposals, laws, noise) == RULE.verify(proposals, laws, noise) == first
-    for proposal, law, (mine, drafted) in zip(proposals, laws, before, strict=True):
-        assert torch.equal(law, mine)
-        assert proposal.laws is not None and torch.equal(proposal.laws, drafted)
+    proposals, probs, noise = chains(20, 6)
+    before = [(dist.clone(), p.probs.clone()) for dist, p in zip(probs, proposals, strict=True) if p.probs is not None]
+    first = RULE.verify(proposals, probs, noise)
+    assert eagerly(RULE, proposals, probs, noise) == RULE.verify(proposals, probs, noise) == first
+    for proposal, dist, (mine, drafted) in zip(proposals, probs, before, strict=True):
+        assert torch.equal(dist, mine)
+        assert proposal.probs is not None and torch.equal(proposal.probs, drafted)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decision_cells import Key, ScriptedNoise, cell_laws, completed, kernel_law, step_law
+from decision_cells import Key, ScriptedNoise, cell_probs, completed, kernel_dist, step_dist
 from small_worlds import A1, A2, A3, F1, F2, NODES, W2, W3, Case, World, build, every_proposal, gap
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from truedraft.core.noise import Purpose
 from truedraft.core.proposal import Proposal
 from truedraft.core.transfers import Array
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
-from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -51,7 +51,7 @@ class ForgetsWhatLeft(SpeculativeSampling):
 
 
 class RestsOnlyTheToken(SpeculativeSampling):
-    """After a rejection takes only the rejected token out of p, as is right for one-hot laws alone."""
+    """After a rejection takes only the rejected token out of p, as is right for one-hot distributions alone."""
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         rest = p * (q < p)
@@ -73,21 +73,22 @@ class RemovesNothing(SpeculativeSampling):
         return q
 
 
-class JudgesAnotherLaw(SpeculativeSampling):
-    """Judges against a flatter law than the one the token was drawn from, as a drafter's stale logits would give."""
+class JudgesAnotherDist(SpeculativeSampling):
+    """Judges against a flatter distribution than the one the token was drawn from, as a drafter's stale logits would
+    give."""
 
     @staticmethod
-    def _other(law: Tensor) -> Tensor:
-        flat = law.sqrt()
+    def _other(dist: Tensor) -> Tensor:
+        flat = dist.sqrt()
         return flat / flat.sum(dim=-1, keepdim=True)
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence) -> DeviceVerdicts:
-        wrong = [replace(p, laws=None if p.laws is None else self._other(p.laws)) for p in proposals]
-        return super().decide(wrong, laws, noise)
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> DeviceVerdicts:
+        wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
+        return super().decide(wrong, probs, noise)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         (slot,) = group
-        wrong = tuple(replace(d, q=self._other(d.q) if d.law >= 0 else d.q) for d in slot.draws)
+        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in slot.draws)
         return super().outcomes([JudgedSlot(slot.p, wrong)])
 
 
@@ -104,24 +105,24 @@ BROKEN: list[tuple[type[SpeculativeSampling], World]] = [
     (RemovesWithoutScaling, build("broken two", 4, [W2], "dense", "dense")),
     (RemovesNothing, build("broken", 3, [W2, A1])),
     (RemovesNothing, build("broken", 4, [NODES["sampled, then fixed"]])),
-    (JudgesAnotherLaw, build("broken", 3, [A1, A1])),
-    (JudgesAnotherLaw, build("broken", 3, [A3])),
-    (JudgesAnotherLaw, build("broken", 4, [W2])),
+    (JudgesAnotherDist, build("broken", 3, [A1, A1])),
+    (JudgesAnotherDist, build("broken", 3, [A3])),
+    (JudgesAnotherDist, build("broken", 4, [W2])),
 ]
 NAMES = [f"{rule.__name__}-{i}" for i, (rule, _) in enumerate(BROKEN)]
 
 
 def by_kernel(rule: Rule, world: World) -> float:
     length = len(world.plans) + 1
-    law = emitted_law(rule, world.target.law, world.scheme, length)
-    return distance(law, target_law(world.target.law, length))
+    dist = emitted_dist(rule, world.target.dist, world.scheme, length)
+    return distance(dist, target_dist(world.target.dist, length))
 
 
 def by_verify(rule: Rule, world: World) -> float:
     length = len(world.plans) + 1
     cases = every_proposal(world)
-    step = step_law(cases, cell_laws(rule, cases))
-    return gap(completed(step, world.target.law, length), target_law(world.target.law, length))
+    step = step_dist(cases, cell_probs(rule, cases))
+    return gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length))
 
 
 @pytest.mark.parametrize(("broken", "world"), BROKEN, ids=NAMES)
@@ -154,7 +155,7 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     for rule, plan in [(HidesAcceptance(), A1), (HidesResidual(), A1), (HidesRemoval(), W2), (ForgetsWhatLeft(), F2)]:
         world = build("hidden", 3, [plan])
         cases = every_proposal(world)
-        gaps = [gap(law, kernel_law(rule, case)) for case, law in zip(cases, cell_laws(rule, cases), strict=True)]
+        gaps = [gap(dist, kernel_dist(rule, case)) for case, dist in zip(cases, cell_probs(rule, cases), strict=True)]
         assert max(gaps) > CAUGHT
         assert by_kernel(rule, world) < EXACT
         assert by_verify(rule, world) > CAUGHT
@@ -179,17 +180,18 @@ class OneKey:
 GRID = 2000
 
 
-def law_on_a_grid(cases: Sequence[Case], same_as: Callable[[Key], Key], key: Key) -> dict[tuple[int, ...], float]:
-    """The law of the first token when all decisions read `key`, summed over a grid finer than any tolerance here."""
-    law: dict[tuple[int, ...], float] = {}
+def dist_on_a_grid(cases: Sequence[Case], same_as: Callable[[Key], Key], key: Key) -> dict[tuple[int, ...], float]:
+    """The distribution of the first token when all decisions read `key`, summed over a grid finer than any tolerance
+    here."""
+    dist: dict[tuple[int, ...], float] = {}
     grid = [(i + 0.5) / GRID for i in range(GRID)]
     for case in cases:
         noise = [OneKey(ScriptedNoise({key: u}), same_as) for u in grid]
-        verdicts = SpeculativeSampling().verify([case.proposal] * GRID, [case.laws] * GRID, noise)
+        verdicts = SpeculativeSampling().verify([case.proposal] * GRID, [case.probs] * GRID, noise)
         for verdict in verdicts:
             first = verdict.tokens[:1]
-            law[first] = law.get(first, 0.0) + case.probability / GRID
-    return law
+            dist[first] = dist.get(first, 0.0) + case.probability / GRID
+    return dist
 
 
 ACCEPT = (Purpose.ACCEPT, 0, 0)
@@ -198,8 +200,8 @@ ACCEPT = (Purpose.ACCEPT, 0, 0)
 def test_acceptance_and_recovered_token_on_one_key_are_caught() -> None:
     """Given a rejection u is in [p/q, 1): the residual's first tokens would never be drawn."""
     world = build("key", 3, [A1])
-    law = law_on_a_grid(every_proposal(world), lambda key: ACCEPT, ACCEPT)
-    assert gap(law, target_law(world.target.law, 1)) > CAUGHT
+    dist = dist_on_a_grid(every_proposal(world), lambda key: ACCEPT, ACCEPT)
+    assert gap(dist, target_dist(world.target.dist, 1)) > CAUGHT
 
 
 def test_two_draws_of_one_node_on_one_key_are_caught() -> None:
@@ -207,26 +209,26 @@ def test_two_draws_of_one_node_on_one_key_are_caught() -> None:
     world = build("siblings", 3, [A2])
     world.target.fix((), [10, 7, 3])
     world.drafters["a"].fix((), [1, 3, 6])  # after token 2 is rejected, p is (8/9, 1/9, 0) and then (1, 0, 0)
-    shared = law_of_two_draws(world, lambda key: ACCEPT if key[0] is Purpose.ACCEPT else key, 400, 1)
-    apart = law_of_two_draws(world, lambda key: key, 40, 40)
-    assert gap(shared, target_law(world.target.law, 1)) > 2 * CAUGHT
-    assert gap(apart, target_law(world.target.law, 1)) < CAUGHT / 2
+    shared = dist_of_two_draws(world, lambda key: ACCEPT if key[0] is Purpose.ACCEPT else key, 400, 1)
+    apart = dist_of_two_draws(world, lambda key: key, 40, 40)
+    assert gap(shared, target_dist(world.target.dist, 1)) > 2 * CAUGHT
+    assert gap(apart, target_dist(world.target.dist, 1)) < CAUGHT / 2
 
 
-def law_of_two_draws(
+def dist_of_two_draws(
     world: World, same_as: Callable[[Key], Key], rows: int, columns: int
 ) -> dict[tuple[int, ...], float]:
     grid = [((i + 0.5) / rows, (j + 0.5) / columns) for i in range(rows) for j in range(columns)]
-    law: dict[tuple[int, ...], float] = {}
+    dist: dict[tuple[int, ...], float] = {}
     for case in every_proposal(world):
         scripts = [
             {ACCEPT: u, (Purpose.ACCEPT, 0, 1): v, (Purpose.RECOVERED, 0, 0): 0.5, (Purpose.BONUS, 1, 0): 0.5}
             for u, v in grid
         ]
         noise = [OneKey(ScriptedNoise(script), same_as) for script in scripts]
-        for verdict in SpeculativeSampling().verify([case.proposal] * len(grid), [case.laws] * len(grid), noise):
-            law[verdict.tokens[:1]] = law.get(verdict.tokens[:1], 0.0) + case.probability / len(grid)
-    return law
+        for verdict in SpeculativeSampling().verify([case.proposal] * len(grid), [case.probs] * len(grid), noise):
+            dist[verdict.tokens[:1]] = dist.get(verdict.tokens[:1], 0.0) + case.probability / len(grid)
+    return dist
 
 
 def test_draft_and_acceptance_on_one_key_are_caught() -> None:
@@ -247,14 +249,14 @@ def test_the_grid_itself_is_fine_enough() -> None:
     """The same grids with a key for each decision stay within the grid's own error, far below what counts as caught."""
     world = build("key", 3, [A1])
     cases = every_proposal(world)
-    law: dict[tuple[int, ...], float] = {}
+    dist: dict[tuple[int, ...], float] = {}
     side = 50
     grid = [((i + 0.5) / side, (j + 0.5) / side) for i in range(side) for j in range(side)]
     for case in cases:
         noise = [ScriptedNoise({ACCEPT: u, (Purpose.RECOVERED, 0, 0): v}) for u, v in grid]
-        for verdict in SpeculativeSampling().verify([case.proposal] * len(grid), [case.laws] * len(grid), noise):
-            law[verdict.tokens[:1]] = law.get(verdict.tokens[:1], 0.0) + case.probability / len(grid)
-    assert gap(law, target_law(world.target.law, 1)) < 0.006
+        for verdict in SpeculativeSampling().verify([case.proposal] * len(grid), [case.probs] * len(grid), noise):
+            dist[verdict.tokens[:1]] = dist.get(verdict.tokens[:1], 0.0) + case.probability / len(grid)
+    assert gap(dist, target_dist(world.target.dist, 1)) < 0.006
 
 
 # ------------------------------------------------------------------------------- predictable choice
@@ -267,14 +269,14 @@ def test_dropping_drawn_tokens_by_their_probability_is_caught() -> None:
     hidden = []
     for case in cases:
         token = case.proposal.tree.token_list[0]
-        dropped = float(case.proposal.laws[0, token]) < 0.4
-        hidden.append(Case(case.probability, Proposal.empty(), case.laws[:1]) if dropped else case)
+        dropped = float(case.proposal.probs[0, token]) < 0.4
+        hidden.append(Case(case.probability, Proposal.empty(), case.probs[:1]) if dropped else case)
     assert any(not len(case.proposal.tree) for case in hidden) and any(len(case.proposal.tree) for case in hidden)
-    step = step_law(hidden, cell_laws(SpeculativeSampling(), hidden))
-    assert gap(completed(step, world.target.law, 2), target_law(world.target.law, 2)) > CAUGHT
+    step = step_dist(hidden, cell_probs(SpeculativeSampling(), hidden))
+    assert gap(completed(step, world.target.dist, 2), target_dist(world.target.dist, 2)) > CAUGHT
 
 
-def test_a_coupled_rule_that_judges_by_the_draft_law_is_caught() -> None:
+def test_a_coupled_rule_that_judges_by_the_draft_distribution_is_caught() -> None:
     class FollowsDraft(CoupledSampling):
         def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
             (slot,) = group

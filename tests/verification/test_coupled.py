@@ -1,4 +1,4 @@
-"""Coupled sampling: tokens fixed by law and noise, drafted and judged with the same noise."""
+"""Coupled sampling: tokens fixed by distribution and noise, drafted and judged with the same noise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from decision_cells import cell_laws
+from decision_cells import cell_probs
 from small_worlds import A1, A2, COUPLED, F2, W2, Case, Table, World, build, every_proposal, gap, one_hot
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification import CoupledSampling, SpeculativeSampling
 from truedraft.verification.coupled import coupled_choice
-from truedraft.verification.exact import target_law
+from truedraft.verification.exact import target_dist
 
 EXACT = 1e-12
 RULE = CoupledSampling()
@@ -61,9 +61,9 @@ def cells(edges: list[float]) -> list[tuple[float, float, float]]:
     return found
 
 
-def edge_of(law: Tensor) -> float:
+def edge_of(dist: Tensor) -> float:
     """Token 1 is chosen iff G1 - G0 > log p0 - log p1."""
-    p0, p1 = law.tolist()
+    p0, p1 = dist.tolist()
     return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
 
 
@@ -72,30 +72,30 @@ def drafted_chain(world: World, differences: list[float], depth: int) -> Proposa
     tokens: list[int] = []
     rows = []
     for level in range(depth):
-        law = world.drafters["a"].law(tuple(tokens))
-        rows.append(law)
-        tokens.append(int(coupled_choice(law[None], torch.tensor([0.0, differences[level]], dtype=torch.float64))))
+        dist = world.drafters["a"].dist(tuple(tokens))
+        rows.append(dist)
+        tokens.append(int(coupled_choice(dist[None], torch.tensor([0.0, differences[level]], dtype=torch.float64))))
     return Proposal.chain(torch.tensor(tokens), torch.stack(rows), DrawKind.COUPLED)
 
 
-def laws_of(world: World, proposal: Proposal) -> Tensor:
+def probs_of(world: World, proposal: Proposal) -> Tensor:
     tree = proposal.tree
-    return torch.stack([world.target.law(()), *(world.target.law(tree.path_tokens(i)) for i in range(len(tree)))])
+    return torch.stack([world.target.dist(()), *(world.target.dist(tree.path_tokens(i)) for i in range(len(tree)))])
 
 
 @pytest.mark.parametrize(("p", "q"), [("dense", "dense"), ("one-hot", "dense"), ("dense", "one-hot")])
-def test_joint_law_of_draft_and_target_over_two_tokens_in_every_cell(p: str, q: str) -> None:
+def test_joint_distribution_of_draft_and_target_over_two_tokens_in_every_cell(p: str, q: str) -> None:
     """P(draft = i, target = j) by cells; the diagonal is min(p, q), for two tokens the best any coupling does."""
     for trial in range(8):
         world = build(f"joint/{trial}", 2, [(A1)], p, q)
-        target, draft = world.target.law(()), world.drafters["a"].law(())
+        target, draft = world.target.dist(()), world.drafters["a"].dist(())
         joint = np.zeros((2, 2))
-        line = cells([edge_of(target), edge_of(draft), *(edge_of(world.target.law((t,))) for t in range(2))])
+        line = cells([edge_of(target), edge_of(draft), *(edge_of(world.target.dist((t,))) for t in range(2))])
         for width, near, inside in line:
             seen = set()
             for value in (near, inside):  # a cell is a cell: its ends and its middle agree
                 proposal = drafted_chain(world, [value], 1)
-                verdict = RULE.verify([proposal], [laws_of(world, proposal)], [LineNoise([value, 0.0])])[0]
+                verdict = RULE.verify([proposal], [probs_of(world, proposal)], [LineNoise([value, 0.0])])[0]
                 seen.add((proposal.tree.token_list[0], verdict.tokens[0], len(verdict.path)))
             assert len(seen) == 1
             guess, token, count = seen.pop()
@@ -111,13 +111,13 @@ def test_joint_law_of_draft_and_target_over_two_tokens_in_every_cell(p: str, q: 
 
 @pytest.mark.parametrize(("p", "q"), [("dense", "dense"), ("varied", "varied"), ("dense", "equal")])
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_a_coupled_chain_emits_the_targets_law_in_every_cell(depth: int, p: str, q: str) -> None:
+def test_a_coupled_chain_emits_the_targets_distribution_in_every_cell(depth: int, p: str, q: str) -> None:
     """All cells of the noise of every depth at once; the answer's first depth + 1 tokens, whole steps."""
     world = build("chain", 2, [A1] * depth, p, q)
     lines = []
     for level in range(depth + 1):
         contexts = list(itertools.product(range(2), repeat=level))
-        edges = [edge_of(table.law(c)) for c in contexts for table in (world.target, world.drafters["a"])]
+        edges = [edge_of(table.dist(c)) for c in contexts for table in (world.target, world.drafters["a"])]
         lines.append(cells(edges))
     noises, proposals, widths = [], [], []
     for combination in itertools.product(*lines):
@@ -125,19 +125,21 @@ def test_a_coupled_chain_emits_the_targets_law_in_every_cell(depth: int, p: str,
         noises.append(LineNoise(differences))
         proposals.append(drafted_chain(world, differences, depth) if depth else Proposal.empty())
         widths.append(math.prod(width for width, _, _ in combination))
-    verdicts = RULE.verify(proposals, [laws_of(world, each) for each in proposals], noises)
+    verdicts = RULE.verify(proposals, [probs_of(world, each) for each in proposals], noises)
     answers: dict[tuple[int, ...], float] = {}
     accepted = 0.0
     for verdict, width, noise in zip(verdicts, widths, noises, strict=True):
         answer = verdict.tokens
         while len(answer) <= depth:  # plain decoding goes on with the same noise
-            answer = (*answer, int(coupled_choice(world.target.law(answer)[None], noise.gumbel(len(answer), 2, None))))
+            answer = (*answer, int(coupled_choice(world.target.dist(answer)[None], noise.gumbel(len(answer), 2, None))))
         answers[answer] = answers.get(answer, 0.0) + width
         accepted += width * len(verdict.path)
-    assert gap(answers, target_law(world.target.law, depth + 1)) < EXACT
-    # Over two tokens this coupling is maximal, so each drafted token is kept with the overlap of its laws.
+    assert gap(answers, target_dist(world.target.dist, depth + 1)) < EXACT
+    # Over two tokens this coupling is maximal, so each drafted token is kept with the overlap of its distributions.
     expected = sum(
-        math.prod(float(torch.minimum(world.target.law(c[:i]), world.drafters["a"].law(c[:i]))[c[i]]) for i in range(k))
+        math.prod(
+            float(torch.minimum(world.target.dist(c[:i]), world.drafters["a"].dist(c[:i]))[c[i]]) for i in range(k)
+        )
         for k in range(1, depth + 1)
         for c in itertools.product(range(2), repeat=k)
     )
@@ -147,38 +149,38 @@ def test_a_coupled_chain_emits_the_targets_law_in_every_cell(depth: int, p: str,
 # ------------------------------------------------------------------------------- three tokens, by quadrature
 
 
-def flip(low_choice: Tensor, law: Tensor, first: Tensor) -> Tensor:
+def flip(low_choice: Tensor, dist: Tensor, first: Tensor) -> Tensor:
     """For noise (0, a, b), a given: the b above which the shipped choice is token 2; bisected, all rows at once."""
     low, high = torch.full_like(first, -60.0), torch.full_like(first, 60.0)
     for _ in range(70):
         middle = (low + high) / 2
         noise = torch.stack([torch.zeros_like(first), first, middle], dim=-1)
-        chosen = coupled_choice(law.expand(len(first), 3), noise) == 2
+        chosen = coupled_choice(dist.expand(len(first), 3), noise) == 2
         low, high = torch.where(chosen, low, middle), torch.where(chosen, middle, high)
     return high
 
 
-def test_choices_over_three_tokens_have_the_law_by_quadrature() -> None:
+def test_choices_over_three_tokens_have_the_distribution_by_quadrature() -> None:
     """The choice depends on a = G1 - G0 and b = G2 - G0 alone: a is logistic, b given a has a closed form.
 
     Where the shipped function flips is bisected; the integral over a, split where it has a kink, is Gauss-Legendre.
     """
     nodes, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(60))
     for seed in range(6):
-        law = Table(f"race/{seed}", 3, "dense").law(())
-        kink = logistic(float(law[0].log() - law[1].log()))  # where the choice between tokens 0 and 1 flips
+        dist = Table(f"race/{seed}", 3, "dense").dist(())
+        kink = logistic(float(dist[0].log() - dist[1].log()))  # where the choice between tokens 0 and 1 flips
         mass = [0.0, 0.0, 0.0]
         for low, high in [(0.0, kink), (kink, 1.0)]:
             v = (high - low) / 2 * nodes + (high + low) / 2
             w = (high - low) / 2 * weights
             a = v.log() - (-v).log1p()
-            b = flip(a, law, a)
+            b = flip(a, dist, a)
             below = ((1 + (-a).exp()) / (1 + (-a).exp() + (-b).exp())) ** 2  # P(G2 - G0 <= b given a)
-            rest = coupled_choice(law.expand(len(a), 3), torch.stack([torch.zeros_like(a), a, b - 1e-6], dim=-1))
+            rest = coupled_choice(dist.expand(len(a), 3), torch.stack([torch.zeros_like(a), a, b - 1e-6], dim=-1))
             for token in (0, 1):
                 mass[token] += float((w * below * (rest == token)).sum())
             mass[2] += float((w * (1 - below)).sum())
-        assert mass == pytest.approx(law.tolist(), abs=1e-10)
+        assert mass == pytest.approx(dist.tolist(), abs=1e-10)
 
 
 def test_agreement_is_the_exponential_race() -> None:
@@ -188,7 +190,7 @@ def test_agreement_is_the_exponential_race() -> None:
     """
     count = 400_000
     for vocab in (3, 5):
-        p, q = (Table(name, vocab, "dense").law(()) for name in ("race p", "race q"))
+        p, q = (Table(name, vocab, "dense").dist(()) for name in ("race p", "race q"))
         uniform = torch.rand(count, vocab, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
         gumbel = -(-uniform.log()).log()
         target, draft = coupled_choice(p.expand(count, vocab), gumbel), coupled_choice(q.expand(count, vocab), gumbel)
@@ -208,29 +210,32 @@ def test_agreement_is_the_exponential_race() -> None:
 
 
 def test_choice_by_hand() -> None:
-    law = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.9, 0.0]], dtype=torch.float64)
-    assert coupled_choice(law, None).tolist() == [0, 1]  # greedy: the argmax, ties to the lowest id
-    assert coupled_choice(law, torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)).tolist() == [1, 1]
-    assert coupled_choice(law, torch.tensor([[0.0, 1.0, 9.0], [3.0, 0.0, 9.0]], dtype=torch.float64)).tolist() == [1, 0]
-    assert coupled_choice(law.float(), torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)).tolist() == [0, 1]
+    dist = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.9, 0.0]], dtype=torch.float64)
+    assert coupled_choice(dist, None).tolist() == [0, 1]  # greedy: the argmax, ties to the lowest id
+    assert coupled_choice(dist, torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)).tolist() == [1, 1]
+    assert coupled_choice(dist, torch.tensor([[0.0, 1.0, 9.0], [3.0, 0.0, 9.0]], dtype=torch.float64)).tolist() == [
+        1,
+        0,
+    ]
+    assert coupled_choice(dist.float(), torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)).tolist() == [0, 1]
 
 
 def test_greedy_ties_go_to_the_lowest_id_everywhere() -> None:
     for vocab in (2, 7, 33, 1000):
         for first in {0, 1, vocab // 2, vocab - 2} - {-1}:
-            law = torch.zeros(3, vocab)
-            law[:, [first, vocab - 1]] = 0.5
-            assert coupled_choice(law, None).tolist() == [first] * 3
+            dist = torch.zeros(3, vocab)
+            dist[:, [first, vocab - 1]] = 0.5
+            assert coupled_choice(dist, None).tolist() == [first] * 3
 
 
-def follow(proposal: Proposal, laws: Tensor, noise: KeyedNoise) -> Verdict:
+def follow(proposal: Proposal, probs: Tensor, noise: KeyedNoise) -> Verdict:
     """The walk in slow words: draw the target's token, look for a child that carries it."""
     slot, path, tokens = 0, [], []
     while True:
         scores = [
             (math.log(p) + g if p > 0 else -math.inf)
             for p, g in zip(
-                laws[slot].tolist(), noise.gumbel(len(path), laws.shape[1], laws.device).tolist(), strict=True
+                probs[slot].tolist(), noise.gumbel(len(path), probs.shape[1], probs.device).tolist(), strict=True
             )
         ]
         token = scores.index(max(scores))
@@ -249,14 +254,15 @@ def test_batched_verify_follows_the_slow_walk() -> None:
     ]
     cases = [case for world in worlds for case in every_proposal(world)]
     noises = [KeyedNoise(seed=i, position=4, step=i % 5) for i in range(len(cases))]
-    verdicts = RULE.verify([c.proposal for c in cases], [c.laws for c in cases], noises)
-    assert verdicts == [follow(c.proposal, c.laws, noise) for c, noise in zip(cases, noises, strict=True)]
+    verdicts = RULE.verify([c.proposal for c in cases], [c.probs for c in cases], noises)
+    assert verdicts == [follow(c.proposal, c.probs, noise) for c, noise in zip(cases, noises, strict=True)]
     assert {len(verdict.path) for verdict in verdicts} == {0, 1, 2}
     assert {verdict.final for verdict in verdicts} == {Origin.RECOVERED, Origin.BONUS}
 
 
 def large_case(number: int, vocab: int) -> tuple[Proposal, Tensor]:
-    """A tree over a large vocabulary, whose laws are dense, cut, or one-hot; some of its tokens get accepted."""
+    """A tree over a large vocabulary, whose distributions are dense, cut, or one-hot; some of its tokens get
+    accepted."""
     generator = torch.Generator().manual_seed(number)
     rows = L.probs_from_logits(
         torch.randn(6, vocab, generator=generator) * (1 + number % 5), SamplingParams(temperature=1.0)
@@ -277,20 +283,20 @@ def test_large_vocabularies_follow_the_slow_walk_whatever_stands_beside_them() -
     """Where the rule does not look at every token: the walk of a request alone, in a batch, and on a device."""
     cases = [large_case(number, vocab) for number, vocab in enumerate([3_000, 9_000, 9_000, 40_000] * 3)]
     proposals = [proposal for proposal, _ in cases]
-    laws = [rows[: 1 + len(proposal.tree)] for proposal, rows in cases]
+    probs = [rows[: 1 + len(proposal.tree)] for proposal, rows in cases]
     noises = [KeyedNoise(number, 4, 1) for number in range(len(cases))]
-    expected = [follow(*each) for each in zip(proposals, laws, noises, strict=True)]
-    assert RULE.verify(proposals, laws, noises) == expected
+    expected = [follow(*each) for each in zip(proposals, probs, noises, strict=True)]
+    assert RULE.verify(proposals, probs, noises) == expected
     assert [
-        RULE.verify([p], [law], [noise])[0] for p, law, noise in zip(proposals, laws, noises, strict=True)
+        RULE.verify([p], [dist], [noise])[0] for p, dist, noise in zip(proposals, probs, noises, strict=True)
     ] == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
-        assert RULE.verify(proposals, laws, noises) == expected
+        assert RULE.verify(proposals, probs, noises) == expected
     assert {len(verdict.path) for verdict in expected} >= {0, 1, 2}
 
 
-def test_a_row_that_is_no_law_gives_some_token() -> None:
+def test_a_row_that_is_no_distribution_gives_some_token() -> None:
     """The caller discards it, but it must be one that can be looked up."""
     for vocab in (5, 9_000):
         broken = torch.full((1, vocab), math.nan)
@@ -300,11 +306,11 @@ def test_a_row_that_is_no_law_gives_some_token() -> None:
 
 def test_greedy_requests_beside_sampled_ones() -> None:
     proposal = Proposal.deterministic(TokenTree.from_paths([[1, 0], [0]]))
-    laws = torch.tensor([[0.3, 0.4, 0.3], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    probs = torch.tensor([[0.3, 0.4, 0.3], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6], [1.0, 0.0, 0.0]], dtype=torch.float64)
     greedy, sampled = KeyedNoise(1, 0, 0, greedy=True), KeyedNoise(1, 0, 0)
-    verdicts = RULE.verify([proposal] * 2, [laws] * 2, [greedy, sampled])
+    verdicts = RULE.verify([proposal] * 2, [probs] * 2, [greedy, sampled])
     assert verdicts[0] == Verdict((0, 1), (1, 0, 2), Origin.BONUS)
-    assert verdicts[1] == follow(proposal, laws, sampled)
+    assert verdicts[1] == follow(proposal, probs, sampled)
 
 
 def any_proposal(
@@ -320,7 +326,7 @@ def any_proposal(
     tokens: list[int] = []
     rows = []
     for depth in range(chance.randint(1, 4)):
-        rows.append(draft.law((*prefix, *tokens)[-2:]))
+        rows.append(draft.dist((*prefix, *tokens)[-2:]))
         tokens.append(int(coupled_choice(rows[-1][None], noise.gumbel(depth, vocab, torch.device("cpu")))))
     return Proposal.chain(torch.tensor(tokens), torch.stack(rows), COUPLED)
 
@@ -338,8 +344,8 @@ def test_same_seed_same_tokens_whatever_is_drafted() -> None:
             proposal = Proposal.empty() if drafting is None else any_proposal(drafting, vocab, draft, tokens, noise)
             tree = proposal.tree
             paths = [(), *(tree.path_tokens(i) for i in range(len(tree)))]
-            laws = torch.stack([target.law((*tokens, *path)[-2:]) for path in paths])
-            tokens = (*tokens, *RULE.verify([proposal], [laws], [noise])[0].tokens)
+            probs = torch.stack([target.dist((*tokens, *path)[-2:]) for path in paths])
+            tokens = (*tokens, *RULE.verify([proposal], [probs], [noise])[0].tokens)
         return list(tokens[:length]), steps
 
     plain, calls = answer(7, None)
@@ -362,10 +368,10 @@ def test_kinds() -> None:
 def test_coupled_siblings_judged_by_ratio_would_be_wrong() -> None:
     """Why the pair is refused: two siblings drafted with one noise are one token, and the second is no fresh draw."""
     p, q = torch.tensor([0.5, 0.35, 0.15], dtype=torch.float64), torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)
-    law = {(token,): 0.0 for token in range(3)}
+    dist = {(token,): 0.0 for token in range(3)}
     for token in range(3):
         draws = ((Draw(0, 0, DrawKind.INDEPENDENT), Draw(0, 0, DrawKind.INDEPENDENT)), ())
         case = Case(1.0, Proposal(TokenTree.chain([token]), draws, q[None]), torch.stack([p, one_hot(0, 3)]))
-        for verdict, mass in cell_laws(SpeculativeSampling(), [case])[0].items():
-            law[verdict.tokens[:1]] += float(q[token]) * mass
-    assert gap(law, {(0,): 0.5, (1,): 0.35, (2,): 0.15}) == pytest.approx(0.05)  # by hand: (0.55, 0.3, 0.15)
+        for verdict, mass in cell_probs(SpeculativeSampling(), [case])[0].items():
+            dist[verdict.tokens[:1]] += float(q[token]) * mass
+    assert gap(dist, {(0,): 0.5, (1,): 0.35, (2,): 0.15}) == pytest.approx(0.05)  # by hand: (0.55, 0.3, 0.15)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, ScriptedNoise, cell_laws, completed, kernel_law, run, step_law
+from decision_cells import BELOW_ONE, ScriptedNoise, cell_probs, completed, kernel_dist, run, step_dist
 from small_worlds import (
     A1,
     A2,
@@ -31,7 +31,7 @@ from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import SpeculativeSampling
-from truedraft.verification.exact import target_law
+from truedraft.verification.exact import target_dist
 
 EXACT = 1e-12
 RULE = SpeculativeSampling()
@@ -40,24 +40,24 @@ RULE = SpeculativeSampling()
 def judged(worlds: list[World]) -> list[tuple[World, list[Case], list[dict[Verdict, float]]]]:
     """Every proposal of every world, all in the same batches: requests with different trees, side by side."""
     cases = [every_proposal(world) for world in worlds]
-    laws = cell_laws(RULE, [case for group in cases for case in group])
+    probs = cell_probs(RULE, [case for group in cases for case in group])
     found = []
     start = 0
     for world, group in zip(worlds, cases, strict=True):
-        found.append((world, group, laws[start : start + len(group)]))
+        found.append((world, group, probs[start : start + len(group)]))
         start += len(group)
     return found
 
 
 def assert_exact(worlds: list[World]) -> None:
-    for world, cases, laws in judged(worlds):
+    for world, cases, probs in judged(worlds):
         assert sum(case.probability for case in cases) == pytest.approx(1.0, abs=EXACT)
-        for case, law in zip(cases, laws, strict=True):
-            assert gap(law, kernel_law(RULE, case)) < EXACT
-        step = step_law(cases, laws)
+        for case, dist in zip(cases, probs, strict=True):
+            assert gap(dist, kernel_dist(RULE, case)) < EXACT
+        step = step_dist(cases, probs)
         assert gap(step, Reference(world).step(())) < EXACT
         length = len(world.plans) + 1
-        assert gap(completed(step, world.target.law, length), target_law(world.target.law, length)) < EXACT
+        assert gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length)) < EXACT
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 4, 5])
@@ -133,11 +133,11 @@ def test_the_first_token_is_kept_exactly_below_its_acceptance_probability() -> N
     assert gone == Verdict((), (1,), Origin.RECOVERED)  # norm(max(0, p - q)) is all on token 1
 
 
-def test_equal_laws_accept_everything_and_disjoint_laws_nothing() -> None:
-    law = torch.tensor([[0.3, 0.7]], dtype=torch.float64)
+def test_equal_distributions_accept_everything_and_disjoint_distributions_nothing() -> None:
+    dist = torch.tensor([[0.3, 0.7]], dtype=torch.float64)
     one = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     other = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-    equal = Case(1.0, Proposal.chain(torch.tensor([0]), law), law.expand(2, 2))
+    equal = Case(1.0, Proposal.chain(torch.tensor([0]), dist), dist.expand(2, 2))
     apart = Case(1.0, Proposal.chain(torch.tensor([0]), one), other.expand(2, 2))
     key = (Purpose.ACCEPT, 0, 0)
     (kept, _), (gone, _) = run(RULE, [equal, apart], [{key: BELOW_ONE}, {key: 0.0}])
@@ -150,7 +150,7 @@ def test_each_key_is_asked_once_and_none_of_the_drafters() -> None:
     world = build("keys", 3, [W2, A1], "dense", "dense")
     cases = every_proposal(world)
     noise = [ScriptedNoise({}) for _ in cases]
-    verdicts = RULE.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
+    verdicts = RULE.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
     for verdict, own, case in zip(verdicts, noise, cases, strict=True):
         depths = (0, *case.proposal.tree.shape.depths)
         drawn = {(depth, i) for depth, own in zip(depths, case.proposal.draws, strict=True) for i in range(len(own))}
@@ -162,23 +162,23 @@ def test_each_key_is_asked_once_and_none_of_the_drafters() -> None:
 def test_temperature_zero_follows_the_argmax_whatever_the_noise() -> None:
     """Target and draft greedy: the walk follows the child that carries the argmax, for every noise value."""
     for world in [build("greedy", 3, plans, "one-hot", "dense") for plans in [(A2, A1), (W3, W1), (F2, F2)]]:
-        best = lambda prefix, world=world: int(world.target.law(prefix).argmax())  # noqa: E731
+        best = lambda prefix, world=world: int(world.target.dist(prefix).argmax())  # noqa: E731
         cases = every_proposal(world)
-        for case, law in zip(cases, cell_laws(RULE, cases), strict=True):
-            answers = {verdict.tokens for verdict in law}
+        for case, dist in zip(cases, cell_probs(RULE, cases), strict=True):
+            answers = {verdict.tokens for verdict in dist}
             longest = max(answers, key=len)
             for i, token in enumerate(longest):
                 assert token == best(longest[:i])
             if all(draw.kind is DrawKind.DETERMINISTIC for draws in case.proposal.draws for draw in draws):
-                assert len(law) == 1  # nothing is left to chance
+                assert len(dist) == 1  # nothing is left to chance
 
 
 def test_verify_changes_nothing_it_was_given() -> None:
     world = build("pure", 3, [W3, A2], "dense", "dense")
     cases = every_proposal(world)[:40]
-    before = [(case.laws.clone(), case.proposal.laws.clone()) for case in cases if case.proposal.laws is not None]
+    before = [(case.probs.clone(), case.proposal.probs.clone()) for case in cases if case.proposal.probs is not None]
     first = run(RULE, cases, [{}] * len(cases))
     assert run(RULE, cases, [{}] * len(cases)) == first
-    for case, (laws, drafted) in zip(cases, before, strict=True):
-        assert torch.equal(case.laws, laws)
-        assert torch.equal(case.proposal.laws, drafted)
+    for case, (probs, drafted) in zip(cases, before, strict=True):
+        assert torch.equal(case.probs, probs)
+        assert torch.equal(case.proposal.probs, drafted)

@@ -1,4 +1,4 @@
-"""The measured law of an emitted token, against the exact law by recursion over the rule's kernel."""
+"""The measured distribution of an emitted token, against the exact distribution by recursion over the rule's kernel."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import LenientSampling, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw
-from truedraft.verification.exact import emitted_law as law_of_answers
-from truedraft.verification.lossy import NodeDraw, divergence_of_candidates, emitted_law
+from truedraft.verification.exact import emitted_dist as dist_of_answers
+from truedraft.verification.lossy import NodeDraw, divergence_of_candidates, emitted_dist
 
 EXACT = 1e-12
 
 
-def exact_law(world: World, lenience: float) -> Tensor:
+def exact_dist(world: World, lenience: float) -> Tensor:
     """By the kernel, over all draws of the drafter and all noise of the rule."""
-    law = law_of_answers(LenientSampling(lenience), world.target.law, world.scheme, 1)
-    return torch.tensor([law.get((token,), 0.0) for token in range(world.vocab)], dtype=torch.float64)
+    dist = dist_of_answers(LenientSampling(lenience), world.target.dist, world.scheme, 1)
+    return torch.tensor([dist.get((token,), 0.0) for token in range(world.vocab)], dtype=torch.float64)
 
 
-def measured_law(p: Tensor, plan: list[PlannedDraw], lenience: float, noise: dict[int, float] | None = None) -> Tensor:
+def measured_dist(p: Tensor, plan: list[PlannedDraw], lenience: float, noise: dict[int, float] | None = None) -> Tensor:
     """By the shipped function, for one node; `noise` by place of the draw."""
     draws = []
     for place, each in enumerate(plan):
         number = (noise or {}).get(place)
         uniform = None if number is None else torch.tensor([number], dtype=torch.float64)
-        draws.append(NodeDraw(each.law, each.q[None], each.kind, uniform))
-    return emitted_law(p[None], draws, lenience)[0]
+        draws.append(NodeDraw(each.dist, each.q[None], each.kind, uniform))
+    return emitted_dist(p[None], draws, lenience)[0]
 
 
 def total_variation(p: Tensor, q: Tensor) -> float:
@@ -47,42 +47,43 @@ def kl(p: Tensor, q: Tensor) -> float:
     return sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True) if a > 0)
 
 
-# ------------------------------------------------------------------------------- the law
+# ------------------------------------------------------------------------------- the distribution
 
 
 @pytest.mark.parametrize("lenience", [1e-40, 1e-50, 5e-324])
 def test_next_to_no_lenience_still_measures_numbers(lenience: float) -> None:
     """float32 rounds such numbers to 0, and tokens without mass made 0 / 0 of it."""
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.2, 0.5, 0.3]])
-    law = emitted_law(p, [NodeDraw(0, q, DrawKind.INDEPENDENT)], lenience)
-    assert law[0].tolist() == pytest.approx([0.2 + 0.3, 0.5, 0.0])  # what the draft gives to no token of p is rejected
+    dist = emitted_dist(p, [NodeDraw(0, q, DrawKind.INDEPENDENT)], lenience)
+    assert dist[0].tolist() == pytest.approx([0.2 + 0.3, 0.5, 0.0])  # what the draft gives to no token of p is rejected
     distance, divergence = divergence_of_candidates([0.75, 0.0, 0.25 - 1e-6], lenience)
     assert distance == pytest.approx(0.25) and divergence == pytest.approx(-math.log(0.75))
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.8, 0.3])
 @pytest.mark.parametrize("plan", [A1, A3, F1, F3, W1, NODES["two drafters"]], ids=["a", "aaa", "f", "fff", "w", "aba"])
-def test_the_measured_law_is_the_emitted_one(plan: tuple, lenience: float) -> None:
+def test_the_measured_distribution_is_the_emitted_one(plan: tuple, lenience: float) -> None:
     for p, q in STYLES:
         world = build("measured", 4, [plan], p, q)
-        law = measured_law(world.target.law(()), world.scheme((), ()), lenience)
-        assert total_variation(law, exact_law(world, lenience)) < EXACT
+        dist = measured_dist(world.target.dist(()), world.scheme((), ()), lenience)
+        assert total_variation(dist, exact_dist(world, lenience)) < EXACT
 
 
 def mean_over_noise(p: Tensor, plan: list[PlannedDraw], lenience: float) -> Tensor:
-    """The measured law over all rejected tokens, each with its probability: worked out beside the shipped code."""
+    """The measured distribution over all rejected tokens, each with its probability: worked out beside the shipped
+    code."""
     places = [i for i, each in enumerate(plan) if each.kind is WITHOUT]
 
     def visit(place: int, left: Tensor, gone: dict[int, list[int]], noise: dict[int, float]) -> Tensor:
         if place == len(plan):
-            return measured_law(p, plan, lenience, noise)
+            return measured_dist(p, plan, lenience, noise)
         each = plan[place]
         q = each.q
         if each.kind is WITHOUT:
-            for token in gone.get(each.law, []):
+            for token in gone.get(each.dist, []):
                 q = L.without_tokens(q, torch.tensor([token]))
         after = L.residual(left, q)
-        later = any(i > place and plan[i].law == each.law for i in places)
+        later = any(i > place and plan[i].dist == each.dist for i in places)
         rejected = q - torch.minimum(q, left / lenience)
         if place not in places or not later or float(rejected.sum()) <= 0.0:
             return visit(place + 1, after, gone, noise | ({place: 0.5} if place in places and later else {}))
@@ -90,7 +91,7 @@ def mean_over_noise(p: Tensor, plan: list[PlannedDraw], lenience: float) -> Tens
         mean = torch.zeros_like(p)
         for token, (low, high) in enumerate(itertools.pairwise([0.0, *edges])):
             if high > low:
-                taken = gone | {each.law: [*gone.get(each.law, []), token]}
+                taken = gone | {each.dist: [*gone.get(each.dist, []), token]}
                 mean += (high - low) * visit(place + 1, after, taken, noise | {place: (low + high) / 2})
         return mean
 
@@ -99,11 +100,13 @@ def mean_over_noise(p: Tensor, plan: list[PlannedDraw], lenience: float) -> Tens
 
 @pytest.mark.parametrize("lenience", [1.0, 0.8, 0.4])
 @pytest.mark.parametrize("plan", [W2, W3, *(NODES[n] for n in ("two drafters without replacement", "all kinds"))])
-def test_without_replacement_the_mean_over_rejected_tokens_is_the_emitted_law(plan: tuple, lenience: float) -> None:
+def test_without_replacement_the_mean_over_rejected_tokens_is_the_emitted_distribution(
+    plan: tuple, lenience: float
+) -> None:
     for p, q in [("dense", "dense"), ("sparse", "dense"), ("one-hot", "dense"), ("dense", "sparse")]:
         world = build("unbiased", 4, [plan], p, q)
-        mean = mean_over_noise(world.target.law(()), world.scheme((), ()), lenience)
-        assert total_variation(mean, exact_law(world, lenience)) < EXACT
+        mean = mean_over_noise(world.target.dist(()), world.scheme((), ()), lenience)
+        assert total_variation(mean, exact_dist(world, lenience)) < EXACT
 
 
 def test_the_token_that_was_drafted_would_not_do() -> None:
@@ -111,40 +114,40 @@ def test_the_token_that_was_drafted_would_not_do() -> None:
     world, lenience = build("biased", 4, [W2]), 0.8
     world.target.fix((), [1, 1, 8, 10])
     world.drafters["a"].fix((), [5, 1, 7, 7])
-    p, plan = world.target.law(()), world.scheme((), ())
-    assert total_variation(mean_over_noise(p, plan, lenience), exact_law(world, lenience)) < EXACT
+    p, plan = world.target.dist(()), world.scheme((), ())
+    assert total_variation(mean_over_noise(p, plan, lenience), exact_dist(world, lenience)) < EXACT
     q = plan[0].q
     mean = torch.zeros_like(p)
     stay = torch.minimum(q, p / lenience)
     for token in range(4):
         rest = PlannedDraw(1, L.without_tokens(q, torch.tensor([token])), DrawKind.INDEPENDENT)
-        mean += q[token] * (stay + (1 - stay.sum()) * measured_law(L.residual(p, q), [rest], lenience))
-    assert total_variation(mean, exact_law(world, lenience)) > 1e-4
+        mean += q[token] * (stay + (1 - stay.sum()) * measured_dist(L.residual(p, q), [rest], lenience))
+    assert total_variation(mean, exact_dist(world, lenience)) > 1e-4
 
 
 @pytest.mark.parametrize("plan", [A1, A2, W3, F3, NODES["all kinds"]], ids=["a", "aa", "www", "fff", "all"])
-def test_at_lenience_one_the_law_is_the_targets_whatever_the_noise(plan: tuple) -> None:
+def test_at_lenience_one_the_distribution_is_the_targets_whatever_the_noise(plan: tuple) -> None:
     for p, q in STYLES:
         world = build("one", 4, [plan], p, q)
         for number in (0.01, 0.4, 0.99):
-            law = measured_law(world.target.law(()), world.scheme((), ()), 1.0, {0: number, 1: number, 2: number})
-            assert total_variation(law, world.target.law(())) < EXACT
+            dist = measured_dist(world.target.dist(()), world.scheme((), ()), 1.0, {0: number, 1: number, 2: number})
+            assert total_variation(dist, world.target.dist(())) < EXACT
 
 
 # ------------------------------------------------------------------------------- candidates, in closed form
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.7, 0.2])
-def test_candidates_by_the_closed_form_and_by_the_law(lenience: float) -> None:
+def test_candidates_by_the_closed_form_and_by_the_distribution(lenience: float) -> None:
     for vocab, plan in itertools.product((2, 3, 5), (F1, F3)):
         for style in ("dense", "sparse", "one-hot"):
             world = build("closed", vocab, [plan], style, "dense")
-            p, scheme = world.target.law(()), world.scheme((), ())
-            law = measured_law(p, scheme, lenience)
+            p, scheme = world.target.dist(()), world.scheme((), ())
+            dist = measured_dist(p, scheme, lenience)
             tokens = dict.fromkeys(int(each.q.argmax()) for each in scheme)
             distance, divergence = divergence_of_candidates([float(p[token]) for token in tokens], lenience)
-            assert distance == pytest.approx(total_variation(law, p), abs=EXACT)
-            assert divergence == pytest.approx(kl(law, p), abs=EXACT)
+            assert distance == pytest.approx(total_variation(dist, p), abs=EXACT)
+            assert divergence == pytest.approx(kl(dist, p), abs=EXACT)
 
 
 def test_no_candidates_no_divergence() -> None:
@@ -162,8 +165,8 @@ def test_no_candidates_no_divergence() -> None:
 def judged(rule: SpeculativeSampling, world: World, seed: int = 0) -> list[tuple[Verdict, Proposal, Tensor]]:
     cases = every_proposal(world)
     noise = [KeyedNoise(seed, i, 0) for i in range(len(cases))]
-    verdicts = rule.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
-    return [(verdict, case.proposal, case.laws) for verdict, case in zip(verdicts, cases, strict=True)]
+    verdicts = rule.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
+    return [(verdict, case.proposal, case.probs) for verdict, case in zip(verdicts, cases, strict=True)]
 
 
 @pytest.mark.parametrize("plans", [(A1, A1), (A2, A1), (F3, F1), (W1, F1)], ids=["chain", "tree", "fixed", "mixed"])
@@ -171,18 +174,18 @@ def test_a_verdict_has_the_divergence_of_every_emitted_token(plans: tuple) -> No
     lenience = 0.5
     world = build("verdict", 3, plans)
     seen = set()
-    for verdict, proposal, laws in judged(LenientSampling(lenience), world):
+    for verdict, proposal, probs in judged(LenientSampling(lenience), world):
         assert verdict.divergence is not None and len(verdict.divergence) == len(verdict.tokens)
         slots = (0, *(node + 1 for node in verdict.path))
         for i, (slot, each) in enumerate(zip(slots, verdict.divergence, strict=True)):
             draws = proposal.draws[slot]
             plan = world.scheme(verdict.tokens[:i], verdict.tokens[:i]) if draws else []
-            law = measured_law(laws[slot], plan, lenience)
-            assert each.total_variation == pytest.approx(total_variation(law, laws[slot]), abs=EXACT)
-            assert each.kl == pytest.approx(kl(law, laws[slot]), abs=EXACT)
+            dist = measured_dist(probs[slot], plan, lenience)
+            assert each.total_variation == pytest.approx(total_variation(dist, probs[slot]), abs=EXACT)
+            assert each.kl == pytest.approx(kl(dist, probs[slot]), abs=EXACT)
             assert each.kl <= -math.log(lenience) + EXACT  # no token beyond p / l
-            assert each.total_variation_greedy == pytest.approx(1 - float(laws[slot].max()))
-            assert each.kl_greedy == pytest.approx(-math.log(float(laws[slot].max())))
+            assert each.total_variation_greedy == pytest.approx(1 - float(probs[slot].max()))
+            assert each.kl_greedy == pytest.approx(-math.log(float(probs[slot].max())))
             seen.add(bool(draws))
         if verdict.final is Origin.BONUS:
             assert verdict.divergence[-1].total_variation == verdict.divergence[-1].kl == 0.0
@@ -201,12 +204,12 @@ def test_siblings_without_replacement_measure_with_noise_that_decides_nothing() 
 
     for case in every_proposal(build("keys", 4, [W3, A1]))[::40]:
         Notes.asked.clear()
-        verdict = LenientSampling(0.6).verify([case.proposal], [case.laws], [Notes(3, 0, 0)])[0]
+        verdict = LenientSampling(0.6).verify([case.proposal], [case.probs], [Notes(3, 0, 0)])[0]
         assert len(set(Notes.asked)) == len(Notes.asked)
         extra = [key for key in Notes.asked if key[0] is Purpose.RECOVERED and key[2] > 0]
         assert (Purpose.RECOVERED, 0, 1) in extra
         lossless = LenientSampling(0.6)
-        assert SpeculativeSampling.verify(lossless, [case.proposal], [case.laws], [KeyedNoise(3, 0, 0)]) == [verdict]
+        assert SpeculativeSampling.verify(lossless, [case.proposal], [case.probs], [KeyedNoise(3, 0, 0)]) == [verdict]
 
 
 def test_a_batch_is_measured_as_each_request_alone() -> None:
@@ -214,22 +217,22 @@ def test_a_batch_is_measured_as_each_request_alone() -> None:
     worlds = [build("batch", 3, plans) for plans in [(A1, A1), (W2, F1), (F3,), (W3,), (NODES["all kinds"],), ()]]
     cases = [case for world in worlds for case in every_proposal(world)][::5]
     noise = [KeyedNoise(i, 0, 0) for i in range(len(cases))]
-    together = rule.verify([c.proposal for c in cases], [c.laws for c in cases], noise)
+    together = rule.verify([c.proposal for c in cases], [c.probs for c in cases], noise)
     for case, own, verdict in zip(cases, noise, together, strict=True):
-        alone = rule.verify([case.proposal], [case.laws], [own])[0]
+        alone = rule.verify([case.proposal], [case.probs], [own])[0]
         for one, other in zip(alone.divergence or (), verdict.divergence or (), strict=True):
             assert one.total_variation == pytest.approx(other.total_variation, abs=EXACT)
             assert one.kl == pytest.approx(other.kl, abs=EXACT)
 
 
-def test_float32_laws_are_measured_to_single_precision() -> None:
+def test_float32_distributions_are_measured_to_single_precision() -> None:
     generator = torch.Generator().manual_seed(4)
     p = torch.softmax(3 * torch.randn(3, 5000, generator=generator), dim=-1)
     q = torch.softmax(3 * torch.randn(2, 5000, generator=generator), dim=-1)
     chain = Proposal.chain(q.argmax(dim=-1), q)
     narrow, wide = (
-        LenientSampling(0.3).verify([each], [laws], [KeyedNoise(1, 0, 0)])[0]
-        for each, laws in [(chain, p), (Proposal.chain(q.argmax(dim=-1), q.double()), p.double())]
+        LenientSampling(0.3).verify([each], [probs], [KeyedNoise(1, 0, 0)])[0]
+        for each, probs in [(chain, p), (Proposal.chain(q.argmax(dim=-1), q.double()), p.double())]
     )
     assert narrow == wide
     for one, other in zip(narrow.divergence or (), wide.divergence or (), strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, ScriptedNoise, cell_laws, kernel_law, run, step_law
+from decision_cells import BELOW_ONE, ScriptedNoise, cell_probs, kernel_dist, run, step_dist
 from small_worlds import (
     A1,
     A2,
@@ -44,12 +44,14 @@ RULE = SpeculativeSampling()
 KINDS = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC)
 
 
-def eagerly(rule: Rule, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+def eagerly(
+    rule: Rule, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
+) -> list[Verdict]:
     """The verdicts as on a device, from tokens that were unknown until all was read at once."""
-    unknown = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.laws) for p in proposals]
+    unknown = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.probs) for p in proposals]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
-        return rule.verify(unknown, laws, noise)
+        return rule.verify(unknown, probs, noise)
 
 
 class Twice(SpeculativeSampling):
@@ -58,11 +60,11 @@ class Twice(SpeculativeSampling):
     def __init__(self) -> None:
         self.judged = 0
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        verdicts = super().verify(proposals, laws, noise)
+    def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        verdicts = super().verify(proposals, probs, noise)
         scripts = [ScriptedNoise(own.script) for own in noise]  # type: ignore[attr-defined]
         if proposals:
-            assert eagerly(RULE, proposals, laws, scripts) == verdicts
+            assert eagerly(RULE, proposals, probs, scripts) == verdicts
             self.judged += len(verdicts)
         return verdicts
 
@@ -91,17 +93,17 @@ def test_in_every_decision_cell(name: str) -> None:
     """The cells are found by the walk that looks as it goes; at each place probed, the other way says the same."""
     rule = Twice()
     cases = [case for world in CELLS[name] for case in every_proposal(world)]
-    laws = cell_laws(rule, cases)
+    probs = cell_probs(rule, cases)
     assert rule.judged > 10 * len(cases)
-    for case, law in list(zip(cases, laws, strict=True))[:50]:
-        assert gap(law, kernel_law(rule, case)) < 1e-12
+    for case, dist in list(zip(cases, probs, strict=True))[:50]:
+        assert gap(dist, kernel_dist(rule, case)) < 1e-12
 
 
 class Eager(SpeculativeSampling):
     """Always judges as on a device."""
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        return eagerly(RULE, proposals, laws, noise)
+    def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+        return eagerly(RULE, proposals, probs, noise)
 
 
 def test_a_broken_part_breaks_both_ways_alike() -> None:
@@ -125,10 +127,10 @@ def test_a_broken_part_breaks_both_ways_alike() -> None:
 
     for broken, kind in ((FromTarget(), 1), (FromTarget(), 2), (AllRemoved(), 1), (NothingLeaves(), 2), (Accepts(), 1)):
         kinds = [KINDS[kind]]
-        proposals, laws, noise = batch(200, vocab=9, seed=5, of=kinds)
-        eager = eagerly(broken, proposals, laws, noise)
-        assert eager == broken.verify(proposals, laws, noise)
-        assert eager != RULE.verify(proposals, laws, noise), broken
+        proposals, probs, noise = batch(200, vocab=9, seed=5, of=kinds)
+        eager = eagerly(broken, proposals, probs, noise)
+        assert eager == broken.verify(proposals, probs, noise)
+        assert eager != RULE.verify(proposals, probs, noise), broken
 
 
 # ------------------------------------------------------------------------------- random proposals
@@ -141,9 +143,10 @@ def batch(
     draft_dtype: torch.dtype = torch.float32,
     of: Sequence[DrawKind] | None = None,
 ) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
-    """Requests with random proposals of every kind, drawn as a drafter draws, near the target's laws or not."""
+    """Requests with random proposals of every kind, drawn as a drafter draws, near the target's distributions or
+    not."""
     chance = random.Random(seed)
-    proposals, laws, noise = [], [], []
+    proposals, probs, noise = [], [], []
     for number in range(count):
         each = KeyedNoise(seed * 1000 + number, chance.randrange(50), chance.randrange(9))
         kinds = of or chance.choice([[kind] for kind in KINDS] + [list(KINDS)] * 2)
@@ -151,13 +154,13 @@ def batch(
         if chance.random() < 0.2:
             proposal = merge([proposal, drawn(chance, vocab, kinds, KeyedNoise(number, 1, 1), draft_dtype)])
         proposals.append(proposal)
-        laws.append(random_laws(chance, len(proposal.tree) + 1, vocab))
+        probs.append(random_probs(chance, len(proposal.tree) + 1, vocab))
         noise.append(each)
-    return proposals, laws, noise
+    return proposals, probs, noise
 
 
-def random_laws(chance: random.Random, rows: int, vocab: int) -> Tensor:
-    """Laws in float32: dense, cut by top-p, or one-hot. All of a vocabulary resemble each other somewhat."""
+def random_probs(chance: random.Random, rows: int, vocab: int) -> Tensor:
+    """Distributions in float32: dense, cut by top-p, or one-hot. All of a vocabulary resemble each other somewhat."""
     scores = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     scores = scores + torch.randn(rows, vocab, generator=torch.Generator().manual_seed(chance.randrange(2**30)))
     params = [
@@ -171,11 +174,12 @@ def random_laws(chance: random.Random, rows: int, vocab: int) -> Tensor:
 def drawn(
     chance: random.Random, vocab: int, kinds: Sequence[DrawKind], noise: KeyedNoise, dtype: torch.dtype
 ) -> Proposal:
-    """A tree whose nodes have up to four draws each; two draws may name one child, and a law may serve two slots."""
+    """A tree whose nodes have up to four draws each; two draws may name one child, and a distribution may serve two
+    slots."""
     tokens: list[int] = []
     parents: list[int] = []
     draws: list[list[Draw]] = [[]]
-    rows = random_laws(chance, 3, vocab).to(dtype)
+    rows = random_probs(chance, 3, vocab).to(dtype)
     open_slots, depths = [0], [0]
     while open_slots and len(tokens) < 12:
         slot = open_slots.pop(0)
@@ -202,9 +206,9 @@ def drawn(
                 draws.append([])
                 depths.append(depths[slot] + 1)
                 open_slots.append(len(tokens))
-            law = -1 if kind is DrawKind.DETERMINISTIC else row
-            draws[slot].append(Draw(child_of[token], law, kind))
-    used = any(draw.law >= 0 for each in draws for draw in each)
+            dist = -1 if kind is DrawKind.DETERMINISTIC else row
+            draws[slot].append(Draw(child_of[token], dist, kind))
+    used = any(draw.dist >= 0 for each in draws for draw in each)
     tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
     proposal = Proposal(tree, tuple(map(tuple, draws)), rows if used else None)
     proposal.check()
@@ -213,10 +217,10 @@ def drawn(
 
 @pytest.mark.parametrize(("vocab", "count"), [(3, 300), (9, 300), (500, 80), (9001, 12)])
 def test_random_proposals_of_every_kind(vocab: int, count: int) -> None:
-    proposals, laws, noise = batch(count, vocab, seed=vocab)
-    verdicts = RULE.verify(proposals, laws, noise)
-    assert eagerly(RULE, proposals, laws, noise) == verdicts
-    alone = [eagerly(RULE, [p], [law], [n])[0] for p, law, n in zip(proposals, laws, noise, strict=True)]
+    proposals, probs, noise = batch(count, vocab, seed=vocab)
+    verdicts = RULE.verify(proposals, probs, noise)
+    assert eagerly(RULE, proposals, probs, noise) == verdicts
+    alone = [eagerly(RULE, [p], [dist], [n])[0] for p, dist, n in zip(proposals, probs, noise, strict=True)]
     assert alone == verdicts
     if count > 50:
         assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 2}
@@ -227,33 +231,35 @@ def test_random_proposals_of_every_kind(vocab: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("target", "draft"), [("float64", "float32"), ("float32", "float64")])
-def test_draft_laws_of_another_width_of_float(target: str, draft: str) -> None:
-    proposals, laws, noise = batch(200, 7, seed=4, draft_dtype=getattr(torch, draft))
-    laws = [law.to(getattr(torch, target)) for law in laws]
-    assert eagerly(RULE, proposals, laws, noise) == RULE.verify(proposals, laws, noise)
+def test_draft_distributions_of_another_width_of_float(target: str, draft: str) -> None:
+    proposals, probs, noise = batch(200, 7, seed=4, draft_dtype=getattr(torch, draft))
+    probs = [dist.to(getattr(torch, target)) for dist in probs]
+    assert eagerly(RULE, proposals, probs, noise) == RULE.verify(proposals, probs, noise)
 
 
 def test_candidates_drafted_twice_and_candidates_that_hold_all_mass() -> None:
-    """Two siblings of one token; a node whose candidates are the whole support; a law one-hot at the last of them."""
+    """Two siblings of one token; a node whose candidates are the whole support; a distribution one-hot at the last of
+    them."""
     p = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.0, 1.0, 0.0]])
     siblings = TokenTree(torch.tensor([1, 1, 0, 2]), TreeShape((-1,) * 4))
-    for law, answers in ((p[0], {0, 1, 2}), (p[1], {2})):
-        case = Case(1.0, Proposal.deterministic(siblings), law.expand(5, 4))
+    for dist, answers in ((p[0], {0, 1, 2}), (p[1], {2})):
+        case = Case(1.0, Proposal.deterministic(siblings), dist.expand(5, 4))
         for u in (0.0, 0.3, 0.6, BELOW_ONE):
             script = {(Purpose.ACCEPT, 0, index): u for index in range(4)}
             verdict = run(RULE, [case], [script])[0][0]
             assert verdict.path and verdict.tokens[0] in answers
             assert verdict.path != (1,)  # the second sibling with a rejected token has no mass left
-            assert eagerly(RULE, [case.proposal], [case.laws], [ScriptedNoise(script)]) == [verdict]
+            assert eagerly(RULE, [case.proposal], [case.probs], [ScriptedNoise(script)]) == [verdict]
 
 
-def test_verdicts_of_a_device_follow_the_law() -> None:
-    """Summed over its own cells, found by its own answers: the law of a step, with no help from the other way."""
+def test_verdicts_of_a_device_follow_the_distribution() -> None:
+    """Summed over its own cells, found by its own answers: the distribution of a step, with no help from the other
+    way."""
     for plans in ((A2, W1), (W3,), (F2, A1)):
-        world = build("eager law", 3, plans)
+        world = build("eager distribution", 3, plans)
         cases = every_proposal(world)
-        mine = step_law(cases, cell_laws(Eager(), cases))
-        theirs = step_law(cases, [kernel_law(RULE, case) for case in cases])
+        mine = step_dist(cases, cell_probs(Eager(), cases))
+        theirs = step_dist(cases, [kernel_dist(RULE, case) for case in cases])
         assert gap(mine, theirs) < 1e-12
 
 
@@ -261,19 +267,19 @@ def test_verdicts_of_a_device_follow_the_law() -> None:
 
 
 def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    proposals, laws, noise = batch(40, 11, seed=2)
+    proposals, probs, noise = batch(40, 11, seed=2)
     coupled = [KeyedNoise(i, 3, 1, greedy=i % 2 == 0) for i in range(40)]
-    expected = RULE.verify(proposals, laws, noise), CoupledSampling().verify(proposals, laws, coupled)
+    expected = RULE.verify(proposals, probs, noise), CoupledSampling().verify(proposals, probs, coupled)
     unknown = [TokenTree(proposal.tree.tokens, proposal.tree.shape) for proposal in proposals]
     read: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
-        hidden = [Proposal(tree, p.draws, p.laws) for tree, p in zip(unknown, proposals, strict=True)]
+        hidden = [Proposal(tree, p.draws, p.probs) for tree, p in zip(unknown, proposals, strict=True)]
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        decided: list[DeviceVerdicts] = [RULE.decide(hidden, laws, noise)]
+        decided: list[DeviceVerdicts] = [RULE.decide(hidden, probs, noise)]
         patch.setattr("truedraft.verification.coupled.most_likely", lambda scores: scores.argmax(dim=-1))
-        decided.append(CoupledSampling().decide(hidden, laws, coupled))
+        decided.append(CoupledSampling().decide(hidden, probs, coupled))
 
         def counted(tensor: Tensor) -> object:
             read.append(tensor.numel())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, cell_laws, completed, kernel_law, run, step_law
+from decision_cells import BELOW_ONE, cell_probs, completed, kernel_dist, run, step_dist
 from small_worlds import A1, A2, A3, F1, F2, F3, NODES, STYLES, W1, W2, W3, Case, World, build, every_proposal, gap
 
 from truedraft.core import transfers
@@ -16,36 +16,37 @@ from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError, OptionError
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling
-from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
 from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 EXACT, CAUGHT = 1e-12, 0.01
 SHARES = [0.9, 0.5, 0.1]
-Law = dict[tuple[int, ...], float]
+Dist = dict[tuple[int, ...], float]
 
 
-def largest_excess(world: World, law: Law, lenience: float) -> float:
-    """How far the law of any token, given the tokens before it, exceeds p(x) / l, weighted by what comes before."""
-    reached: Law = {}
-    for answer, mass in law.items():
+def largest_excess(world: World, dist: Dist, lenience: float) -> float:
+    """How far the distribution of any token, given the tokens before it, exceeds p(x) / l, weighted by what comes
+    before."""
+    reached: Dist = {}
+    for answer, mass in dist.items():
         for end in range(len(answer) + 1):
             reached[answer[:end]] = reached.get(answer[:end], 0.0) + mass
     return max(
-        mass - reached[answer[:-1]] * float(world.target.law(answer[:-1])[answer[-1]]) / lenience
+        mass - reached[answer[:-1]] * float(world.target.dist(answer[:-1])[answer[-1]]) / lenience
         for answer, mass in reached.items()
         if answer
     )
 
 
-def by_kernel(rule: Rule, world: World, length: int) -> Law:
-    return emitted_law(rule, world.target.law, world.scheme, length)
+def by_kernel(rule: Rule, world: World, length: int) -> Dist:
+    return emitted_dist(rule, world.target.dist, world.scheme, length)
 
 
-def by_cells(rule: Rule, world: World) -> Law:
+def by_cells(rule: Rule, world: World) -> Dist:
     """One step of the batched `verify`, in every decision cell; then the target itself goes on."""
     cases = every_proposal(world)
-    return completed(step_law(cases, cell_laws(rule, cases)), world.target.law, len(world.plans) + 1)
+    return completed(step_dist(cases, cell_probs(rule, cases)), world.target.dist, len(world.plans) + 1)
 
 
 # ------------------------------------------------------------------------------- the bound
@@ -57,9 +58,9 @@ def test_the_bound_at_one_node_with_up_to_four_draws(node: str, lenience: float)
     for vocab in (2, 3, 5):
         for p, q in STYLES:
             world = build(f"node/{node}", vocab, [NODES[node]], p, q)
-            law = by_kernel(LenientSampling(lenience), world, 1)
-            assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-            assert largest_excess(world, law, lenience) < EXACT
+            dist = by_kernel(LenientSampling(lenience), world, 1)
+            assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
+            assert largest_excess(world, dist, lenience) < EXACT
 
 
 @pytest.mark.parametrize("lenience", SHARES)
@@ -71,9 +72,9 @@ def test_the_bound_at_one_node_with_up_to_four_draws(node: str, lenience: float)
 def test_the_bound_over_chains_and_trees(plans: tuple, lenience: float) -> None:
     for p, q in [("dense", "dense"), ("varied", "varied"), ("sparse", "dense")]:
         world = build("lenient", 3, plans, p, q)
-        law = by_kernel(LenientSampling(lenience), world, 3)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        assert largest_excess(world, law, lenience) < EXACT
+        dist = by_kernel(LenientSampling(lenience), world, 3)
+        assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
+        assert largest_excess(world, dist, lenience) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -83,12 +84,12 @@ def test_the_bound_of_the_batched_verify_in_every_decision_cell(plans: tuple) ->
     rule = LenientSampling(0.4)
     world = build("lenient cells", 3, plans)
     cases = every_proposal(world)
-    for case, law in zip(cases, cell_laws(rule, cases), strict=True):
-        assert gap(law, kernel_law(rule, case)) < EXACT
-    law = by_cells(rule, world)
-    assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-    assert largest_excess(world, law, 0.4) < EXACT
-    assert gap(law, target_law(world.target.law, len(plans) + 1)) > CAUGHT  # it is lossy
+    for case, dist in zip(cases, cell_probs(rule, cases), strict=True):
+        assert gap(dist, kernel_dist(rule, case)) < EXACT
+    dist = by_cells(rule, world)
+    assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
+    assert largest_excess(world, dist, 0.4) < EXACT
+    assert gap(dist, target_dist(world.target.dist, len(plans) + 1)) > CAUGHT  # it is lossy
 
 
 def test_the_bound_is_reached_and_a_rule_that_breaks_it_is_caught() -> None:
@@ -115,14 +116,14 @@ def test_at_one_it_is_speculative_sampling(plans: tuple) -> None:
     world = build("one", 3, plans)
     lossless, lenient = SpeculativeSampling(), LenientSampling(1.0)
     cases = every_proposal(world)
-    assert cell_laws(lenient, cases) == cell_laws(lossless, cases)
-    assert distance(by_kernel(lenient, world, 2), target_law(world.target.law, 2)) < EXACT
+    assert cell_probs(lenient, cases) == cell_probs(lossless, cases)
+    assert distance(by_kernel(lenient, world, 2), target_dist(world.target.dist, 2)) < EXACT
 
 
 def test_less_lenience_accepts_less() -> None:
     world = build("order", 4, [A1, A1])
-    laws = [by_kernel(LenientSampling(lenience), world, 2) for lenience in (0.05, 0.3, 0.7, 1.0)]
-    distances = [distance(law, target_law(world.target.law, 2)) for law in laws]
+    probs = [by_kernel(LenientSampling(lenience), world, 2) for lenience in (0.05, 0.3, 0.7, 1.0)]
+    distances = [distance(dist, target_dist(world.target.dist, 2)) for dist in probs]
     assert distances == sorted(distances, reverse=True) and distances[0] > CAUGHT > EXACT > distances[-1]
 
 
@@ -162,15 +163,15 @@ def test_it_judges_what_speculative_sampling_judges() -> None:
 
 
 def test_at_temperature_zero_what_is_near_the_largest_stays() -> None:
-    laws = torch.tensor([[0.4, 0.2, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    probs = torch.tensor([[0.4, 0.2, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
     rule = LenientSampling(0.5).greedy_form
     chain = Proposal.deterministic(TokenTree.chain([1, 1]))  # 0.2 >= 0.5 * 0.4, twice
     noise = [KeyedNoise(1, 0, 0, greedy=True)]
-    assert rule.verify([chain], [laws], noise) == [Verdict((0, 1), (1, 1, 0), Origin.BONUS)]
+    assert rule.verify([chain], [probs], noise) == [Verdict((0, 1), (1, 1, 0), Origin.BONUS)]
     stricter = LenientSampling(0.51).greedy_form
-    assert stricter.verify([chain], [laws], noise) == [Verdict((), (0,), Origin.RECOVERED)]
+    assert stricter.verify([chain], [probs], noise) == [Verdict((), (0,), Origin.RECOVERED)]
     outcomes = rule.outcomes(
-        [JudgedSlot(laws[0], tuple(DrawnToken(t, -1, laws[0], DrawKind.DETERMINISTIC) for t in (3, 1)))]
+        [JudgedSlot(probs[0], tuple(DrawnToken(t, -1, probs[0], DrawKind.DETERMINISTIC) for t in (3, 1)))]
     )
     assert [(each.tokens, each.accepted) for each in outcomes if each.probability] == [((1,), 1)]
     assert rule.judges == frozenset(DrawKind) and not rule.lossless
@@ -180,10 +181,10 @@ def test_at_temperature_zero_a_strict_lenience_follows_the_argmax() -> None:
     rule = LenientSampling(BELOW_ONE).greedy_form
     for world in (build("strict", 4, plans, "dense", "dense") for plans in [(F2, F1), (A1, A1), (W2, A1)]):
         for case in every_proposal(world):
-            verdict = rule.verify([case.proposal], [case.laws], [KeyedNoise(1, 0, 0)])[0]
+            verdict = rule.verify([case.proposal], [case.probs], [KeyedNoise(1, 0, 0)])[0]
             slots = (0, *(node + 1 for node in verdict.path))
-            largest = [float(case.laws[slot].max()) for slot in slots]
-            assert [float(case.laws[s, t]) for s, t in zip(slots, verdict.tokens, strict=True)] == largest
+            largest = [float(case.probs[slot].max()) for slot in slots]
+            assert [float(case.probs[s, t]) for s, t in zip(slots, verdict.tokens, strict=True)] == largest
 
 
 def test_the_form_at_temperature_zero_is_one_object() -> None:
@@ -198,7 +199,7 @@ def test_a_device_gives_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> No
     for plans in [(A2, A1), (W3, A1), (F3, F2), (NODES["all kinds"],)]:
         cases = every_proposal(build("device", 3, plans))[::7]
         noise = [KeyedNoise(i, 5, 1) for i in range(len(cases))]
-        asked = [case.proposal for case in cases], [case.laws for case in cases], noise
+        asked = [case.proposal for case in cases], [case.probs for case in cases], noise
         here = rule.verify(*asked)
         with monkeypatch.context() as patch:
             patch.setattr(transfers, "waits", lambda device: True)

@@ -1,4 +1,4 @@
-"""Speculative sampling end to end: keyed noise drafts and judges, and the answers have the target's law."""
+"""Speculative sampling end to end: keyed noise drafts and judges, and the answers have the target's distribution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from decision_cells import cell_laws, completed, kernel_law, step_law
+from decision_cells import cell_probs, completed, kernel_dist, step_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_worlds import A1, NODES, Case, Table, build, every_proposal, gap
@@ -20,15 +20,15 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
 from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
-from truedraft.verification.exact import target_law
+from truedraft.verification.exact import target_dist
 from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 RULE = SpeculativeSampling()
 VOCAB = 3
 
 
-def draw(law: Tensor, uniform: float) -> int:
-    return int(L.draw(law[None], torch.tensor([uniform], dtype=torch.float64)))
+def draw(dist: Tensor, uniform: float) -> int:
+    return int(L.draw(dist[None], torch.tensor([uniform], dtype=torch.float64)))
 
 
 def drafted(
@@ -45,11 +45,11 @@ def drafted(
     while slot < len(paths):
         path = paths[slot]
         if len(path) < len(widths):
-            law = draft.law((*prefix, *path))
-            rows.append(law)
+            dist = draft.dist((*prefix, *path))
+            rows.append(dist)
             nodes: dict[int, int] = {}
-            for _ in range(min(widths[len(path)], int((law > 0).sum()))):
-                token = draw(law, noise.uniform(Purpose.DRAFT, len(path), counts[len(path)]))
+            for _ in range(min(widths[len(path)], int((dist > 0).sum()))):
+                token = draw(dist, noise.uniform(Purpose.DRAFT, len(path), counts[len(path)]))
                 counts[len(path)] += 1
                 if token not in nodes:
                     nodes[token] = len(tokens)
@@ -59,7 +59,7 @@ def drafted(
                     paths.append((*path, token))
                 draws[slot].append(Draw(nodes[token], len(rows) - 1, kind))
                 if kind is DrawKind.WITHOUT_REPLACEMENT:
-                    law = L.without_tokens(law, torch.tensor([token]))
+                    dist = L.without_tokens(dist, torch.tensor([token]))
         slot += 1
     tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
     return Proposal(tree, tuple(map(tuple, draws)), torch.stack(rows))
@@ -82,16 +82,16 @@ def test_answers_drafted_and_judged_by_keyed_noise(widths: tuple[int, ...], kind
     while front:
         noises = {seed: KeyedNoise(seed, len(answer), step) for seed, (answer, step) in front.items()}
         proposals = {seed: drafted(draft, front[seed][0], noises[seed], widths, kind) for seed in front}
-        laws = [
+        probs = [
             torch.stack(
                 [
-                    target.law(front[s][0]),
-                    *(target.law((*front[s][0], *p.tree.path_tokens(i))) for i in range(len(p.tree))),
+                    target.dist(front[s][0]),
+                    *(target.dist((*front[s][0], *p.tree.path_tokens(i))) for i in range(len(p.tree))),
                 ]
             )
             for s, p in proposals.items()
         ]
-        verdicts = RULE.verify(list(proposals.values()), laws, list(noises.values()))
+        verdicts = RULE.verify(list(proposals.values()), probs, list(noises.values()))
         ahead = {}
         for seed, verdict in zip(proposals, verdicts, strict=True):
             answer = (*front[seed][0], *verdict.tokens)
@@ -100,7 +100,7 @@ def test_answers_drafted_and_judged_by_keyed_noise(widths: tuple[int, ...], kind
             else:
                 ahead[seed] = (answer, front[seed][1] + 1)
         front = ahead
-    exact = target_law(target.law, length)
+    exact = target_dist(target.dist, length)
     statistic = sum((seen[answer] - seeds * mass) ** 2 / (seeds * mass) for answer, mass in exact.items())
     assert sum(seen.values()) == seeds
     assert statistic < 88.0  # chi-square with 26 degrees of freedom: 1e-8 above 88
@@ -112,7 +112,7 @@ def test_answers_drafted_and_judged_by_keyed_noise(widths: tuple[int, ...], kind
 def chains_of(draft: Table, depth: int) -> list[tuple[float, Proposal]]:
     found = []
     for tokens in itertools.product(range(draft.vocab), repeat=depth):
-        rows = [draft.law(tokens[:i]) for i in range(depth)]
+        rows = [draft.dist(tokens[:i]) for i in range(depth)]
         mass = math.prod(float(row[token]) for row, token in zip(rows, tokens, strict=True))
         if mass:
             found.append((mass, Proposal.chain(torch.tensor(tokens), torch.stack(rows))))
@@ -120,7 +120,7 @@ def chains_of(draft: Table, depth: int) -> list[tuple[float, Proposal]]:
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["two samplers", "two samplers and a fixed path"])
-def test_merged_proposals_of_several_drafters_keep_the_law(fixed: bool) -> None:
+def test_merged_proposals_of_several_drafters_keep_the_distribution(fixed: bool) -> None:
     """Whether the second drafter has a draw below a node depends on its own first token: whole proposals show it."""
 
     for style in ("dense", "varied"):
@@ -132,20 +132,20 @@ def test_merged_proposals_of_several_drafters_keep_the_law(fixed: bool) -> None:
                 merged = merge(parts)
                 merged.check()
                 paths = [(), *(merged.tree.path_tokens(i) for i in range(len(merged.tree)))]
-                cases.append(Case(left * right, merged, torch.stack([target.law(path) for path in paths])))
-        laws = cell_laws(RULE, cases)
-        for case, law in zip(cases, laws, strict=True):
-            assert gap(law, kernel_law(RULE, case)) < 1e-12
-        assert gap(completed(step_law(cases, laws), target.law, 3), target_law(target.law, 3)) < 1e-12
+                cases.append(Case(left * right, merged, torch.stack([target.dist(path) for path in paths])))
+        probs = cell_probs(RULE, cases)
+        for case, dist in zip(cases, probs, strict=True):
+            assert gap(dist, kernel_dist(RULE, case)) < 1e-12
+        assert gap(completed(step_dist(cases, probs), target.dist, 3), target_dist(target.dist, 3)) < 1e-12
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), CoupledSampling()], ids=lambda rule: rule.name)
-def test_fixed_draws_beside_an_unused_table_of_laws(rule: Rule) -> None:
-    """A merge of prompt lookup with a drafter that drafted nothing has a table of laws that no draw names."""
+def test_fixed_draws_beside_an_unused_table_of_distributions(rule: Rule) -> None:
+    """A merge of prompt lookup with a drafter that drafted nothing has a table of distributions that no draw names."""
     nothing = Proposal(TokenTree.empty(), ((),), torch.zeros(0, VOCAB, dtype=torch.float64))
     merged = merge([Proposal.deterministic(TokenTree.chain([1])), nothing])
-    laws = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    verdict = rule.verify([merged], [laws], [KeyedNoise(0, 0, 0)])[0]
+    probs = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    verdict = rule.verify([merged], [probs], [KeyedNoise(0, 0, 0)])[0]
     assert verdict == Verdict((0,), (1, 0), Origin.BONUS)
 
 
@@ -154,7 +154,8 @@ def test_an_empty_batch_has_no_verdicts(rule: Rule) -> None:
     assert rule.verify([], [], []) == []
 
 
-# ------------------------------------------------------------------------------- float32, and laws at their limits
+# ------------------------------------------------------------------------------- float32, and distributions at their
+# limits
 
 
 class Constant:
@@ -170,9 +171,9 @@ class Constant:
         return None
 
 
-def float32_law(weights: list[float]) -> Tensor:
-    law = torch.tensor(weights, dtype=torch.float32)
-    return law / law.sum()
+def float32_dist(weights: list[float]) -> Tensor:
+    dist = torch.tensor(weights, dtype=torch.float32)
+    return dist / dist.sum()
 
 
 weights = st.lists(
@@ -194,9 +195,9 @@ weights = st.lists(
 def test_no_token_that_the_target_forbids_is_ever_emitted_in_float32(
     p: list[float], below: list[float], q: list[float], u: float, kind: DrawKind, turn: int
 ) -> None:
-    """Whatever the noise and the roundings: each emitted token has mass in the target's law of its place."""
-    laws = torch.stack([float32_law(p), *(float32_law(below) for _ in range(4))])
-    draft = float32_law(q)
+    """Whatever the noise and the roundings: each emitted token has mass in the target's distribution of its place."""
+    probs = torch.stack([float32_dist(p), *(float32_dist(below) for _ in range(4))])
+    draft = float32_dist(q)
     support = torch.nonzero(draft).flatten().tolist()
     tokens = (support[turn % len(support) :] + support[: turn % len(support)])[:3]
     row = -1 if kind is DrawKind.DETERMINISTIC else 0
@@ -204,16 +205,17 @@ def test_no_token_that_the_target_forbids_is_ever_emitted_in_float32(
     tree = TokenTree.from_paths([[token] for token in tokens])
     verdict = RULE.verify(
         [Proposal(tree, draws, draft[None])] if row == 0 else [Proposal(tree, draws)],
-        [laws[: len(tokens) + 1]],
+        [probs[: len(tokens) + 1]],
         [Constant(u)],
     )[0]
-    assert laws[0, verdict.tokens[0]] > 0
+    assert probs[0, verdict.tokens[0]] > 0
     if len(verdict.tokens) == 2:
-        assert laws[1, verdict.tokens[1]] > 0
+        assert probs[1, verdict.tokens[1]] > 0
 
 
 def test_a_token_that_the_target_forbids_is_rejected_even_where_the_draft_has_no_mass_left() -> None:
-    """A drafter that draws more often than its law has tokens breaks its contract; it must not break the answer."""
+    """A drafter that draws more often than its distribution has tokens breaks its contract; it must not break the
+    answer."""
     assert RULE.accept_probability(0.0, 0.0) == 0.0
 
 
@@ -225,7 +227,7 @@ def test_acceptance_probability() -> None:
     assert RULE.accept_probability(5e-324, 1.0) > 0.0
 
 
-def test_laws_equal_up_to_rounding_never_give_nan() -> None:
+def test_distributions_equal_up_to_rounding_never_give_nan() -> None:
     """p and q differ in the last bit of one token: a rejection is nearly impossible, and must still draw a token."""
     p = torch.tensor([0.3, 0.7], dtype=torch.float32)
     q = p.clone()
@@ -239,13 +241,14 @@ def test_laws_equal_up_to_rounding_never_give_nan() -> None:
 
 
 def test_float32_cells_are_those_of_float64() -> None:
-    """The law of float32 laws is exact up to their own rounding: 3e-7 for a dozen operations on numbers below 1."""
+    """The distribution of float32 distributions is exact up to their own rounding: 3e-7 for a dozen operations on
+    numbers below 1."""
 
     for plans in [(A1, A1), (NODES["all kinds"],), (NODES["two drafters without replacement"],)]:
         for case in every_proposal(build("float32", 3, plans)):
-            laws = case.proposal.laws
-            narrow = Proposal(case.proposal.tree, case.proposal.draws, None if laws is None else laws.float())
-            assert gap(kernel_law(RULE, Case(1.0, narrow, case.laws.float())), kernel_law(RULE, case)) < 2e-6
+            probs = case.proposal.probs
+            narrow = Proposal(case.proposal.tree, case.proposal.draws, None if probs is None else probs.float())
+            assert gap(kernel_dist(RULE, Case(1.0, narrow, case.probs.float())), kernel_dist(RULE, case)) < 2e-6
 
 
 def test_origins() -> None:

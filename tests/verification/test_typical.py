@@ -1,4 +1,4 @@
-"""Typical acceptance: which nodes stay, which path wins, and that its law is not the target's."""
+"""Typical acceptance: which nodes stay, which path wins, and that its distribution is not the target's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import cell_laws, completed, kernel_law, step_law
+from decision_cells import cell_probs, completed, kernel_dist, step_dist
 from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, World, build, every_proposal, gap, repeated
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, TokenDivergence, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -35,75 +35,75 @@ class NoNoise:
     gumbel = uniform
 
 
-def judge(rule: Rule, tree: TokenTree, laws: Tensor) -> Verdict:
-    return rule.verify([Proposal.deterministic(tree)], [laws], [NoNoise()])[0]
+def judge(rule: Rule, tree: TokenTree, probs: Tensor) -> Verdict:
+    return rule.verify([Proposal.deterministic(tree)], [probs], [NoNoise()])[0]
 
 
-def uniform_law(share: float, vocab: int = 8) -> Tensor:
+def uniform_dist(share: float, vocab: int = 8) -> Tensor:
     """`share` on token 0, the rest evenly on the others."""
-    law = torch.full((vocab,), (1.0 - share) / (vocab - 1), dtype=torch.float64)
-    law[0] = share
-    return law
+    dist = torch.full((vocab,), (1.0 - share) / (vocab - 1), dtype=torch.float64)
+    dist[0] = share
+    return dist
 
 
 # ------------------------------------------------------------------------------- what stays
 
 
 def test_the_threshold_by_hand() -> None:
-    """An even law over four tokens has exp(-H) = 1/4; a one-hot one has 1, so there epsilon decides."""
-    laws = torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
-    assert RULE.thresholds(laws).tolist() == pytest.approx([0.3 / 4, 0.09, 0.09])
-    assert TypicalAcceptance(epsilon=0.5, delta=0.4).thresholds(laws).tolist() == pytest.approx([0.1, 0.4, 0.2])
+    """An even distribution over four tokens has exp(-H) = 1/4; a one-hot one has 1, so there epsilon decides."""
+    probs = torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
+    assert RULE.thresholds(probs).tolist() == pytest.approx([0.3 / 4, 0.09, 0.09])
+    assert TypicalAcceptance(epsilon=0.5, delta=0.4).thresholds(probs).tolist() == pytest.approx([0.1, 0.4, 0.2])
     assert RULE.stays(0.0901, 0.09) and not RULE.stays(0.09, 0.09)
 
 
 def test_a_chain_stays_down_to_the_first_untypical_token() -> None:
-    laws = torch.stack([uniform_law(0.5), uniform_law(0.9), uniform_law(0.3), uniform_law(0.2)])
-    verdict = judge(RULE, TokenTree.chain([1, 0, 3]), laws)  # 0.5/7 = 0.071 against 0.3 exp(-1.666) = 0.057
+    probs = torch.stack([uniform_dist(0.5), uniform_dist(0.9), uniform_dist(0.3), uniform_dist(0.2)])
+    verdict = judge(RULE, TokenTree.chain([1, 0, 3]), probs)  # 0.5/7 = 0.071 against 0.3 exp(-1.666) = 0.057
     assert verdict == Verdict((0, 1, 2), (1, 0, 3, 0), Origin.BONUS)
-    sure = judge(RULE, TokenTree.chain([1, 0, 3]), torch.stack([uniform_law(0.9)] * 4))
+    sure = judge(RULE, TokenTree.chain([1, 0, 3]), torch.stack([uniform_dist(0.9)] * 4))
     assert sure == Verdict((), (0,), Origin.RECOVERED)
-    assert judge(RULE, TokenTree.empty(), laws[:1]) == Verdict((), (0,), Origin.BONUS)
+    assert judge(RULE, TokenTree.empty(), probs[:1]) == Verdict((), (0,), Origin.BONUS)
 
 
 def test_the_deepest_path_wins_and_among_those_the_likeliest() -> None:
     even = torch.full((6, 4), 0.25, dtype=torch.float64)
     tree = TokenTree.from_paths([[0], [1, 2], [3, 0], [2, 1]])
-    laws = even[:1].repeat(8, 1)
-    assert judge(RULE, tree, laws).tokens[:2] == (1, 2)  # all alike: the first of the deepest
-    laws[0] = torch.tensor([0.4, 0.2, 0.2, 0.2])
-    assert judge(RULE, tree, laws).tokens[:2] == (1, 2)  # token 0 is likelier, and shorter
-    laws[0] = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    assert judge(RULE, tree, laws).tokens[:2] == (3, 0)
-    laws[4] = torch.tensor([0.02, 0.38, 0.3, 0.3])  # node 3 = token 3: its child is no longer typical
-    assert judge(RULE, tree, laws).tokens[:2] == (2, 1)
+    probs = even[:1].repeat(8, 1)
+    assert judge(RULE, tree, probs).tokens[:2] == (1, 2)  # all alike: the first of the deepest
+    probs[0] = torch.tensor([0.4, 0.2, 0.2, 0.2])
+    assert judge(RULE, tree, probs).tokens[:2] == (1, 2)  # token 0 is likelier, and shorter
+    probs[0] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    assert judge(RULE, tree, probs).tokens[:2] == (3, 0)
+    probs[4] = torch.tensor([0.02, 0.38, 0.3, 0.3])  # node 3 = token 3: its child is no longer typical
+    assert judge(RULE, tree, probs).tokens[:2] == (2, 1)
 
 
-def best_by_force(rule: TypicalAcceptance, tree: TokenTree, laws: Tensor) -> tuple[tuple[int, ...], int]:
+def best_by_force(rule: TypicalAcceptance, tree: TokenTree, probs: Tensor) -> tuple[tuple[int, ...], int]:
     """All paths of the tree, one by one."""
     found: list[tuple[int, float, tuple[int, ...]]] = [(0, 1.0, ())]
     for node in range(len(tree)):
         path = tree.shape.path(node)
         slots = [0, *(each + 1 for each in path)]
-        p = [float(laws[slot][tree.token_list[each]]) for slot, each in zip(slots, path, strict=False)]
-        entropies = [-sum(x * math.log(x) for x in laws[slot].tolist() if x > 0) for slot in slots]
+        p = [float(probs[slot][tree.token_list[each]]) for slot, each in zip(slots, path, strict=False)]
+        entropies = [-sum(x * math.log(x) for x in probs[slot].tolist() if x > 0) for slot in slots]
         if all(x > min(rule.epsilon, rule.delta * math.exp(-h)) for x, h in zip(p, entropies, strict=False)):
             found.append((len(path), math.prod(p), path))
     _, _, path = max(found, key=lambda each: each[:2])
-    return path, int(laws[path[-1] + 1 if path else 0].argmax())
+    return path, int(probs[path[-1] + 1 if path else 0].argmax())
 
 
 def test_random_trees_against_all_their_paths_in_one_batch() -> None:
     chance = random.Random(3)
-    trees, laws = [], []
+    trees, probs = [], []
     for seed in range(60):
         paths = [[chance.randrange(6) for _ in range(chance.randint(1, 4))] for _ in range(chance.randint(0, 9))]
         trees.append(TokenTree.from_paths(paths))
         logits = torch.randn(len(trees[-1]) + 1, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        laws.append(torch.softmax(1.5 * logits, dim=-1))
+        probs.append(torch.softmax(1.5 * logits, dim=-1))
     rule = TypicalAcceptance(epsilon=0.12, delta=0.6)
-    verdicts = rule.verify([Proposal.deterministic(tree) for tree in trees], laws, [NoNoise()] * len(trees))
-    for tree, rows, verdict in zip(trees, laws, verdicts, strict=True):
+    verdicts = rule.verify([Proposal.deterministic(tree) for tree in trees], probs, [NoNoise()] * len(trees))
+    for tree, rows, verdict in zip(trees, probs, verdicts, strict=True):
         path, last = best_by_force(rule, tree, rows)
         assert (verdict.path, verdict.tokens[-1]) == (path, last)
         assert verdict.tokens[:-1] == tuple(tree.token_list[node] for node in path)
@@ -112,27 +112,27 @@ def test_random_trees_against_all_their_paths_in_one_batch() -> None:
 
 
 def test_how_a_token_was_drafted_plays_no_part() -> None:
-    laws = torch.stack([uniform_law(0.4), uniform_law(0.4), uniform_law(0.4)])
-    tokens, q = torch.tensor([2, 0]), torch.stack([uniform_law(0.01), uniform_law(0.99)])
+    probs = torch.stack([uniform_dist(0.4), uniform_dist(0.4), uniform_dist(0.4)])
+    tokens, q = torch.tensor([2, 0]), torch.stack([uniform_dist(0.01), uniform_dist(0.99)])
     chains = [Proposal.chain(tokens, q, kind) for kind in DrawKind if kind is not DrawKind.DETERMINISTIC]
-    verdicts = RULE.verify(chains, [laws] * 3, [NoNoise()] * 3)
-    assert verdicts == [judge(RULE, TokenTree.chain(tokens), laws)] * 3
+    verdicts = RULE.verify(chains, [probs] * 3, [NoNoise()] * 3)
+    assert verdicts == [judge(RULE, TokenTree.chain(tokens), probs)] * 3
     assert RULE.judges == frozenset(DrawKind)
 
 
-# ------------------------------------------------------------------------------- its law
+# ------------------------------------------------------------------------------- its distribution
 
 
 def by_kernel(rule: Rule, world: World) -> float:
     length = len(world.plans) + 1
-    return distance(emitted_law(rule, world.target.law, world.scheme, length), target_law(world.target.law, length))
+    return distance(emitted_dist(rule, world.target.dist, world.scheme, length), target_dist(world.target.dist, length))
 
 
 def by_verify(rule: Rule, world: World) -> float:
     length = len(world.plans) + 1
     cases = every_proposal(world)
-    step = step_law(cases, cell_laws(rule, cases))
-    return gap(completed(step, world.target.law, length), target_law(world.target.law, length))
+    step = step_dist(cases, cell_probs(rule, cases))
+    return gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length))
 
 
 MEDUSA = (F3, F2, F1)  # the top tokens of each head, fewer with depth
@@ -166,25 +166,25 @@ def test_the_kernel_says_what_verify_does_where_nothing_lies_below_siblings(rule
     for style in ("dense", "sparse", "varied"):
         for plan in plans:
             cases = every_proposal(build("kernel", 4, plan, style, "dense"))
-            for case, law in zip(cases, cell_laws(rule, cases), strict=True):
-                assert gap(law, kernel_law(rule, case)) < EXACT
-                assert len(law) == 1  # nothing is left to chance
+            for case, dist in zip(cases, cell_probs(rule, cases), strict=True):
+                assert gap(dist, kernel_dist(rule, case)) < EXACT
+                assert len(dist) == 1  # nothing is left to chance
 
 
 def test_a_token_that_the_target_forbids_is_never_emitted() -> None:
     for world in [build("zeros", 4, plans, "sparse", "dense") for plans in ((A1, A1), (F2, F2), (W2, A1))]:
         for case in every_proposal(world):
-            verdict = RULE.verify([case.proposal], [case.laws], [NoNoise()])[0]
+            verdict = RULE.verify([case.proposal], [case.probs], [NoNoise()])[0]
             slots = (0, *(node + 1 for node in verdict.path))
-            assert all(float(case.laws[slot, token]) > 0 for slot, token in zip(slots, verdict.tokens, strict=True))
+            assert all(float(case.probs[slot, token]) > 0 for slot, token in zip(slots, verdict.tokens, strict=True))
 
 
 # ------------------------------------------------------------------------------- its divergence
 
 
 def test_divergence_is_that_of_a_certain_token() -> None:
-    laws = torch.stack([uniform_law(0.5), uniform_law(0.2)])
-    verdict = judge(RULE, TokenTree.chain([1]), laws)
+    probs = torch.stack([uniform_dist(0.5), uniform_dist(0.2)])
+    verdict = judge(RULE, TokenTree.chain([1]), probs)
     p_x = 0.5 / 7
     assert verdict.divergence is not None
     first, last = verdict.divergence
@@ -194,15 +194,16 @@ def test_divergence_is_that_of_a_certain_token() -> None:
     assert last.total_variation == last.total_variation_greedy == 0.8
 
 
-def test_divergence_is_the_mean_over_the_law_of_the_candidates() -> None:
-    """One-hot laws of emitted tokens, given the candidates: each verdict's figure is 1 - p of its own token."""
+def test_divergence_is_the_mean_over_the_distribution_of_the_candidates() -> None:
+    """One-hot distributions of emitted tokens, given the candidates: each verdict's figure is 1 - p of its own
+    token."""
     for case in every_proposal(WORLDS["medusa"]):
-        verdict = RULE.verify([case.proposal], [case.laws], [NoNoise()])[0]
+        verdict = RULE.verify([case.proposal], [case.probs], [NoNoise()])[0]
         slots = (0, *(node + 1 for node in verdict.path))
         for slot, token, each in zip(slots, verdict.tokens, verdict.divergence or (), strict=True):
-            point = torch.zeros_like(case.laws[slot])
+            point = torch.zeros_like(case.probs[slot])
             point[token] = 1.0
-            assert each.total_variation == pytest.approx(0.5 * float((point - case.laws[slot]).abs().sum()), abs=EXACT)
+            assert each.total_variation == pytest.approx(0.5 * float((point - case.probs[slot]).abs().sum()), abs=EXACT)
 
 
 # ------------------------------------------------------------------------------- bad input
@@ -225,9 +226,9 @@ def test_an_empty_batch() -> None:
 
 def test_a_batch_answers_as_each_request_alone() -> None:
     cases: list[Case] = list(itertools.chain.from_iterable(every_proposal(world)[:6] for world in WORLDS.values()))
-    cases = [case for case in cases if case.laws.shape[-1] == 3]
-    together = RULE.verify([c.proposal for c in cases], [c.laws for c in cases], [NoNoise()] * len(cases))
-    alone = [RULE.verify([case.proposal], [case.laws], [NoNoise()])[0] for case in cases]
+    cases = [case for case in cases if case.probs.shape[-1] == 3]
+    together = RULE.verify([c.proposal for c in cases], [c.probs for c in cases], [NoNoise()] * len(cases))
+    alone = [RULE.verify([case.proposal], [case.probs], [NoNoise()])[0] for case in cases]
     assert together == alone and [each.divergence for each in together] == [each.divergence for each in alone]
 
 
@@ -241,7 +242,7 @@ def test_on_a_device_it_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fetch = transfers.fetch
     cases = every_proposal(WORLDS["medusa"])
-    asked = [c.proposal for c in cases], [c.laws for c in cases], [NoNoise()] * len(cases)
+    asked = [c.proposal for c in cases], [c.probs for c in cases], [NoNoise()] * len(cases)
     here = RULE.verify(*asked)
     monkeypatch.setattr(transfers, "fetch", counted)
     monkeypatch.setattr(transfers, "waits", lambda device: True)

@@ -33,7 +33,7 @@ class Breakdown:
         decode_s: wall time of decoding, what lies between the steps included.
         draft_s: the drafter, as timed within the steps.
         target_s: the target's forward, as timed within the steps.
-        verify_s: laws and verdicts, as timed within the steps.
+        verify_s: distributions and verdicts, as timed within the steps.
         forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
         plain_curve_s: V(one row a request, contexts) of each step, by the curve.
         drafting_curve_s: the cost of each step's drafting, by the curve.
@@ -71,7 +71,7 @@ class Shares:
         target: V of the steps, by the curve.
         draft: cost of drafting, by the curve.
         host: all the rest.
-        verification: laws and verdicts, as timed.
+        verification: distributions and verdicts, as timed.
         timed_target: the target's forward, as timed.
         timed_draft: the drafter, as timed.
     """

@@ -193,7 +193,8 @@ def _impossible(summary: Summary) -> list[str]:
 
 
 def _divergence(counters: Counters | None) -> dict[str, float | None]:
-    """How far the laws of the emitted tokens were from the target's; null after a lossless rule, and for peers."""
+    """How far the distributions of the emitted tokens were from the target's; null after a lossless rule, and for
+    peers."""
     known = Counters() if counters is None else counters
     return {
         "mean_total_variation": known.mean_total_variation,

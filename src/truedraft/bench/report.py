@@ -44,7 +44,7 @@ _MEANINGS = """\
   before the run and without the engine; the geometric mean over prompts. *measured/predicted* is *decode x plain*
   divided by it, prompt by prompt.
 - *target, draft, host*: fractions of decoding time: V of the steps, cost of the drafting, both by the curves, and what
-  is left over. *verify* is the timed part of host that laws and verdicts take.
+  is left over. *verify* is the timed part of host that distributions and verdicts take.
 - *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth. Weights that fit into the
   processor's caches may be read faster than memory.
 - *(impossible)*: a share outside 0 to 1, as a negative host share where a run was faster than its curves: these, or the
@@ -52,9 +52,10 @@ _MEANINGS = """\
 - *accepted at k*: how often the k-th drafted token was accepted, of the times that those before it were.
 """
 _LOSSY = """\
-- *lossy*: a rule that does not keep the target's law. *total variation* and *KL* are the mean distances between the law
-  of an emitted token, given the text before it, and the target's law there (at temperature 0: that at temperature 1),
-  over all emitted tokens; *of greedy* is what taking the likeliest token at the same places would have.
+- *lossy*: a rule that does not keep the target's distribution. *total variation* and *KL* are the mean distances
+between the distribution
+  of an emitted token, given the text before it, and the target's distribution there (at temperature 0: that at
+  temperature 1), over all emitted tokens; *of greedy* is what taking the likeliest token at the same places would have.
 """
 _PROMISE = """\
 *promised*: tokens per target call that trees of so many nodes bring on the text that is named below, walked as decoding

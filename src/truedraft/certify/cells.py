@@ -68,7 +68,7 @@ class ScriptedNoise:
 
 def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> list[Verdict]:
     """One batched call of the shipped `verify`."""
-    return rule.verify([case.proposal for case in cases], [case.laws for case in cases], noise)
+    return rule.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
 
 
 def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[Answer]:
@@ -93,17 +93,17 @@ def outcomes_of(rule: Rule, case: Case, group: Sequence[int]) -> list[Outcome]:
 
 
 def _judged(case: Case, slot: int) -> JudgedSlot:
-    proposal, p = case.proposal, case.laws[slot]
+    proposal, p = case.proposal, case.probs[slot]
     drawn = []
     for draw in proposal.draws[slot]:
         token = proposal.tree.token_list[draw.child]
-        if draw.law < 0:
+        if draw.dist < 0:
             q = torch.zeros_like(p)
             q[token] = 1.0
         else:
-            assert proposal.laws is not None
-            q = proposal.laws[draw.law]
-        drawn.append(DrawnToken(token, draw.law, q, draw.kind))
+            assert proposal.probs is not None
+            q = proposal.probs[draw.dist]
+        drawn.append(DrawnToken(token, draw.dist, q, draw.kind))
     return JudgedSlot(p, tuple(drawn))
 
 
@@ -368,7 +368,7 @@ class _Predicted:
         if (index, path) not in self._finals:
             if index not in self._probs:
                 self._probs[index] = kernel_probs(self._rule, self._cases[index])
-            final = [0.0] * self._cases[index].laws.shape[-1]
+            final = [0.0] * self._cases[index].probs.shape[-1]
             for verdict, mass in self._probs[index].items():
                 if verdict.path == path:
                     final[verdict.tokens[-1]] += mass

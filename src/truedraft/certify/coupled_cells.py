@@ -22,7 +22,7 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree, shape_of
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import Rule
-from truedraft.verification.exact import distance, target_law
+from truedraft.verification.exact import distance, target_dist
 
 _HOST = torch.device("cpu")
 _NOISES = 3
@@ -57,7 +57,7 @@ def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
     path: list[int] = []
     tokens: list[int] = []
     while True:
-        tokens.append(_slow_choice(case.laws[slot], noise, len(path)))
+        tokens.append(_slow_choice(case.probs[slot], noise, len(path)))
         children = [node for node, parent in enumerate(parents) if parent == slot - 1]
         carrying = [node for node in children if ids[node] == tokens[-1]]
         if not carrying:
@@ -86,7 +86,7 @@ def judged_cases() -> list[JudgedCase]:
     for number, (world, case) in enumerate(asked):
         for extra in range(_NOISES):
             noise = KeyedNoise(number, position=7 + extra, step=extra)
-            single = Case(case.probability, case.proposal, case.laws.float())
+            single = Case(case.probability, case.proposal, case.probs.float())
             found.append(_judged(single if extra % 2 else case, noise))
             found += [_judged(each, noise) for each in _coupled(world, noise, number + extra)]
         found += [
@@ -137,7 +137,7 @@ def _listed() -> list[World]:
 
 def _as_logits(case: Case) -> list[Case]:
     """A greedy request may be judged by raw logits, in any dtype: their argmax is all that matters."""
-    logits = torch.log(case.laws) * 3 + 1  # exact ties stay ties
+    logits = torch.log(case.probs) * 3 + 1  # exact ties stay ties
     return [Case(case.probability, case.proposal, logits.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
 
 
@@ -229,7 +229,7 @@ def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:
     proposals = cells = 0
     worst = moved = 0.0
     for world in _over_two_tokens():
-        expected = target_law(world.target.probs, world.length)
+        expected = target_dist(world.target.probs, world.length)
         drawn = len(world.plans) > 0 and world.plans[0][0].kind is DrawKind.INDEPENDENT
         for case in (*world.every_proposal(), *([None] if drawn else [])):  # None: drafted under the noise that judges
             probs, own_moved, count = _answers(rule, device, world, case)

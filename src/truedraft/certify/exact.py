@@ -28,7 +28,7 @@ from truedraft.certify.worlds import Case, World, worlds_for
 from truedraft.core.proposal import DrawKind
 from truedraft.core.verdict import Verdict
 from truedraft.verification import CoupledSampling, Rule
-from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 
 TOLERANCE = 1e-12
 """Total variation that rounding in float64 may make; measured ones are about a thousandth of it."""
@@ -92,8 +92,8 @@ def _kernel(rule: Rule, worlds: Sequence[World], tell: Tell, prefix: str = "") -
     """Whole answers, whole step after whole step, by recursion over the kernels."""
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
-        expected = target_law(world.target.probs, world.length)
-        worst.see(distance(emitted_law(rule, world.target.probs, world.scheme, world.length), expected), world)
+        expected = target_dist(world.target.probs, world.length)
+        worst.see(distance(emitted_dist(rule, world.target.probs, world.scheme, world.length), expected), world)
         answers += len(expected)
         tell((number + 1) / len(worlds))
     summary = f"{len(worlds)} worlds, {answers:,} answers, largest distance {worst.distance:.1e}{worst.where}"
@@ -172,7 +172,7 @@ class _Judged:
                     self.compared += 1
                     self.kernel.see(verdict_distance(found, kernel_probs(self.rule, case)), world)
             answers = completed(step_probs(listed, own), world.target.probs, world.length)
-            self.distances.append(distance(answers, target_law(world.target.probs, world.length)))
+            self.distances.append(distance(answers, target_dist(world.target.probs, world.length)))
             self.target.see(self.distances[-1], world)
 
     @property
@@ -208,7 +208,7 @@ def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Te
 
 
 def _what_failed(judged: _Judged) -> str:
-    said = [f"distance {judged.target.distance:.2g} from the target's law{judged.target.where}"]
+    said = [f"distance {judged.target.distance:.2g} from the target's distribution{judged.target.where}"]
     said.append(f"{judged.kernel.distance:.2g} from the kernel's{judged.kernel.where}")
     if judged.moved.fails:
         said.append(f"{judged.moved.distance:.2g} of the noise is in cells where verdicts differ")
@@ -253,9 +253,9 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell
     mean = sum(judged.distances) / max(1, len(judged.distances))
     summary = (
         f"{judged.counted}: answers of up to {max(world.length for world in drafted)} tokens are "
-        f"{mean:.2g} from the target's law in the mean of {len(drafted)} worlds, {judged.target.distance:.2g} at most; "
-        f"verdicts are within {judged.kernel.distance:.1e} of the kernel's law where that can be composed "
-        f"({judged.compared:,} proposals)"
+        f"{mean:.2g} from the target's distribution in the mean of {len(drafted)} worlds, "
+        f"{judged.target.distance:.2g} at most; verdicts are within {judged.kernel.distance:.1e} of the kernel's "
+        f"distribution where that can be composed ({judged.compared:,} proposals)"
     )
     facts = {**judged.facts, "worlds": len(drafted), "mean_distance": mean, "compared_with_kernel": judged.compared}
     return Finding(Part.EXACT, name, Status.MEASURED, summary, facts)
@@ -282,8 +282,8 @@ def _coupled(rule: Rule, device: torch.device, tell: Tell) -> list[Finding]:
         "tolerance": TOLERANCE,
     }
     summary = f"{answers.proposals:,} proposals, {answers.cells:,} cells, largest distance {largest:.1e}"
-    law = Finding(Part.EXACT, "coupled law, every cell", _status(largest), summary, facts)
-    return [sampled.finding, law, greedy.finding]
+    dist = Finding(Part.EXACT, "coupled distribution, every cell", _status(largest), summary, facts)
+    return [sampled.finding, dist, greedy.finding]
 
 
 @dataclass(slots=True)

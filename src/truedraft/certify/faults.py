@@ -96,7 +96,7 @@ def judges_another_temperature(rule: Rule) -> Rule:
     """Judges q at a temperature at which it was not drawn."""
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
-        wrong = [own if own.laws is None else replace(own, laws=flattened(own.laws)) for own in proposals]
+        wrong = [own if own.probs is None else replace(own, probs=flattened(own.probs)) for own in proposals]
         return rule.decide(wrong, probs, noise)
 
     return altered(rule, decide=decide)
@@ -171,7 +171,7 @@ def hides_unlikely_draws(drafter: Drafter) -> Drafter:
 
 def _first_probability(proposal: Proposal) -> float:
     draw = proposal.draws[0][0]
-    return 1.0 if proposal.laws is None else float(proposal.laws[draw.law, proposal.tree.token_list[draw.child]])
+    return 1.0 if proposal.probs is None else float(proposal.probs[draw.dist, proposal.tree.token_list[draw.child]])
 
 
 def loses_last_accepted(model: LanguageModel) -> LanguageModel:

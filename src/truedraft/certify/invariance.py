@@ -192,9 +192,9 @@ class _Asking:
         """One for each way."""
         found = [self._finding(name, comparison) for name, comparison in self._comparisons.items()]
         if not self._has_margins:
-            sentence = "Different budgets may change the tokens of a sampled request, but not their law."
+            sentence = "Different budgets may change the tokens of a sampled request, but not their distribution."
             if not self._stack.rule.lossless:
-                sentence = f"The rule {self._stack.rule.spec!r} is lossy: its law depends on what is drafted."
+                sentence = f"The rule {self._stack.rule.spec!r} is lossy: its distribution depends on what is drafted."
             found.append(Finding(Part.INVARIANCE, _BUDGETS, Status.DOES_NOT_APPLY, sentence))
         return found
 

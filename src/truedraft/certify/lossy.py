@@ -85,8 +85,9 @@ def _measured(found: Sequence[Divergence]) -> Finding:
     kl = Interval.of([each.kl for each in found], tokens)
     greedy = Interval.of([each.total_variation_greedy for each in found], tokens)
     summary = (
-        f"lossy: a token's law is off by a total variation of {distance.describe()} (95 %), KL {kl.describe()} nats, "
-        f"over {sum(tokens):,} tokens of {len(found)} answers; greedy decoding there would be off by {greedy.mean:.4f}"
+        f"lossy: a token's distribution is off by a total variation of {distance.describe()} (95 %), "
+        f"KL {kl.describe()} nats, over {sum(tokens):,} tokens of {len(found)} answers; greedy decoding there would be "
+        f"off by {greedy.mean:.4f}"
     )
     facts = {
         "tokens": sum(tokens),
@@ -97,12 +98,12 @@ def _measured(found: Sequence[Divergence]) -> Finding:
         "kl_nats_ci95": [max(0.0, kl.mean - kl.half_width), kl.mean + kl.half_width],
         "total_variation_greedy": greedy.mean,
     }
-    return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.MEASURED, summary, facts)
+    return Finding(Part.DIVERGENCE, "divergence of a token's distribution", Status.MEASURED, summary, facts)
 
 
 def _unmeasured() -> Finding:
     summary = "the rule is lossy and says nothing of its divergence"
-    return Finding(Part.DIVERGENCE, "divergence of a token's law", Status.FAILS, summary)
+    return Finding(Part.DIVERGENCE, "divergence of a token's distribution", Status.FAILS, summary)
 
 
 def _outside(tests: TokenTests) -> Finding:
@@ -111,7 +112,7 @@ def _outside(tests: TokenTests) -> Finding:
     widest = max(results, key=lambda test: test.least_excess(_SIGMAS))
     least = widest.least_excess(_SIGMAS)
     summary = (
-        f"seen from outside: on average a token's law is off by at least {least:.4f} ({widest.name}: "
+        f"seen from outside: on average a token's distribution is off by at least {least:.4f} ({widest.name}: "
         f"{widest.excess:+.4f} over {widest.tokens:,} tokens)"
     )
     facts = {"least_total_variation": least, "test": widest.name, "excess": widest.excess, "tokens": widest.tokens}

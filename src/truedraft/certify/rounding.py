@@ -183,7 +183,7 @@ class Rounding:
             return f"rows are bitwise equal in {len(self._all) + 1} shapes at {self.positions} places: rounding is 0"
         told = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, laws by a total variation of "
+            f"{self.drafted_difference:.3g} in drafted ones, distributions by a total variation of "
             f"{self.mean_total_variation:.2g} on average and {self.largest_total_variation:.2g} at most, "
             f"over {self.positions} places"
         )

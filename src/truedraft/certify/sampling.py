@@ -102,9 +102,9 @@ def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
     found = []
     for depth, slot in enumerate(slots[: len(outcome.tokens)]):
         draws = proposal.draws[slot]
-        drawn = bool(draws) and draws[0].law >= 0 and proposal.laws is not None
-        q = proposal.laws[draws[0].law].clone() if drawn and proposal.laws is not None else None
-        chosen = () if drawn else [draw for draw in draws if draw.law < 0]
+        drawn = bool(draws) and draws[0].dist >= 0 and proposal.probs is not None
+        q = proposal.probs[draws[0].dist].clone() if drawn and proposal.probs is not None else None
+        chosen = () if drawn else [draw for draw in draws if draw.dist < 0]
         fixed = tuple(proposal.tree.token_list[draw.child] for draw in chosen)
         found.append(Decision(depth, q, fixed, None if probs is None else probs[slot]))
     return found

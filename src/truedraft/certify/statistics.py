@@ -107,7 +107,7 @@ class Statistics(Check):
             "would have been found"
         )
         if sample.impossible:
-            summary += f"; {sample.impossible} tokens that the target's law forbids"
+            summary += f"; {sample.impossible} tokens that the target's distribution forbids"
         facts: dict[str, Any] = {
             "tokens": sample.tokens,
             "tokens_with_a_draft": sample.judged,
@@ -126,12 +126,12 @@ class Statistics(Check):
         return Finding(Part.STATISTICAL, "tokens at their own prefixes", status, summary, facts)
 
     def _of_joint(self, joint: JointResult | None, adjusted: float | None, level: float) -> Finding:
-        name = "joint law of three tokens"
+        name = "joint distribution of three tokens"
         if joint is None:
             reason = "under these options no prompt leaves more than one answer over three tokens"
             return Finding(Part.STATISTICAL, name, Status.DOES_NOT_APPLY, reason)
         if adjusted is None:
-            told = "not judged, for rounding moves the law or there are too few answers"
+            told = "not judged, for rounding moves the distribution or there are too few answers"
             status = Status.MEASURED
         else:
             told = f"p-value after Holm {adjusted:.2g}"

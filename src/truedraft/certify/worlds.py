@@ -16,7 +16,8 @@ from truedraft.verification.exact import PlannedDraw
 
 Prefix = tuple[int, ...]
 STYLES = ("dense", "sparse", "one-hot", "varied")
-"""Laws without zeros, with about half of them, of one token alone, and of a style that changes between contexts."""
+"""Distributions without zeros, with about half of them, of one token alone, and of a style that changes between
+contexts."""
 
 
 class Table:
@@ -82,22 +83,22 @@ class Case:
     Attributes:
         probability: that it is drafted.
         proposal: the tree and its draws.
-        laws: the target's distributions `[slots, vocab]`, float64.
+        probs: the target's distributions `[slots, vocab]`, float64.
     """
 
     probability: float
     proposal: Proposal
-    laws: Tensor
+    probs: Tensor
 
     def to(self, device: torch.device) -> Case:
         """The same with its probabilities and tokens on a device; the host knows the tokens."""
-        if self.laws.device == device:
+        if self.probs.device == device:
             return self
         mine = self.proposal
         tree = TokenTree(mine.tree.tokens.to(device), mine.tree.shape)
         tree.learn(mine.tree.token_list)
-        drafted = None if mine.laws is None else mine.laws.to(device)
-        return Case(self.probability, Proposal(tree, mine.draws, drafted), self.laws.to(device))
+        drafted = None if mine.probs is None else mine.probs.to(device)
+        return Case(self.probability, Proposal(tree, mine.draws, drafted), self.probs.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class World:
         return kept
 
     def scheme(self, prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        """The draws at a node, as `emitted_law` takes them."""
+        """The draws at a node, as `emitted_dist` takes them."""
         plan = []
         for choice in self.choices(prefix, drafted):
             if choice.kind is DrawKind.DETERMINISTIC:

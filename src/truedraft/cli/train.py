@@ -159,7 +159,9 @@ class HeadRunOptions(RunOptions):
 class MedusaRunOptions(HeadRunOptions):
     """The same for Medusa heads."""
 
-    law_share: float = option(1.0, "1 learns the target's laws, 0 its tokens alone, in between a mixture.", "X")
+    law_share: float = option(
+        1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class RedrafterRunOptions(HeadRunOptions):
 
     loss: str = option(
         "kl",
-        "kl, reverse-kl, tv or jsd learn the target's laws, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
+        "kl, reverse-kl, tv or jsd learn the target's distributions, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
         "LOSS",
     )
     laws: str = option(

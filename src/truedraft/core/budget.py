@@ -10,7 +10,8 @@ from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 
 MOST_NODES = 1024
-"""Most nodes of a tree that options may ask for: the target reads each of them, and there is a law for each."""
+"""Most nodes of a tree that options may ask for: the target reads each of them, and there is a distribution for
+each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""The tokens with the largest log p + G of a law under keyed noise (DESIGN section 4, coupled sampling).
+"""The tokens with the largest log p + G of a distribution under keyed noise (DESIGN section 4, coupled sampling).
 
 The definition is `choices_by_definition`: noise for the whole vocabulary, and two logarithms for each token of it. A
 device does just that, for all rows at once. On the CPU it would cost more than a small model's forward, so there
 `coupled_choices` works it out only for tokens that may win, and gives the same tokens.
 
-Which tokens may have the largest log p + G of a law, found without a logarithm for most of the vocabulary.
+Which tokens may have the largest log p + G of a distribution, found without a logarithm for most of the vocabulary.
 
 With G = -log E and E = -log U, the largest log p(v) + G(v) is the smallest E(v) / p(v): a race of exponential clocks.
 E >= 1 - U, so once some token has E / p = t, only tokens with p / (1 - U) >= 1 / t can be before it, and these are a
@@ -54,24 +54,24 @@ _WORD = 8
 """Tokens whose flags are looked at together: bytes of a 64-bit word."""
 
 
-def coupled_choices(laws: Sequence[Tensor], places: Sequence[Place], count: int = 1) -> Tensor:
+def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int = 1) -> Tensor:
     """The `count` tokens with the largest log p(v) + G(v) of each row, in falling order; the lowest id among equals.
 
     What is chosen in a row depends on no other row. On a device nothing waits.
 
     Args:
-        laws: `[rows, vocab]` each, float32 or float64, all on one device, one behind another; at least one.
+        probs: `[rows, vocab]` each, float32 or float64, all on one device, one behind another; at least one.
         places: for each row of all of them, whose noise is added to it.
         count: tokens to choose, at least 1.
 
     Returns:
-        Token ids `[total rows, count]`, int64, on the device of the laws. Where fewer tokens have mass, and
+        Token ids `[total rows, count]`, int64, on the device of the distributions. Where fewer tokens have mass, and
         throughout a row with NaN, the size of the vocabulary stands for none.
     """
-    if not transfers.waits(laws[0].device):
-        return _choose_here(laws, places, count)
+    if not transfers.waits(probs[0].device):
+        return _choose_here(probs, places, count)
     chosen, start = [], 0
-    for _, group in itertools.groupby(laws, key=lambda law: (law.shape[-1], law.dtype)):
+    for _, group in itertools.groupby(probs, key=lambda dist: (dist.shape[-1], dist.dtype)):
         own = list(group)
         rows = sum(map(len, own))
         together = own[0] if len(own) == 1 else torch.cat(own)
@@ -80,10 +80,10 @@ def coupled_choices(laws: Sequence[Tensor], places: Sequence[Place], count: int 
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
 
-def choices_by_definition(law: Tensor, places: Sequence[Place], count: int = 1) -> Tensor:
-    """The same for laws `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
-    vocab = law.shape[-1]
-    scores = torch.log(law.double()).add_(_noise_of_rows(places, vocab, law.device))
+def choices_by_definition(dist: Tensor, places: Sequence[Place], count: int = 1) -> Tensor:
+    """The same for distributions `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
+    vocab = dist.shape[-1]
+    scores = torch.log(dist.double()).add_(_noise_of_rows(places, vocab, dist.device))
     best = scores.argmax(dim=-1, keepdim=True) if count == 1 else scores.topk(min(count, vocab), dim=-1).indices
     # A row with NaN has it among its best, and nothing is above it.
     some = scores.gather(-1, best) > -torch.inf
@@ -103,7 +103,7 @@ def _noise_of_rows(places: Sequence[Place], vocab: int, device: torch.device) ->
 def _given(place: Place, vocab: int, device: torch.device) -> Tensor:
     noise, depth = place
     numbers = noise.gumbel(depth, vocab, device)
-    assert numbers is not None, "a greedy request takes the argmax of its law"
+    assert numbers is not None, "a greedy request takes the argmax of its distribution"
     return numbers
 
 
@@ -112,20 +112,20 @@ def _given(place: Place, vocab: int, device: torch.device) -> Tensor:
 
 @dataclass(slots=True)
 class _Row:
-    """A law `[vocab]`, its noise, what was found in it (ids in rising order), and where the answer goes."""
+    """A distribution `[vocab]`, its noise, what was found in it (ids in rising order), and where the answer goes."""
 
-    law: NDArray[Any]
+    dist: NDArray[Any]
     place: Place
     key: int | None
     out: NDArray[np.int64]
     found: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def _choose_here(laws: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
+def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
     """See `coupled_choices`: for each row the tokens that may win, then the scores of all of them at once."""
-    given = [row for law in laws for row in law.detach().numpy()]
+    given = [row for dist in probs for row in dist.detach().numpy()]
     chosen = np.empty((len(given), count), np.int64)
-    rows = [_Row(law, place, gumbel_key(*place), out) for law, place, out in zip(given, places, chosen, strict=True)]
+    rows = [_Row(dist, place, gumbel_key(*place), out) for dist, place, out in zip(given, places, chosen, strict=True)]
     finder = _Finder(count)
     # Rows with one key one behind another: they share the noise.
     for row in sorted(rows, key=lambda row: row.key or 0):
@@ -133,8 +133,8 @@ def _choose_here(laws: Sequence[Tensor], places: Sequence[Place], count: int) ->
     finder.finish()
     unsettled = []
     for row in rows:
-        row.out.fill(len(row.law))
-        if len(row.found) == 1 and row.law[row.found[0]] > 0.0:
+        row.out.fill(len(row.dist))
+        if len(row.found) == 1 and row.dist[row.found[0]] > 0.0:
             row.out[0] = row.found[0]
         elif len(row.found):
             unsettled.append(row)
@@ -144,7 +144,8 @@ def _choose_here(laws: Sequence[Tensor], places: Sequence[Place], count: int) ->
 
 
 class _Finder:
-    """Finds the tokens that may be among the best of laws; keeps its memory for laws over the same vocabulary."""
+    """Finds the tokens that may be among the best of distributions; keeps its memory for distributions over the same
+    vocabulary."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -155,21 +156,22 @@ class _Finder:
         self._sparse: list[tuple[_Row, NDArray[np.int64], NDArray[np.uint64]]] = []
 
     def look(self, row: _Row) -> None:
-        """Find the tokens of a row, or begin to: `finish` does the rest. With NaN in a law one is among them."""
-        law = row.law
+        """Find the tokens of a row, or begin to: `finish` does the rest. With NaN in a distribution one is among
+        them."""
+        dist = row.dist
         if row.key is None:
-            row.found = np.arange(len(law))
+            row.found = np.arange(len(dist))
             return
-        if len(law) != self._vocab:
-            self._vocab, self._race = len(law), None
-            self._flags = np.zeros(-(-len(law) // _WORD) * _WORD, np.bool_)
+        if len(dist) != self._vocab:
+            self._vocab, self._race = len(dist), None
+            self._flags = np.zeros(-(-len(dist) // _WORD) * _WORD, np.bool_)
             self._words = self._flags.view(np.uint64)
-        np.not_equal(law, 0.0, out=self._flags[: len(law)])  # NaN is not 0 either
+        np.not_equal(dist, 0.0, out=self._flags[: len(dist)])  # NaN is not 0 either
         some = self._words != 0
-        few = max(_FEW, len(law) // _FEW_OF)
+        few = max(_FEW, len(dist) // _FEW_OF)
         if _WORD * np.count_nonzero(some) > few and np.count_nonzero(self._flags) > few:
-            self._race = self._race or LazyGumbelMax(len(law))
-            fast = self._race.candidates(law, row.key, self._count)
+            self._race = self._race or LazyGumbelMax(len(dist))
+            fast = self._race.candidates(dist, row.key, self._count)
             if fast is not None:
                 row.found = fast
                 return
@@ -193,7 +195,7 @@ def _settle(rows: Sequence[_Row]) -> None:
     counts = [len(row.found) for row in rows]
     ends = list(itertools.accumulate(counts))
     ids = np.concatenate([row.found for row in rows])
-    masses = np.concatenate([row.law[row.found] for row in rows]).astype(np.float64, copy=False)
+    masses = np.concatenate([row.dist[row.found] for row in rows]).astype(np.float64, copy=False)
     noise = gumbel_of_each(np.repeat(np.array([row.key or 0 for row in rows], np.uint64), counts), ids)
     for row, start, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
         if row.key is None:
@@ -225,11 +227,11 @@ _SLACK = 1.0 - 2.0**-10
 _LEAST_LOG_2 = 0.69
 """A little below log 2: E is larger where U < 1/2."""
 _LEAST_SCALE = 1e-30
-"""Below this float32 loses digits; a law never comes near it, as its largest entry is at least 1 / vocab."""
+"""Below this float32 loses digits; a distribution never comes near it, as its largest entry is at least 1 / vocab."""
 
 
 class LazyGumbelMax:
-    """Finds the tokens that may win, for laws over one vocabulary; it holds the memory that this takes.
+    """Finds the tokens that may win, for distributions over one vocabulary; it holds the memory that this takes.
 
     Args:
         vocab: size of the vocabulary.
@@ -244,33 +246,34 @@ class LazyGumbelMax:
         self._ratios = np.zeros(-(-vocab // _GROUPS) * _GROUPS, np.float32)
         self._key: int | None = None
 
-    def candidates(self, law: NDArray[Any], key: int, count: int) -> NDArray[np.int64] | None:
+    def candidates(self, dist: NDArray[Any], key: int, count: int) -> NDArray[np.int64] | None:
         """Tokens among which the `count` largest log p + G are, in rising order.
 
         Args:
-            law: `[vocab]`, float32 or float64.
+            dist: `[vocab]`, float32 or float64.
             key: of the noise, 64 bits.
             count: how many tokens are looked for, at least 1.
 
         Returns:
-            The ids, or None where the filter cannot say: too few tokens with mass and U >= 1/2, or no law at all.
+            The ids, or None where the filter cannot say: too few tokens with mass and U >= 1/2, or no distribution at
+            all.
         """
         if key != self._key:
             self._fill_lead(key)
             self._key = key
-        ratios = np.divide(law, self._lead, out=self._ratios[: len(law)])
+        ratios = np.divide(dist, self._lead, out=self._ratios[: len(dist)])
         found = self._distinct(count)
         if found is None:
             return None
         # The bound: so many tokens as are looked for have at most this E / p.
-        bound = max(_exponential(key, token) / float(law[token]) for token in found.tolist())
+        bound = max(_exponential(key, token) / float(dist[token]) for token in found.tolist())
         scale = _SLACK / (bound * 2.0**64)
         if not scale > _LEAST_SCALE:
             return None
         fast = ratios <= -scale
         least = _LEAST_LOG_2 / bound
         if least <= 1.0:
-            fast |= law >= least  # U < 1/2 takes a probability that at most bound / log 2 tokens have
+            fast |= dist >= least  # U < 1/2 takes a probability that at most bound / log 2 tokens have
         return fast.nonzero()[0]
 
     def _distinct(self, count: int) -> NDArray[np.int64] | None:

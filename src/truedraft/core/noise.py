@@ -1,8 +1,8 @@
 """Keyed noise: every random number is a function of what it decides, never of when it was drawn.
 
 A draw is keyed (seed, sample, position, purpose, step, index). No key serves two decisions: noise reused after a
-rejection biases the law. Only coupled sampling keys by (seed, sample, position, token). The generator is 64-bit
-integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the CPU and on a GPU.
+rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token). The generator is
+64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the CPU and on a GPU.
 """
 
 from __future__ import annotations

@@ -72,12 +72,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the law of every node is one-hot."""
+        """Whether the distribution of every node is one-hot."""
         return self.temperature == 0.0
 
     @property
-    def law_key(self) -> tuple[float, int, float, float]:
-        """What the law of a node depends on, beside its logits: equal keys share one computation."""
+    def probs_key(self) -> tuple[float, int, float, float]:
+        """What the distribution of a node depends on, beside its logits: equal keys share one computation."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 

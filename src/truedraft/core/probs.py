@@ -4,12 +4,11 @@ A distribution is a tensor `[..., vocab]` of float32 or float64 that sums to 1 a
 
 The nucleus (top-p): the likeliest tokens whose mass reaches p, the crossing one included; ties: lowest id first.
 
-Which tokens these are is said by the law sorted in falling order, equal ones by id: the first n of them, n the least
-with mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that order, in
+Which tokens these are is said by the distribution sorted in falling order, equal ones by id: the first n of them, n the
+least with mass >= p (all of them where rounding leaves less than p). The mass of a prefix is its sum in that order, in
 float64, so it does not depend on how many tokens stand behind it, and a row's nucleus not on its neighbours.
 `nucleus_by_sorting` does just that. On a CPU, sorting the vocabulary costs more than a small model's forward, so
-`nucleus_by_candidates` finds the same bits from the few tokens above a threshold.
-"""
+`nucleus_by_candidates` finds the same bits from the few tokens above a threshold."""
 
 from __future__ import annotations
 
@@ -27,33 +26,34 @@ _BELOW_ONE = 1.0 - 2.0**-53
 
 
 def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law that `params` makes of logits, in the order of Hugging Face: temperature, top-k, top-p, min-p.
+    """The distribution that `params` makes of logits, in the order of Hugging Face: temperature, top-k, top-p, min-p.
 
-    A row's law does not depend on the other rows.
+    A row's distribution does not depend on the other rows.
 
     Args:
         logits: `[rows, vocab]`, any floating dtype; a row may hold -inf, but not NaN, +inf, or -inf alone.
-        params: sampling options. At temperature 0 the law is one-hot at the lowest id among the largest logits.
+        params: sampling options. At temperature 0 the distribution is one-hot at the lowest id among the largest
+            logits.
 
     Returns:
-        Laws `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Other rows give
-        one that is not finite; see `finite_rows`.
+        Distributions `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Other rows
+        give one that is not finite; see `finite_rows`.
     """
     logits = logits.detach() if logits.dtype == torch.float64 else logits.detach().float()
     if params.greedy:
         choice = most_likely(logits)[..., None]
-        # A row without a finite largest logit has no law: NaN says so, as softmax does at other temperatures.
+        # A row without a finite largest logit has no distribution: NaN says so, as softmax does at other temperatures.
         mass = torch.where(logits.gather(-1, choice).isfinite(), 1.0, torch.nan).to(logits.dtype)
         return torch.zeros_like(logits).scatter_(-1, choice, mass)
-    law = torch.softmax(_divided(logits, params.temperature), dim=-1)
-    if 0 < params.top_k < law.shape[-1]:
+    dist = torch.softmax(_divided(logits, params.temperature), dim=-1)
+    if 0 < params.top_k < dist.shape[-1]:
         # Ties are those of the logits: dividing may round two of them together.
-        law = _keep(law, logits, logits.topk(params.top_k, dim=-1).values[..., -1:])
+        dist = _keep(dist, logits, logits.topk(params.top_k, dim=-1).values[..., -1:])
     if params.top_p < 1.0:
-        law = keep_nucleus(law, params.top_p)
+        dist = keep_nucleus(dist, params.top_p)
     if params.min_p > 0.0:
-        law = _keep(law, law, params.min_p * law.amax(dim=-1, keepdim=True))
-    return law
+        dist = _keep(dist, dist, params.min_p * dist.amax(dim=-1, keepdim=True))
+    return dist
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
@@ -64,18 +64,19 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
     return (logits - logits.amax(dim=-1, keepdim=True)).div_(max(temperature, torch.finfo(logits.dtype).tiny))
 
 
-def _keep(law: Tensor, scores: Tensor, least: Tensor) -> Tensor:
-    """A law `[..., vocab]`, changed in place: no mass where the score is below `least` `[..., 1]`, scaled to 1."""
+def _keep(dist: Tensor, scores: Tensor, least: Tensor) -> Tensor:
+    """A distribution `[..., vocab]`, changed in place: no mass where the score is below `least` `[..., 1]`, scaled to
+    1."""
     # A product with ones and zeros, because torch's masked operations are an order slower on the CPU.
-    law.mul_(torch.ge(scores, least, out=torch.empty_like(law)))
-    return law.div_(law.sum(dim=-1, keepdim=True))
+    dist.mul_(torch.ge(scores, least, out=torch.empty_like(dist)))
+    return dist.div_(dist.sum(dim=-1, keepdim=True))
 
 
 def most_likely(scores: Tensor) -> Tensor:
     """The token with the largest score in each row, the lowest id among equals.
 
     Args:
-        scores: `[..., vocab]`, any floating dtype: laws, logits, or anything that orders tokens as they do.
+        scores: `[..., vocab]`, any floating dtype: distributions, logits, or anything that orders tokens as they do.
 
     Returns:
         Token ids `[...]`, int64, on the device of the scores. In a row with NaN the first NaN's.
@@ -88,40 +89,42 @@ def most_likely(scores: Tensor) -> Tensor:
 
 
 def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
-    """Laws of a packed batch: consecutive groups of rows, each with its own options.
+    """Distributions of a packed batch: consecutive groups of rows, each with its own options.
 
     Args:
         logits: `[total_rows, vocab]`, the groups' rows one behind another.
         rows: for each group its options and its number of rows.
 
     Returns:
-        For each group its laws `[rows of the group, vocab]`. Neighbouring groups with equal laws share one computation.
+        For each group its distributions `[rows of the group, vocab]`. Neighbouring groups with equal distributions
+        share one computation.
     """
-    laws: list[Tensor] = []
+    probs: list[Tensor] = []
     start = first = 0
     for i, (params, count) in enumerate(rows):
         start += count
-        if i + 1 == len(rows) or params.law_key != rows[i + 1][0].law_key:
-            counts = [n for _, n in rows[len(laws) : i + 1]]
-            laws.extend(probs_from_logits(logits[first:start], params).split(counts))
+        if i + 1 == len(rows) or params.probs_key != rows[i + 1][0].probs_key:
+            counts = [n for _, n in rows[len(probs) : i + 1]]
+            probs.extend(probs_from_logits(logits[first:start], params).split(counts))
             first = start
-    return laws
+    return probs
 
 
-def finite_rows(law: Tensor) -> Tensor:
-    """Which rows of laws `[rows, vocab]` are laws at all: bool `[rows]`, False where logits were NaN or +inf."""
-    return law.sum(dim=-1).isfinite()
+def finite_rows(dist: Tensor) -> Tensor:
+    """Which rows of distributions `[rows, vocab]` are distributions at all: bool `[rows]`, False where logits were NaN
+    or +inf."""
+    return dist.sum(dim=-1).isfinite()
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The law after q's token was rejected: norm(max(0, p - q)), and p itself where no mass is left.
+    """The distribution after q's token was rejected: norm(max(0, p - q)), and p itself where no mass is left.
 
     Leviathan et al. 2211.17192, algorithm 1. No mass is left only where p = q up to rounding, and there a
     rejection has probability 0 up to rounding.
 
     Args:
-        p: target law `[..., vocab]`.
-        q: draft law `[..., vocab]`.
+        p: target distribution `[..., vocab]`.
+        q: draft distribution `[..., vocab]`.
     """
     return _scaled((p - q).clamp_min_(0.0), p)
 
@@ -141,24 +144,24 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
-    """Half the L1 distance along the last axis; 1 - overlap for laws."""
+    """Half the L1 distance along the last axis; 1 - overlap for distributions."""
     return 0.5 * (p - q).abs().sum(dim=-1)
 
 
-def draw(law: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token from each law by inverting its cumulative sum, in float64.
+def draw(dist: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one token from each distribution by inverting its cumulative sum, in float64.
 
-    Worked example: the law [0.2, 0, 0.8] has the cells [0, 0.2) for token 0 and [0.2, 1) for token 2; u = 0.2
+    Worked example: the distribution [0.2, 0, 0.8] has the cells [0, 0.2) for token 0 and [0.2, 1) for token 2; u = 0.2
     draws token 2, and no u draws token 1.
 
     Args:
-        law: `[rows, vocab]`.
+        dist: `[rows, vocab]`.
         uniform: `[rows]` in [0, 1), float64.
 
     Returns:
         Token ids `[rows]`, int64; never one of mass 0. A row without mass, or not finite, gives `vocab`.
     """
-    cumulative = law.cumsum(dim=-1, dtype=torch.float64)
+    cumulative = dist.cumsum(dim=-1, dtype=torch.float64)
     # Below 1 the product stays below the total, which would point past the last token that has mass.
     threshold = cumulative[..., -1:] * uniform[..., None].clamp_max(_BELOW_ONE)
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
@@ -173,46 +176,46 @@ def without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 _USUAL_COUNT = 2048
-"""Tokens at (1 - p) / 2048 or more hold the nucleus of most laws that a language model gives, and are few."""
+"""Tokens at (1 - p) / 2048 or more hold the nucleus of most distributions that a language model gives, and are few."""
 
 
-def keep_nucleus(law: Tensor, top_p: float) -> Tensor:
-    """Laws `[..., vocab]` cut to their nucleus of mass `top_p` and scaled to sum to 1. May change `law` in place.
+def keep_nucleus(dist: Tensor, top_p: float) -> Tensor:
+    """Distributions `[..., vocab]` cut to their nucleus of mass `top_p` and scaled to sum to 1. May change `dist` in
+    place.
 
     A row that is not finite gives one that is not finite.
 
     Args:
-        law: laws that the caller gives away, contiguous.
+        dist: distributions that the caller gives away, contiguous.
         top_p: in (0, 1).
     """
     # Elsewhere a sort is cheap, and looking at what it found would wait for the device.
-    return nucleus_by_candidates(law, top_p) if law.device.type == "cpu" else nucleus_by_sorting(law, top_p)
+    return nucleus_by_candidates(dist, top_p) if dist.device.type == "cpu" else nucleus_by_sorting(dist, top_p)
 
 
-def nucleus_by_sorting(law: Tensor, top_p: float) -> Tensor:
+def nucleus_by_sorting(dist: Tensor, top_p: float) -> Tensor:
     """The definition, on any device, without a host decision; see `keep_nucleus`."""
-    ordered, order = law.sort(dim=-1, descending=True, stable=True)
+    ordered, order = dist.sort(dim=-1, descending=True, stable=True)
     reached = ordered.cumsum(dim=-1, dtype=torch.float64)
-    last = (reached < top_p).sum(dim=-1, keepdim=True).clamp_max(law.shape[-1] - 1)  # place of the crossing token
-    behind = torch.arange(law.shape[-1], device=law.device) > last
-    scaled = (ordered / reached.gather(-1, last)).to(law.dtype).masked_fill(behind, 0.0)
-    return torch.zeros_like(law).scatter_(-1, order, scaled)
+    last = (reached < top_p).sum(dim=-1, keepdim=True).clamp_max(dist.shape[-1] - 1)  # place of the crossing token
+    behind = torch.arange(dist.shape[-1], device=dist.device) > last
+    scaled = (ordered / reached.gather(-1, last)).to(dist.dtype).masked_fill(behind, 0.0)
+    return torch.zeros_like(dist).scatter_(-1, order, scaled)
 
 
-def nucleus_by_candidates(law: Tensor, top_p: float) -> Tensor:
+def nucleus_by_candidates(dist: Tensor, top_p: float) -> Tensor:
     """The same bits as `nucleus_by_sorting`, in place, on the CPU; see `keep_nucleus`."""
-    for row in law.view(-1, law.shape[-1]).numpy():
+    for row in dist.view(-1, dist.shape[-1]).numpy():
         _cut(row, top_p)
-    return law
+    return dist
 
 
 def _cut(row: NDArray[Any], top_p: float) -> None:
-    """Cut one law `[vocab]` to its nucleus.
+    """Cut one distribution `[vocab]` to its nucleus.
 
-    All tokens above a threshold, ties included, are a prefix of the sorted law: where their mass reaches `top_p`
-    they decide. Tokens below (1 - p) / vocab hold less than 1 - p together, so the second threshold can fail by
-    rounding only; then every token is looked at.
-    """
+    All tokens above a threshold, ties included, are a prefix of the sorted distribution: where their mass reaches
+    `top_p` they decide. Tokens below (1 - p) / vocab hold less than 1 - p together, so the second threshold can fail by
+    rounding only; then every token is looked at."""
     for least in ((1.0 - top_p) / _USUAL_COUNT, (1.0 - top_p) / len(row), 0.0):
         ids = (row >= least).nonzero()[0]  # rising
         values = row[ids]
@@ -222,7 +225,7 @@ def _cut(row: NDArray[Any], top_p: float) -> None:
         if count <= len(ids):
             break
     if not len(ids):
-        return  # not a law: NaN is not >= 0
+        return  # not a distribution: NaN is not >= 0
     count = min(count, len(ids))
     crossing = falling[count - 1]
     kept = values >= crossing

@@ -33,12 +33,13 @@ class Draw(NamedTuple):
 
     Attributes:
         child: node that carries the drawn token. Two draws of one slot may name one child: both count.
-        law: row of `Proposal.laws` that the token was drawn from, before any removal; -1 for a one-hot law.
-        kind: how it was drawn. Without replacement, the law loses the tokens that earlier draws of the same row took.
+        dist: row of `Proposal.probs` that the token was drawn from, before any removal; -1 for a one-hot distribution.
+        kind: how it was drawn. Without replacement, the distribution loses the tokens that earlier draws of the same
+            row took.
     """
 
     child: int
-    law: int
+    dist: int
     kind: DrawKind
 
 
@@ -50,21 +51,21 @@ class Proposal:
         tree: the drafted tokens.
         draws: for each slot (the root, then each node) its draws, in the order in which they are judged. The order
             is fixed before anything is drawn.
-        laws: `[laws, vocab]`: the very tensor that was sampled from, or None when every draw is deterministic.
+        probs: `[probs, vocab]`: the very tensor that was sampled from, or None when every draw is deterministic.
     """
 
     tree: TokenTree
     draws: tuple[tuple[Draw, ...], ...]
-    laws: Tensor | None = None
+    probs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Every node hangs on a draw of its parent, and every draw has its law."""
+        """Every node hangs on a draw of its parent, and every draw has its distribution."""
         if len(self.draws) != len(self.tree) + 1:
             raise ValueError(f"a tree of {len(self.tree)} nodes has {len(self.tree) + 1} slots, got {len(self.draws)}")
 
     def check(self) -> None:
         """Raise ValueError when draws and tree contradict each other."""
-        check_draws(self.tree.shape, self.draws, 0 if self.laws is None else self.laws.shape[0])
+        check_draws(self.tree.shape, self.draws, 0 if self.probs is None else self.probs.shape[0])
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -74,7 +75,7 @@ class Proposal:
     def without_draws(self, slots: Collection[int]) -> Proposal:
         """The same tree, without the draws of some slots: their nodes stay, but no rule looks at them."""
         draws = tuple(() if slot in slots else own for slot, own in enumerate(self.draws))
-        return Proposal(self.tree, draws, self.laws)
+        return Proposal(self.tree, draws, self.probs)
 
     @classmethod
     def empty(cls) -> Proposal:
@@ -87,35 +88,37 @@ class Proposal:
         return cls(tree, deterministic_draws(tree.shape))
 
     @classmethod
-    def chain(cls, tokens: Tensor, laws: Tensor, kind: DrawKind = DrawKind.INDEPENDENT) -> Proposal:
-        """One path, token i drawn from row i of `laws` `[length, vocab]`."""
-        return cls(TokenTree.chain(tokens), _chain_draws(len(tokens), kind), laws)
+    def chain(cls, tokens: Tensor, probs: Tensor, kind: DrawKind = DrawKind.INDEPENDENT) -> Proposal:
+        """One path, token i drawn from row i of `probs` `[length, vocab]`."""
+        return cls(TokenTree.chain(tokens), _chain_draws(len(tokens), kind), probs)
 
 
 @lru_cache(maxsize=4096)
-def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) -> frozenset[DrawKind]:
+def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> frozenset[DrawKind]:
     """The kinds of draws that occur; shapes recur at every step, so a check once passed costs a look-up.
 
     Args:
         shape: of the tree.
         draws: of each slot.
-        laws: how many laws there are to draw from.
+        probs: how many distributions there are to draw from.
 
     Raises:
-        ValueError: a slot's draws name other nodes than its children, or a law that is not there.
+        ValueError: a slot's draws name other nodes than its children, or a distribution that is not there.
     """
     for slot, slot_draws in enumerate(draws):
         if {draw.child for draw in slot_draws} != set(shape.children[slot]):
             raise ValueError(f"the draws of slot {slot} name other nodes than its children")
         for draw in slot_draws:
-            if draw.law >= laws or (draw.law < 0) != (draw.kind is DrawKind.DETERMINISTIC):
-                raise ValueError(f"{draw} of slot {slot} names no law of this proposal ({laws} laws)")
+            if draw.dist >= probs or (draw.dist < 0) != (draw.kind is DrawKind.DETERMINISTIC):
+                raise ValueError(
+                    f"{draw} of slot {slot} names no distribution of this proposal ({probs} distributions)"
+                )
     return frozenset(draw.kind for slot_draws in draws for draw in slot_draws)
 
 
 @lru_cache(maxsize=1024)
 def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
-    return (*((Draw(child=i, law=i, kind=kind),) for i in range(length)), ())
+    return (*((Draw(child=i, dist=i, kind=kind),) for i in range(length)), ())
 
 
 @lru_cache(maxsize=1024)
@@ -130,7 +133,7 @@ def _candidate(child: int) -> Draw:
 
 
 _ROUNDING = 1e-4
-"""How far the sum of a law in single precision may lie from 1; half precision adds its own unit."""
+"""How far the sum of a distribution in single precision may lie from 1; half precision adds its own unit."""
 
 
 class DrawCheck:
@@ -150,7 +153,9 @@ class DrawCheck:
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
         self._places: list[tuple[int, int]] = []  # proposal and slot of each draw
-        drafted = [(number, own, _from_laws(own.draws)) for number, own in enumerate(proposals) if own.laws is not None]
+        drafted = [
+            (number, own, _from_probs(own.draws)) for number, own in enumerate(proposals) if own.probs is not None
+        ]
         self.unsound = transfers.array(np.zeros(0, np.bool_), device)
         if not any(drawn for _, _, drawn in drafted):
             return
@@ -158,19 +163,19 @@ class DrawCheck:
         places: list[tuple[int, int]] = []  # row and node of each draw
         row = node = 0
         for number, own, drawn in drafted:
-            assert own.laws is not None
+            assert own.probs is not None
             self._places += [(number, slot) for slot, _, _ in drawn]
-            places += [(row + law, node + child) for _, law, child in drawn]
-            tables.append(own.laws.to(device))
-            row, node = row + len(own.laws), node + len(own.tree)
-        laws = tables[0] if len(tables) == 1 else torch.cat(tables)
-        sum_in, slack = _precision(laws.dtype)
+            places += [(row + dist, node + child) for _, dist, child in drawn]
+            tables.append(own.probs.to(device))
+            row, node = row + len(own.probs), node + len(own.tree)
+        probs = tables[0] if len(tables) == 1 else torch.cat(tables)
+        sum_in, slack = _precision(probs.dtype)
         rows, nodes = transfers.array(np.array(places).T.copy(), device)
         # Of a row with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
-        off, least = (laws.sum(dim=-1, dtype=sum_in) - 1.0).abs(), laws.amin(dim=-1)
+        off, least = (probs.sum(dim=-1, dtype=sum_in) - 1.0).abs(), probs.amin(dim=-1)
         sound = transfers.as_array((off <= slack) & (least >= 0.0))
-        tokens = drafted_tokens([own.tree for _, own, _ in drafted], laws.shape[-1], device)
-        self.unsound = ~(sound[rows] & (transfers.entries(laws, rows, tokens[nodes]) > 0.0))
+        tokens = drafted_tokens([own.tree for _, own, _ in drafted], probs.shape[-1], device)
+        self.unsound = ~(sound[rows] & (transfers.entries(probs, rows, tokens[nodes]) > 0.0))
 
     def slots(self, flags: Sequence[float]) -> dict[int, set[int]]:
         """From the flags in `unsound`: for each proposal with such draws the slots where they were made."""
@@ -182,10 +187,10 @@ class DrawCheck:
 
 
 @lru_cache(maxsize=4096)
-def _from_laws(draws: tuple[tuple[Draw, ...], ...]) -> tuple[tuple[int, int, int], ...]:
+def _from_probs(draws: tuple[tuple[Draw, ...], ...]) -> tuple[tuple[int, int, int], ...]:
     """Slot, row and child of each draw that was made from a distribution, and is judged by it."""
     kinds = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT)
-    return tuple((slot, draw.law, draw.child) for slot, own in enumerate(draws) for draw in own if draw.kind in kinds)
+    return tuple((slot, draw.dist, draw.child) for slot, own in enumerate(draws) for draw in own if draw.kind in kinds)
 
 
 def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Array:
@@ -201,7 +206,7 @@ def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device)
 
 @lru_cache
 def _precision(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """In what laws are summed, and how far from 1 the sum may be."""
+    """In what distributions are summed, and how far from 1 the sum may be."""
     return torch.promote_types(dtype, torch.float32), _ROUNDING + torch.finfo(dtype).eps
 
 
@@ -227,8 +232,8 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
     tokens: list[int] = []
     parents: list[int] = []
     draws: list[list[Draw]] = [[]]
-    laws: list[Tensor] = []
-    first_law = 0
+    probs: list[Tensor] = []
+    first_dist = 0
     for proposal in proposals:
         node_of = [-1]
         for node, parent in enumerate(proposal.tree.shape.parents):
@@ -241,10 +246,10 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
             node_of.append(paths[path])
         for slot, slot_draws in enumerate(proposal.draws):
             draws[node_of[slot] + 1].extend(
-                Draw(node_of[d.child + 1], d.law if d.law < 0 else d.law + first_law, d.kind) for d in slot_draws
+                Draw(node_of[d.child + 1], d.dist if d.dist < 0 else d.dist + first_dist, d.kind) for d in slot_draws
             )
-        if proposal.laws is not None:
-            laws.append(proposal.laws)
-            first_law += proposal.laws.shape[0]
+        if proposal.probs is not None:
+            probs.append(proposal.probs)
+            first_dist += proposal.probs.shape[0]
     tree = TokenTree.of_ids(tokens, TreeShape(tuple(parents)))
-    return Proposal(tree, tuple(map(tuple, draws)), torch.cat(laws) if laws else None)
+    return Proposal(tree, tuple(map(tuple, draws)), torch.cat(probs) if probs else None)

@@ -111,8 +111,8 @@ class Counters:
             each leaf; `draft_tokens` is what is left of them because shared prefixes are merged.
         recoveries: how often a step or a proposal failed for several requests together and was done again for this
             one alone. The answer is none the worse, but something is broken and slow; it is 0 where nothing is.
-        divergence: how far the emitted tokens' laws were from the target's, where a lossy rule judged; None where
-            every token was emitted losslessly.
+        divergence: how far the emitted tokens' distributions were from the target's, where a lossy rule judged; None
+            where every token was emitted losslessly.
         stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
             or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
     """
@@ -145,12 +145,13 @@ class Counters:
 
     @property
     def mean_total_variation(self) -> float | None:
-        """Between the law of an emitted token and the target's, over the tokens of lossy rules; None without any."""
+        """Between the distribution of an emitted token and the target's, over the tokens of lossy rules; None without
+        any."""
         return self._mean(lambda sums: sums.total_variation)
 
     @property
     def mean_kl(self) -> float | None:
-        """KL(law of an emitted token || target's law) in nats, likewise."""
+        """KL(distribution of an emitted token || target's distribution) in nats, likewise."""
         return self._mean(lambda sums: sums.kl)
 
     @property

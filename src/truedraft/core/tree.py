@@ -1,9 +1,8 @@
 """Token trees: drafted tokens that share prefixes. A chain is a tree with one path.
 
 The root is the last token of the context; it is not a node. Node i has parent `parents[i]`, which is an earlier
-node or -1 for the root. *Slots* number the places where the target gives a law: slot 0 is the root, slot i + 1 is
-node i.
-"""
+node or -1 for the root. *Slots* number the places where the target gives a distribution: slot 0 is the root, slot i + 1
+is node i."""
 
 from __future__ import annotations
 

@@ -10,12 +10,13 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergence:
-    """The law of one emitted token, given the text before it, against the target's law p at that place.
+    """The distribution of one emitted token, given the text before it, against the target's distribution p at that
+    place.
 
     Attributes:
-        total_variation: half the L1 distance of the two laws, a fraction.
-        kl: KL(emitted law || p), in nats.
-        total_variation_greedy: the same distance for greedy decoding, whose law is one-hot: 1 - max p.
+        total_variation: half the L1 distance of the two distributions, a fraction.
+        kl: KL(emitted distribution || p), in nats.
+        total_variation_greedy: the same distance for greedy decoding, whose distribution is one-hot: 1 - max p.
         kl_greedy: likewise: -log max p, in nats.
     """
 
@@ -31,12 +32,12 @@ class TokenDivergence:
 
     @classmethod
     def of_choice(cls, p_x: float, largest_p: float) -> TokenDivergence:
-        """Where nothing was left to chance: a one-hot law at a token of probability `p_x`, above 0."""
+        """Where nothing was left to chance: a one-hot distribution at a token of probability `p_x`, above 0."""
         return cls(*_of_a_point(p_x), *_of_a_point(largest_p))
 
 
 def _of_a_point(p_x: float) -> tuple[float, float]:
-    """Total variation and KL of a one-hot law at a token x against p: 1 - p(x) and -log p(x)."""
+    """Total variation and KL of a one-hot distribution at a token x against p: 1 - p(x) and -log p(x)."""
     return max(1.0 - p_x, 0.0), max(-math.log(p_x), 0.0)
 
 
@@ -96,10 +97,11 @@ class Verdict:
     Attributes:
         path: accepted nodes, from the root's child down.
         tokens: the path's tokens and the final token: what is emitted. The final one is missing where the target has
-            no law.
+            no distribution.
         final: RECOVERED when draws were rejected at the end of the path, BONUS when there were none to judge.
-        divergence: of a lossy rule, for each of `tokens`, how far its law was from the target's; None of a lossless
-            one. It is a measurement, not a part of the decision, so verdicts that differ in it alone are equal.
+        divergence: of a lossy rule, for each of `tokens`, how far its distribution was from the target's; None of a
+            lossless one. It is a measurement, not a part of the decision, so verdicts that differ in it alone are
+            equal.
     """
 
     path: tuple[int, ...]
@@ -113,6 +115,6 @@ class Verdict:
         return (*(Origin.ACCEPTED for _ in self.path), self.final)[: len(self.tokens)]
 
     def cut(self, tokens: int) -> Verdict:
-        """The verdict up to its first `tokens` tokens, where the target has no law for the next one."""
+        """The verdict up to its first `tokens` tokens, where the target has no distribution for the next one."""
         divergence = None if self.divergence is None else self.divergence[:tokens]
         return Verdict(self.path[:tokens], self.tokens[:tokens], self.final, divergence)

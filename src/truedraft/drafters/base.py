@@ -215,9 +215,9 @@ class Drafter(ABC):
         Whether a draw exists may depend on tokens already in the proposal, never on the token that it draws
         (DESIGN section 2, predictable choice).
 
-        Laws that draws name are distributions (finite, not negative, sum 1) and give something to each token drawn;
-        other draws are not judged, and their request goes on undrafted. A law that no draw names may hold anything.
-        """
+        Distributions that draws name are distributions (finite, not negative, sum 1) and give something to each token
+        drawn; other draws are not judged, and their request goes on undrafted. A distribution that no draw names may
+        hold anything."""
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
         """The step is over; `request.tokens` already holds what it emitted."""

@@ -1,4 +1,5 @@
-"""How a draft's law becomes drafted tokens: the argmaxes, independent draws, or the choices of coupled noise."""
+"""How a draft's distribution becomes drafted tokens: the argmaxes, independent draws, or the choices of coupled
+noise."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ class DrawnChildren:
 class Drawing(ABC):
     """A way to draw children from logits; pure functions of logits and noise.
 
-    How many tokens a law can give depends on its numbers, so the children of several nodes are looked at (`draw`), on
-    a device once for all of them. One token it always gives, so a chain need not be looked at (`draw_unseen`).
-    """
+    How many tokens a distribution can give depends on its numbers, so the children of several nodes are looked at
+    (`draw`), on a device once for all of them. One token it always gives, so a chain need not be looked at
+    (`draw_unseen`)."""
 
     kind: ClassVar[DrawKind]
 
@@ -66,7 +67,8 @@ class Drawing(ABC):
             nodes: one for each row.
 
         Returns:
-            The children of each node, and the laws `[nodes, vocab]` they were drawn from (None: one-hot laws).
+            The children of each node, and the distributions `[nodes, vocab]` they were drawn from (None: one-hot
+            distributions).
         """
 
     @abstractmethod
@@ -75,8 +77,8 @@ class Drawing(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Draw one child of each node without bringing it to the host: the first of those that `draw` draws.
 
-        A node whose logits are broken has no law; its child is token 0, drawn from the law that is one-hot there, so
-        a rule judges it as rightly as any other.
+        A node whose logits are broken has no distribution; its child is token 0, drawn from the distribution that is
+        one-hot there, so a rule judges it as rightly as any other.
 
         Args:
             logits: `[nodes, vocab]` of the draft.
@@ -84,8 +86,8 @@ class Drawing(ABC):
             nodes: one for each row, of any width; nobody may want probabilities.
 
         Returns:
-            The tokens `[nodes]`, int64, on the device of the logits, and the laws `[nodes, vocab]` they were drawn
-            from (None: one-hot laws).
+            The tokens `[nodes]`, int64, on the device of the logits, and the distributions `[nodes, vocab]` they were
+            drawn from (None: one-hot distributions).
         """
 
 
@@ -104,8 +106,8 @@ class TopTokens(Drawing):
             chosen = most_likely(logits)[:, None]
         else:
             chosen = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-        laws = torch.softmax(logits.float(), dim=-1) if _want_probabilities(nodes) else None
-        return _children(chosen, laws, nodes, logits.shape[-1]), None
+        probs = torch.softmax(logits.float(), dim=-1) if _want_probabilities(nodes) else None
+        return _children(chosen, probs, nodes, logits.shape[-1]), None
 
     def draw_unseen(
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
@@ -115,7 +117,7 @@ class TopTokens(Drawing):
 
 
 class SampledTokens(Drawing):
-    """Draws from the draft's law: independent one at a node, without replacement where there are several."""
+    """Draws from the draft's distribution: independent one at a node, without replacement where there are several."""
 
     def __init__(self, kind: DrawKind) -> None:
         self.kind = kind  # type: ignore[misc]
@@ -123,27 +125,27 @@ class SampledTokens(Drawing):
     def draw(
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
-        """`width` tokens of each row, never more than its law has support; see `Drawing.draw`."""
-        laws = left = probs_from_logits(logits, params)
-        vocab, wants = laws.shape[-1], _want_probabilities(nodes)
+        """`width` tokens of each row, never more than its distribution has support; see `Drawing.draw`."""
+        probs = left = probs_from_logits(logits, params)
+        vocab, wants = probs.shape[-1], _want_probabilities(nodes)
         last = max(node.width for node in nodes) - 1
-        uniforms = self._uniforms(nodes, last + 1, laws.device)
+        uniforms = self._uniforms(nodes, last + 1, probs.device)
         chosen: list[Tensor] = []
         for number in range(last + 1):
             # A row whose support is used up, or whose logits are broken, has nothing left to draw: that is `vocab`.
             chosen.append(draw(left, uniforms[number]))
             if number < last:
                 left = left.scatter(-1, chosen[-1].clamp_max(vocab - 1)[:, None], 0.0)
-        children = _children(_side_by_side(chosen, len(nodes)), laws if wants else None, nodes, vocab)
-        return children, _without_broken_rows(laws, nodes, children)
+        children = _children(_side_by_side(chosen, len(nodes)), probs if wants else None, nodes, vocab)
+        return children, _without_broken_rows(probs, nodes, children)
 
     def draw_unseen(
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[Tensor, Tensor | None]:
         """One token of each row; see `Drawing.draw_unseen`."""
-        laws = probs_from_logits(logits, params)
-        tokens = draw(laws, self._uniforms(nodes, 1, laws.device)[0])
-        return _with_stand_ins(tokens, laws, tokens == laws.shape[-1])
+        probs = probs_from_logits(logits, params)
+        tokens = draw(probs, self._uniforms(nodes, 1, probs.device)[0])
+        return _with_stand_ins(tokens, probs, tokens == probs.shape[-1])
 
     def _uniforms(self, nodes: Sequence[OpenNode], width: int, device: torch.device) -> Sequence[Tensor]:
         """The numbers that draw the children, `width` times `[nodes]`; known beforehand, so they go up in one copy."""
@@ -157,7 +159,7 @@ class SampledTokens(Drawing):
 
 
 class CoupledTokens(Drawing):
-    """The tokens that the target's own noise makes likeliest under the draft's law (arXiv 2408.07978)."""
+    """The tokens that the target's own noise makes likeliest under the draft's distribution (arXiv 2408.07978)."""
 
     kind: ClassVar[DrawKind] = DrawKind.COUPLED
 
@@ -165,19 +167,19 @@ class CoupledTokens(Drawing):
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[list[DrawnChildren], Tensor | None]:
         """The `width` largest log q + G of each row; see `Drawing.draw`."""
-        laws = probs_from_logits(logits, params)
-        # Where the law has less support than `width` there is no more that could be the target's choice.
-        tokens = _perturbed(laws, nodes, min(max(node.width for node in nodes), laws.shape[-1]))
-        children = _children(tokens, laws if _want_probabilities(nodes) else None, nodes, laws.shape[-1])
-        return children, _without_broken_rows(laws, nodes, children)
+        probs = probs_from_logits(logits, params)
+        # Where the distribution has less support than `width` there is no more that could be the target's choice.
+        tokens = _perturbed(probs, nodes, min(max(node.width for node in nodes), probs.shape[-1]))
+        children = _children(tokens, probs if _want_probabilities(nodes) else None, nodes, probs.shape[-1])
+        return children, _without_broken_rows(probs, nodes, children)
 
     def draw_unseen(
         self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
     ) -> tuple[Tensor, Tensor | None]:
         """The largest log q + G of each row; see `Drawing.draw_unseen`."""
-        laws = probs_from_logits(logits, params)
-        tokens = _perturbed(laws, nodes, 1)[:, 0]
-        return _with_stand_ins(tokens, laws, tokens == laws.shape[-1])
+        probs = probs_from_logits(logits, params)
+        tokens = _perturbed(probs, nodes, 1)[:, 0]
+        return _with_stand_ins(tokens, probs, tokens == probs.shape[-1])
 
 
 _TOP = TopTokens()
@@ -195,11 +197,11 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def _perturbed(laws: Tensor, nodes: Sequence[OpenNode], width: int) -> Tensor:
+def _perturbed(probs: Tensor, nodes: Sequence[OpenNode], width: int) -> Tensor:
     """The tokens with the largest log q + G `[nodes, width]`; the size of the vocabulary where there is none."""
     if not width:
-        return torch.zeros(len(nodes), 0, dtype=torch.int64, device=laws.device)
-    return coupled_choices([laws], [(node.noise, node.depth) for node in nodes], width)
+        return torch.zeros(len(nodes), 0, dtype=torch.int64, device=probs.device)
+    return coupled_choices([probs], [(node.noise, node.depth) for node in nodes], width)
 
 
 def _side_by_side(tokens: Sequence[Tensor], nodes: int) -> Tensor:
@@ -209,45 +211,46 @@ def _side_by_side(tokens: Sequence[Tensor], nodes: int) -> Tensor:
     return torch.stack(list(tokens), dim=-1) if tokens else torch.zeros(nodes, 0, dtype=torch.int64)
 
 
-def _without_broken_rows(laws: Tensor, nodes: Sequence[OpenNode], children: Sequence[DrawnChildren]) -> Tensor:
-    """Laws without mass where the logits were broken; nothing was drawn there, so only such rows need a look.
+def _without_broken_rows(probs: Tensor, nodes: Sequence[OpenNode], children: Sequence[DrawnChildren]) -> Tensor:
+    """Distributions without mass where the logits were broken; nothing was drawn there, so only such rows need a look.
 
-    Raising would drop the tokens already drawn above, because of what was drawn: that bends the law.
+    Raising would drop the tokens already drawn above, because of what was drawn: that bends the distribution.
     """
     if all(own.tokens or not node.width for node, own in zip(nodes, children, strict=True)):
-        return laws
-    return torch.where(finite_rows(laws)[:, None], laws, 0.0)
+        return probs
+    return torch.where(finite_rows(probs)[:, None], probs, 0.0)
 
 
-def _with_stand_ins(tokens: Tensor, laws: Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens `[nodes]` and laws `[nodes, vocab]`; rows that are `broken` `[nodes]` get token 0 and its one-hot law.
+def _with_stand_ins(tokens: Tensor, probs: Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens `[nodes]` and distributions `[nodes, vocab]`; rows that are `broken` `[nodes]` get token 0 and its one-hot
+    distribution.
 
-    The laws are changed in place.
+    The distributions are changed in place.
     """
-    laws.masked_fill_(broken[:, None], 0.0)[:, 0].masked_fill_(broken, 1.0)
-    return tokens.masked_fill(broken, 0), laws
+    probs.masked_fill_(broken[:, None], 0.0)[:, 0].masked_fill_(broken, 1.0)
+    return tokens.masked_fill(broken, 0), probs
 
 
 def _want_probabilities(nodes: Sequence[OpenNode]) -> bool:
     return any(node.wants_probability for node in nodes)
 
 
-def _children(tokens: Tensor, laws: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[DrawnChildren]:
+def _children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[DrawnChildren]:
     """Bring what was drawn to the host, in one transfer.
 
     Args:
         tokens: `[nodes, up to width]`; `vocab` is none.
-        laws: `[nodes, vocab]`, which say the children's probabilities; None: 1 each.
+        probs: `[nodes, vocab]`, which say the children's probabilities; None: 1 each.
         nodes: what was drawn for.
         vocab: size of the vocabulary.
     """
-    if laws is None:
+    if probs is None:
         rows = [
             [token for token in row[: node.width] if token < vocab]
             for node, row in zip(nodes, tokens.tolist(), strict=True)
         ]
         return [DrawnChildren(row, [1.0] * len(row)) for row in rows]
-    ids, found = transfers.fetch([tokens, laws.gather(-1, tokens.clamp_max(vocab - 1))])
+    ids, found = transfers.fetch([tokens, probs.gather(-1, tokens.clamp_max(vocab - 1))])
     children, width = [], tokens.shape[-1]
     for number, node in enumerate(nodes):
         places = range(number * width, number * width + min(node.width, width))

@@ -50,7 +50,7 @@ class Growing(ABC):
     def draws_alike(self) -> tuple[object, ...]:
         """Trees with equal ones share one computation."""
         params = self.request.params
-        return (type(self), *params.law_key, params.coupled)
+        return (type(self), *params.probs_key, params.coupled)
 
     @property
     @abstractmethod
@@ -93,8 +93,8 @@ class HostTree(Growing):
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._draws: dict[int, tuple[Draw, ...]] = {}  # by slot
-        self._laws: list[Tensor] = []
-        self._law_rows = 0
+        self._probs: list[Tensor] = []
+        self._dist_rows = 0
         self._open = [-1]  # nodes whose children are drawn next; -1 is the root
         self._fed = 0
 
@@ -119,20 +119,20 @@ class HostTree(Growing):
     ) -> None:
         """See `Growing.draw`."""
         flat = [node for own in nodes for node in own]
-        children, laws = drawing.draw(logits, self.request.params, flat)
+        children, probs = drawing.draw(logits, self.request.params, flat)
         done = 0
         for tree, own in zip(group, nodes, strict=True):
             assert isinstance(tree, HostTree)
             rows = slice(done, done + len(own))
-            tree._add(children[rows], drawing.kind, None if laws is None else laws[rows])
+            tree._add(children[rows], drawing.kind, None if probs is None else probs[rows])
             done += len(own)
 
-    def _add(self, children: Sequence[DrawnChildren], kind: DrawKind, laws: Tensor | None) -> None:
+    def _add(self, children: Sequence[DrawnChildren], kind: DrawKind, probs: Tensor | None) -> None:
         """Hang drawn children below the open nodes; those that may grow become open."""
-        first_law = self._law_rows
-        if laws is not None:
-            self._laws.append(laws)
-            self._law_rows += len(laws)
+        first_dist = self._dist_rows
+        if probs is not None:
+            self._probs.append(probs)
+            self._dist_rows += len(probs)
         opened: list[int] = []
         for row, (parent, drawn) in enumerate(zip(self._open, children, strict=True)):
             draws = []
@@ -140,7 +140,7 @@ class HostTree(Growing):
                 node = len(self._tokens)
                 self._tokens.append(token)
                 self._parents.append(parent)
-                draws.append(Draw(node, -1 if laws is None else first_law + row, kind))
+                draws.append(Draw(node, -1 if probs is None else first_dist + row, kind))
                 # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
                 if probability >= self.budget.min_probability:
                     opened.append(node)
@@ -162,13 +162,13 @@ class HostTree(Growing):
             return Proposal.empty()
         tree = TokenTree.of_ids(self._tokens, shape_of(tuple(self._parents)))
         draws = tuple(self._draws.get(slot, ()) for slot in range(len(self._tokens) + 1))
-        return Proposal(tree, draws, torch.cat(self._laws) if self._laws else None)
+        return Proposal(tree, draws, torch.cat(self._probs) if self._probs else None)
 
 
 class DeviceChain(Growing):
     """One draw after another, none of which the host looks at: each feeds the next on the device; see `Growing`.
 
-    How long it gets is known beforehand, for every law gives one token; see `Drawing.draw_unseen`.
+    How long it gets is known beforehand, for every distribution gives one token; see `Drawing.draw_unseen`.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class DeviceChain(Growing):
         super().__init__(cache, request, budget, noise, branching)
         self._length = min(budget.depth, budget.nodes)
         self._tokens: list[Tensor] = []  # each [1]
-        self._laws: list[Tensor] = []  # each [1, vocab]
+        self._probs: list[Tensor] = []  # each [1, vocab]
         self._kind = DrawKind.DETERMINISTIC
 
     @staticmethod
@@ -199,13 +199,13 @@ class DeviceChain(Growing):
         self, group: Sequence[Growing], logits: Tensor, nodes: Sequence[Sequence[OpenNode]], drawing: Drawing
     ) -> None:
         """See `Growing.draw`."""
-        tokens, laws = drawing.draw_unseen(logits, self.request.params, [node for own in nodes for node in own])
+        tokens, probs = drawing.draw_unseen(logits, self.request.params, [node for own in nodes for node in own])
         for row, chain in enumerate(group):
             assert isinstance(chain, DeviceChain)
             chain._kind = drawing.kind
             chain._tokens.append(tokens[row : row + 1])
-            if laws is not None:
-                chain._laws.append(laws[row : row + 1])
+            if probs is not None:
+                chain._probs.append(probs[row : row + 1])
             chain.depth += 1
 
     def segment(self) -> Segment:
@@ -217,9 +217,9 @@ class DeviceChain(Growing):
         if not self._tokens:
             return Proposal.empty()
         tokens = torch.cat(self._tokens)
-        if not self._laws:
+        if not self._probs:
             return Proposal.deterministic(TokenTree.chain(tokens))
-        return Proposal.chain(tokens, torch.cat(self._laws), self._kind)
+        return Proposal.chain(tokens, torch.cat(self._probs), self._kind)
 
 
 def growing(

@@ -1,4 +1,5 @@
-"""Beams that are drawn: paths without replacement from a recurrent law, or those that coupled noise makes likeliest.
+"""Beams that are drawn: paths without replacement from a recurrent distribution, or those that coupled noise makes
+likeliest.
 
 Stochastic beam search (Kool et al. 1903.06059; for drafting RSD-S of 2402.14160): every path has a Gumbel-perturbed log
 probability, and the paths with the largest ones are a sample without replacement. From the top down, a node's first
@@ -31,7 +32,7 @@ from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
 from truedraft.heads.redrafter import RedrafterRunner
 
 _DRAWS = 4
-"""Draws at a node below the root: each costs a pass over the law, and later ones are rarely among the best."""
+"""Draws at a node below the root: each costs a pass over the distribution, and later ones are rarely among the best."""
 _SCORES, _SIBLINGS = 1 << 40, 1 << 20
 """Keys of the scores' noise begin here, those of the draws at 0; a node has fewer children than the second number."""
 
@@ -67,7 +68,7 @@ class _Growing:
     row: int  # of the request among those that grow together
     nodes: list[_Node] = field(default_factory=list)
     open: list[int] = field(default_factory=lambda: [-1])  # nodes whose children are drawn next; -1 is the root
-    laws: dict[int, Tensor] = field(default_factory=dict)  # by slot
+    probs: dict[int, Tensor] = field(default_factory=dict)  # by slot
     kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT
 
     def open_nodes(self, depth: int, width: int) -> list[OpenNode]:
@@ -131,12 +132,12 @@ class SampledBeams:
             drawing = drawing_for(params, max(2, width))
             nodes = [tree.open_nodes(depth, min(width, tree.budget.width)) for tree in trees]
             rows = slice(start, start + sum(map(len, nodes)))
-            children, laws = drawing.draw(logits[rows], params, list(itertools.chain.from_iterable(nodes)))
-            assert laws is not None, "greedy requests are not drawn for"
-            noise = _noise_of(children, nodes, depth, laws) if drawing.kind is DrawKind.COUPLED else None
+            children, probs = drawing.draw(logits[rows], params, list(itertools.chain.from_iterable(nodes)))
+            assert probs is not None, "greedy requests are not drawn for"
+            noise = _noise_of(children, nodes, depth, probs) if drawing.kind is DrawKind.COUPLED else None
             for tree, own in zip(trees, nodes, strict=True):
                 here = slice(start - rows.start, start - rows.start + len(own))
-                self._keep(tree, depth, children[here], laws[here], None if noise is None else noise[here], start)
+                self._keep(tree, depth, children[here], probs[here], None if noise is None else noise[here], start)
                 start += len(own)
 
     def _keep(
@@ -144,7 +145,7 @@ class SampledBeams:
         tree: _Growing,
         depth: int,
         children: Sequence[DrawnChildren],
-        laws: Tensor,
+        probs: Tensor,
         noise: Sequence[Sequence[float]] | None,
         first_row: int,
     ) -> None:
@@ -155,7 +156,7 @@ class SampledBeams:
         tree.kind = DrawKind.WITHOUT_REPLACEMENT if noise is None else DrawKind.COUPLED
         found: list[_Node] = []
         for number, (parent, drawn) in enumerate(zip(tree.open, children, strict=True)):
-            tree.laws[parent + 1] = laws[number]
+            tree.probs[parent + 1] = probs[number]
             if noise is None:
                 scored = _perturbed_scores(tree, parent, drawn, depth, number)
             else:
@@ -171,7 +172,7 @@ class SampledBeams:
 
 
 def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
-    return (*request.params.law_key, request.params.coupled)
+    return (*request.params.probs_key, request.params.coupled)
 
 
 def _perturbed_scores(
@@ -195,12 +196,12 @@ def _perturbed_scores(
 
 
 def _noise_of(
-    children: Sequence[DrawnChildren], nodes: Sequence[Sequence[OpenNode]], depth: int, laws: Tensor
+    children: Sequence[DrawnChildren], nodes: Sequence[Sequence[OpenNode]], depth: int, probs: Tensor
 ) -> list[list[float]]:
     """The Gumbel noise of each node's children, which the target will have too; read in one transfer."""
     wanted = []
     for drawn, node in zip(children, itertools.chain.from_iterable(nodes), strict=True):
-        noise = node.noise.gumbel(depth, laws.shape[-1], laws.device)
+        noise = node.noise.gumbel(depth, probs.shape[-1], probs.device)
         assert noise is not None, "a greedy request has no noise"
         wanted.append(noise[transfers.upload(drawn.tokens, noise.device)])
     return transfers.fetch(wanted)
@@ -235,6 +236,6 @@ def _proposal(tree: _Growing) -> Proposal:
         draws[parents[place] + 1].append(Draw(place, row, tree.kind))
     if not kept:
         return Proposal.empty()
-    laws = torch.stack([tree.laws[slot] for slot in rows])
+    probs = torch.stack([tree.probs[slot] for slot in rows])
     ids = TokenTree.of_ids([tree.nodes[node].token for node in kept], TreeShape(parents))
-    return Proposal(ids, tuple(tuple(each) for each in draws), laws)
+    return Proposal(ids, tuple(tuple(each) for each in draws), probs)

@@ -40,7 +40,7 @@ class Answer:
         finish_reason: "stop" (end of text, stop id, stop text), "length" (max_tokens or the model's context),
             "error" (see `error`) or "cancelled".
         stats: counts of this request; rates are derived from them. After a lossy rule `stats.divergence` says how far
-            the laws of the emitted tokens were from the target's; it is None when the answer is lossless.
+            the distributions of the emitted tokens were from the target's; it is None when the answer is lossless.
         origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the first
             token comes from the prefill and counts as a bonus.
         seed: what keyed the noise; the same seed gives the same answer again.

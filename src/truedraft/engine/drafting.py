@@ -166,16 +166,16 @@ class Drafting:
             raise DrafterError(
                 f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
             )
-        kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.laws is None else proposal.laws.shape[0])
+        kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
         judges = asked.request.rule.judges
         if not kinds <= judges:
             names = ", ".join(sorted(kind.value for kind in kinds - judges))
             raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
-        laws = proposal.laws
-        if laws is not None and (laws.shape[1:] != (vocab,) or not laws.is_floating_point()):
+        probs = proposal.probs
+        if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
             raise DrafterError(
-                f"drafter {name!r} drew from laws of {laws.dtype} and shape {tuple(laws.shape)}; they are floats of "
-                f"[laws, {vocab}]"
+                f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
+                f"floats of [distributions, {vocab}]"
             )
         if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
             shape = tuple(tree.tokens.shape)
@@ -198,7 +198,8 @@ class Drafting:
     def disown(self, request: Request, proposal: Proposal, slots: Collection[int]) -> Proposal:
         """Take out draws that were not made as the proposal says, and give the request up.
 
-        What lies above them stays: to drop it because of what was drawn there would bend the law of the answer.
+        What lies above them stays: to drop it because of what was drawn there would bend the distribution of the
+            answer.
 
         Args:
             request: is not drafted for again.
@@ -207,8 +208,8 @@ class Drafting:
         """
         depth = min((0, *proposal.tree.shape.depths)[slot] for slot in slots) + 1
         error = DrafterError(
-            f"the laws of draws at depth {depth} are no distributions (finite, not negative, sum 1), or give nothing "
-            "to the token drawn"
+            f"the probabilities that draws at depth {depth} were made from are no distributions (finite, not negative, "
+            "sum 1), or give nothing to the token drawn"
         )
         self._give_up(request, error)
         return proposal.without_draws(slots)

@@ -15,11 +15,11 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The likeliest token ids of some laws, the likeliest first; of equal ones the lowest id first.
+    """The likeliest token ids of some distributions, the likeliest first; of equal ones the lowest id first.
 
     Attributes:
         ids: `[..., count]`, int64.
-        log_probs: `[..., count]`, float32: logs of their probabilities under the whole law, at temperature 1.
+        log_probs: `[..., count]`, float32: logs of their probabilities under the whole distribution, at temperature 1.
     """
 
     ids: Tensor
@@ -27,7 +27,7 @@ class Likeliest:
 
     @classmethod
     def of(cls, logits: Tensor, count: int) -> Likeliest:
-        """Of laws given by logits `[rows, vocab]`, computed in float32."""
+        """Of distributions given by logits `[rows, vocab]`, computed in float32."""
         ids = largest_ids(logits, count)
         logits = logits.float()
         # One long row alone is summed in parts by several threads, and rounds otherwise than among others.

@@ -1,4 +1,4 @@
-"""A language model whose law is a table: exact, tiny, and as strict about its cache as a real one."""
+"""A language model whose distribution is a table: exact, tiny, and as strict about its cache as a real one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 
 class MarkovModel(LanguageModel):
-    """The law of the next token depends on the last two tokens; before the text there is token 0.
+    """The distribution of the next token depends on the last two tokens; before the text there is token 0.
 
     Its "keys" are the token ids themselves, kept in an ordinary `RequestCache`, so a wrong commit, rollback or mask
     changes what it answers.
 
     Args:
-        laws: `[vocab, vocab, vocab]`: `laws[a, b]` is the law after ... a b; float64 keeps it exact.
+        probs: `[vocab, vocab, vocab]`: `probs[a, b]` is the distribution after ... a b; float64 keeps it exact.
         context_length: most tokens of one request.
         eos_token_ids: ids that end an answer.
         name: for messages.
@@ -26,25 +26,25 @@ class MarkovModel(LanguageModel):
 
     def __init__(
         self,
-        laws: Tensor,
+        probs: Tensor,
         *,
         context_length: int = 64,
         eos_token_ids: Sequence[int] = (),
         name: str = "markov",
     ) -> None:
-        self.laws = laws
+        self.probs = probs
         self.name = name
         self.tokenizer = None
-        self.vocab_size = laws.shape[-1]
+        self.vocab_size = probs.shape[-1]
         self.context_length = context_length
         self.eos_token_ids = tuple(eos_token_ids)
-        self.device = laws.device
-        self.dtype = laws.dtype
+        self.device = probs.device
+        self.dtype = probs.dtype
         self.pool = CachePool(context_length)
 
     @classmethod
     def random(cls, vocab: int, seed: int, sharpness: float = 1.5, **options: int) -> MarkovModel:
-        """A table of random laws; a larger `sharpness` makes them less even."""
+        """A table of random distributions; a larger `sharpness` makes them less even."""
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
         return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
@@ -57,10 +57,10 @@ class MarkovModel(LanguageModel):
         """Take a cache back."""
         self.pool.release(cache)
 
-    def law_after(self, tokens: Sequence[int]) -> Tensor:
-        """The law `[vocab]` after a text."""
+    def probs_after(self, tokens: Sequence[int]) -> Tensor:
+        """The distribution `[vocab]` after a text."""
         a, b = ([0, 0, *tokens])[-2:]
-        return self.laws[a, b]
+        return self.probs[a, b]
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward; see `LanguageModel.forward`. The hidden vector is the pair of tokens looked at."""
@@ -69,7 +69,7 @@ class MarkovModel(LanguageModel):
             texts = _texts(segment)
             pairs.extend((*([0, 0, *texts[row]][-2:]),) for row in segment.rows)  # type: ignore[misc]
         index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-        return ForwardOutput(self.laws[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
+        return ForwardOutput(self.probs[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
 
 
 def _texts(segment: Segment) -> list[list[int]]:

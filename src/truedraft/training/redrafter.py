@@ -44,8 +44,8 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
         layers: residual blocks.
         rnn: whether the state is recurrent, or the plain sum of the embeddings.
         loss: words of `loss_from_spec`: `kl`, `ce`, `reverse-kl`, `tv`, `jsd`, or a mixture as `kl=0.5,tv=0.5`.
-        laws: "computed" from the stored vectors when they are needed, or "stored" as the 64 likeliest tokens and the
-            mass of the rest.
+        laws: "computed" from the stored vectors when they are needed, or "stored" as the 64 likeliest tokens
+            and the mass of the rest.
         self_fed: the share of positions at which the recurrence reads the head's own guesses; 0 is teacher forcing.
 
     Raises:
@@ -76,7 +76,7 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
                 check_whole(name, getattr(self, name), 1)
         check_share("self_fed", self.self_fed)
         if self.laws not in _LAWS:
-            raise UnknownOptionError.nearest("kind of laws", self.laws, _LAWS)
+            raise UnknownOptionError.nearest("kind of distributions", self.laws, _LAWS)
         asks = self.distillation_loss.reads_target  # refuses an unknown loss
         if self.laws == "stored" and not asks:
             raise OptionError(
@@ -111,7 +111,9 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
     ) -> DistillationTarget:
         if self.laws == "computed":
             return super().target(lm_head, text, folder, on_progress)
-        return keep_target(text, lm_head, folder, _TEXT, on_progress=functools.partial(on_progress, "storing laws"))
+        return keep_target(
+            text, lm_head, folder, _TEXT, on_progress=functools.partial(on_progress, "storing distributions")
+        )
 
     def calibrate(
         self,

@@ -4,7 +4,7 @@ Computing a distribution from a stored vector takes one product with the LM head
 each epoch. Kept, it is read: 4 bytes for each of the likeliest ids and 2 for each log-probability, and one of the rest,
 together 386 bytes a row at 64 ids. That pays where the vocabulary is large; it is an approximation, see `KeptTarget`.
 
-`NAME.law_ids` holds the ids as int32 `[tokens, kept]`, `NAME.laws` the logs as float16 `[tokens, kept + 1]`.
+`NAME.dist_ids` holds the ids as int32 `[tokens, kept]`, `NAME.probs` the logs as float16 `[tokens, kept + 1]`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class BlockVerification(SpeculativeSampling):
     """Keep the longest prefix of a block that passes as a whole; never shorter on average than token by token.
 
     Sun et al. 2403.10444, algorithm 2. A block is a path x_1 ... x_n of nodes with one independent draw each, x_i
-    drawn from q_i where the target's law is p_i. Its *weights* are
+    drawn from q_i where the target's distribution is p_i. Its *weights* are
 
         w_0 = 1,  w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)),
 

@@ -1,4 +1,4 @@
-"""Coupled sampling: the token is fixed by law and noise; verification is comparison."""
+"""Coupled sampling: the token is fixed by distribution and noise; verification is comparison."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rul
 from truedraft.verification.walk import children_plan, jump_table
 
 
-def coupled_choice(laws: Tensor, gumbel: Tensor | None) -> Tensor:
+def coupled_choice(probs: Tensor, gumbel: Tensor | None) -> Tensor:
     """argmax(log p(v) + G(v)) for each row; the lowest id among equals.
 
-    Drafter and target call this with the same noise, so they agree where their laws nearly do: at least
+    Drafter and target call this with the same noise, so they agree where their distributions nearly do: at least
     (1 - TV)/(1 + TV) of the time (arXiv 2408.07978). Without noise (greedy) it is the argmax.
 
     Args:
-        laws: `[rows, vocab]`. Without noise also logits, in any floating dtype: only their order matters.
+        probs: `[rows, vocab]`. Without noise also logits, in any floating dtype: only their order matters.
         gumbel: `[rows, vocab]` or `[vocab]`, float64; None is G = 0.
 
     Returns:
         Token ids `[rows]`.
     """
     if gumbel is None:
-        return most_likely(laws)
-    return most_likely(torch.log(laws.double()).add_(gumbel))
+        return most_likely(probs)
+    return most_likely(torch.log(probs.double()).add_(gumbel))
 
 
 class CoupledSampling(Rule):
@@ -41,7 +41,7 @@ class CoupledSampling(Rule):
 
     Daliri et al. 2408.07978. What is emitted never depends on the proposal, so proposals of every kind are judged
     exactly, and the tokens of a seed are the same with any drafter or none. Greedy is the case G = 0: then only the
-    argmax of a row matters, so raw logits do for its law, and no law need be computed.
+    argmax of a row matters, so raw logits do for its distribution, and no distribution need be computed.
     """
 
     name: ClassVar[str] = "coupled"
@@ -49,20 +49,20 @@ class CoupledSampling(Rule):
     coupled: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """See `Rule.decide`.
 
-        Where a request is greedy (its noise has no Gumbel numbers), `laws` may hold for it any rows
-        `[slots, vocab]` with the argmax of the laws, such as logits in the model's dtype. A row with NaN gives
+        Where a request is greedy (its noise has no Gumbel numbers), `probs` may hold for it any rows
+        `[slots, vocab]` with the argmax of the distributions, such as logits in the model's dtype. A row with NaN gives
         some token: the caller discards it.
         """
         if not proposals:
             return DeviceVerdicts.of([])
-        choices = _choices(proposals, laws, noise)  # [slots]
-        plan = children_plan([proposal.tree.shape for proposal in proposals], laws[0].device)
+        choices = _choices(proposals, probs, noise)  # [slots]
+        plan = children_plan([proposal.tree.shape for proposal in proposals], probs[0].device)
         if not plan.drafts:
             return DeviceVerdicts(plan.roots, choices, plan.first_slots)
-        tokens = drafted_tokens([own.tree for own in proposals], laws[0].shape[-1], laws[0].device)
+        tokens = drafted_tokens([own.tree for own in proposals], probs[0].shape[-1], probs[0].device)
         stays = tokens[plan.draw_node] == choices[plan.draw_slot]
         ends = jump_table(plan, stays)[plan.roots]
         return DeviceVerdicts(ends, choices[ends], plan.first_slots)
@@ -71,27 +71,27 @@ class CoupledSampling(Rule):
         """A slot ends with a token of p, accepted where a child carries it; see `Rule.outcomes`.
 
         The noise is integrated over, so this is exact for draws that do not share it; for coupled draws it is the
-        marginal, which is all that the law of the answer depends on: later positions have noise of their own.
+        marginal, which is all that the distribution of the answer depends on: later positions have noise of their own.
         """
         (slot,) = group
         drawn = {draw.token for draw in slot.draws}
         return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(slot.p)]
 
 
-def _choices(proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> Array:
+def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Array:
     """The tokens `[slots]` of all proposals: a slot at depth d decides the d-th token of the step, d from 0."""
     chosen: dict[int, Tensor] = {}
     sampled: list[int] = []
     places: list[Place] = []
-    for number, (proposal, law, own) in enumerate(zip(proposals, laws, noise, strict=True)):
-        if is_greedy(own, law.shape[-1], law.device):
-            chosen[number] = coupled_choice(law, None)
+    for number, (proposal, dist, own) in enumerate(zip(proposals, probs, noise, strict=True)):
+        if is_greedy(own, dist.shape[-1], dist.device):
+            chosen[number] = coupled_choice(dist, None)
         else:
             sampled.append(number)
             places += [(own, depth) for depth in (0, *proposal.tree.shape.depths)]
     if sampled:
-        rows = [laws[number] for number in sampled]
-        # A row that is no law has no token; whatever is taken there, the caller discards.
+        rows = [probs[number] for number in sampled]
+        # A row that is no distribution has no token; whatever is taken there, the caller discards.
         last = transfers.upload([row.shape[-1] - 1 for row in rows for _ in range(len(row))], rows[0].device)
         tokens = torch.minimum(coupled_choices(rows, places)[:, 0], last)
         chosen.update(zip(sampled, tokens.split([len(row) for row in rows]), strict=True))

@@ -18,13 +18,13 @@ Target = Callable[[Prefix], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
-    """A draw that a drafting scheme makes at a node: a law `[vocab]`, its row, and how it is drawn.
+    """A draw that a drafting scheme makes at a node: a distribution `[vocab]`, its row, and how it is drawn.
 
-    A deterministic draw has a one-hot law. Draws of one node with one row and without replacement lose each
+    A deterministic draw has a one-hot distribution. Draws of one node with one row and without replacement lose each
     other's tokens.
     """
 
-    law: int
+    dist: int
     q: Tensor
     kind: DrawKind
 
@@ -33,15 +33,15 @@ Scheme = Callable[[Prefix, Prefix], Sequence[PlannedDraw]]
 """The draws made at a node, in order, by all tokens above it and those of them drafted in this step; none at a leaf."""
 
 
-def emitted_law(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
-    """The exact law of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
+def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
+    """The exact distribution of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
 
     A step that ends early is followed by a step from its end, so answers of the full length are compared.
     Siblings' subtrees are independent, so only the subtree below the accepted child matters.
 
     Args:
         rule: its `outcomes` are summed over.
-        target: the target's law `[vocab]` after a prefix, float64.
+        target: the target's distribution `[vocab]` after a prefix, float64.
         scheme: what is drafted at a node; called with the answer so far and its part that this step drafted.
         length: tokens to look at.
 
@@ -90,21 +90,21 @@ def _drawn_groups(
         yield probability, [slot]
 
 
-def target_law(target: Target, length: int) -> dict[Prefix, float]:
-    """The target's own law of answers of `length` tokens."""
-    law: dict[Prefix, float] = {(): 1.0}
+def target_dist(target: Target, length: int) -> dict[Prefix, float]:
+    """The target's own distribution of answers of `length` tokens."""
+    dist: dict[Prefix, float] = {(): 1.0}
     for _ in range(length):
-        law = {
+        dist = {
             (*prefix, token): mass * float(p)
-            for prefix, mass in law.items()
+            for prefix, mass in dist.items()
             for token, p in enumerate(target(prefix))
             if mass * float(p) > 0.0
         }
-    return law
+    return dist
 
 
 def distance(left: dict[Prefix, float], right: dict[Prefix, float]) -> float:
-    """Total variation between two laws of answers."""
+    """Total variation between two distributions of answers."""
     return 0.5 * sum(abs(left.get(answer, 0.0) - right.get(answer, 0.0)) for answer in left.keys() | right.keys())
 
 
@@ -119,10 +119,10 @@ def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnTo
         q = plan.q
         if plan.kind is DrawKind.WITHOUT_REPLACEMENT:
             for earlier in so_far:
-                if earlier.law == plan.law and earlier.kind is plan.kind:
+                if earlier.dist == plan.dist and earlier.kind is plan.kind:
                     q = L.without_tokens(q, torch.tensor([earlier.token]))
         for token in torch.nonzero(q).flatten().tolist():
-            drawn = DrawnToken(token, plan.law, plan.q, plan.kind)
+            drawn = DrawnToken(token, plan.dist, plan.q, plan.kind)
             yield from extend(index + 1, mass * float(q[token]), [*so_far, drawn])
 
     yield from extend(0, 1.0, [])

@@ -39,29 +39,28 @@ class ThresholdAcceptance(Rule):
     equals the one proposed first. Its path is emitted, then the argmax of p behind it. No noise is used, and how a
     token was drafted plays no part: draws of every kind are judged.
 
-    Given the candidates nothing is left to chance, so an emitted token x has a one-hot law, at a total variation of
-    1 - p(x) from p and a KL divergence of -log p(x).
-    """
+    Given the candidates nothing is left to chance, so an emitted token x has a one-hot distribution, at a total
+    variation of 1 - p(x) from p and a KL divergence of -log p(x)."""
 
     lossless: ClassVar[bool] = False
     by_groups: ClassVar[bool] = False
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     @abstractmethod
-    def thresholds(self, laws: Tensor) -> Tensor:
-        """What the probability of a child is compared with, `[rows]`, for each of the laws `[rows, vocab]`."""
+    def thresholds(self, probs: Tensor) -> Tensor:
+        """What the probability of a child is compared with, `[rows]`, for each of the distributions `[rows, vocab]`."""
 
     @abstractmethod
     def stays(self, p_x: Array, thresholds: Array) -> Array:
         """Which tokens of target probability `p_x` pass, both float64."""
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """See `Rule.decide`. A greedy request is given distributions at temperature 1."""
         if not proposals:
             return DeviceVerdicts.of([])
-        device, vocab = laws[0].device, laws[0].shape[-1]
-        p, plan = Rows(laws, device), children_plan([own.tree.shape for own in proposals], device)
-        best = transfers.as_array(torch.cat([most_likely(rows) for rows in laws]))  # [slots]
+        device, vocab = probs[0].device, probs[0].shape[-1]
+        p, plan = Rows(probs, device), children_plan([own.tree.shape for own in proposals], device)
+        best = transfers.as_array(torch.cat([most_likely(rows) for rows in probs]))  # [slots]
         largest = p.entries(plan.own, best, plan.slots)
         if not plan.drafts:
             return DeviceVerdicts(
@@ -83,7 +82,7 @@ class ThresholdAcceptance(Rule):
 
         Of several that stay, this is the likeliest: right where nothing is drafted below them, or where at most one
         stays. In deeper trees the choice is by whole paths, which no kernel of one slot can know; there `verify`
-        itself, which uses no noise, gives the law.
+        itself, which uses no noise, gives the distribution.
         """
         (slot,) = group
         least = np.float64(self.thresholds(slot.p[None]))
@@ -125,8 +124,8 @@ class TypicalAcceptance(ThresholdAcceptance):
         """The words that make this rule."""
         return f"{self.name},epsilon={self.epsilon:g},delta={self.delta:g}"
 
-    def thresholds(self, laws: Tensor) -> Tensor:
-        entropies = torch.special.entr(laws).sum(dim=-1)
+    def thresholds(self, probs: Tensor) -> Tensor:
+        entropies = torch.special.entr(probs).sum(dim=-1)
         return (-entropies).exp_().mul_(self.delta).clamp_max_(self.epsilon)
 
     def stays(self, p_x: Array, thresholds: Array) -> Array:
@@ -154,9 +153,9 @@ class LenientArgmax(ThresholdAcceptance):
         """The words that make this rule."""
         return f"{self.name},lenience={self.lenience:g}"
 
-    def thresholds(self, laws: Tensor) -> Tensor:
+    def thresholds(self, probs: Tensor) -> Tensor:
         """The largest probability of each row; the factor l comes with the comparison, in float64."""
-        return laws.amax(dim=-1)
+        return probs.amax(dim=-1)
 
     def stays(self, p_x: Array, thresholds: Array) -> Array:
         return p_x >= self.lenience * thresholds
@@ -251,7 +250,7 @@ class LenientSampling(SpeculativeSampling):
     Leviathan et al. 2211.17192, appendix on lenience. All else is speculative sampling: a rejection goes on with
     norm(max(0, p - q)). So no token is emitted with more than p(x) / l, over any number of draws at a node, drawn in
     any way; a deterministic candidate is accepted with min(1, p(x) / l). At l = 1 it is speculative sampling, and
-    emits the target's law.
+    emits the target's distribution.
 
     Args:
         lenience: l, above 0 and at most 1; the smaller, the more is accepted.
@@ -284,10 +283,10 @@ class LenientSampling(SpeculativeSampling):
         self,
         verdicts: list[Verdict],
         proposals: Sequence[Proposal],
-        laws: Sequence[Tensor],
+        probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
-        found = lenient_divergence(self.lenience, proposals, laws, noise, [verdict.path for verdict in verdicts])
+        found = lenient_divergence(self.lenience, proposals, probs, noise, [verdict.path for verdict in verdicts])
         return [dataclasses.replace(verdict, divergence=each) for verdict, each in zip(verdicts, found, strict=True)]
 
 
@@ -298,19 +297,19 @@ def _check(lenience: float) -> None:
 
 # ------------------------------------------------------------------------------- how far lenience is from the target
 #
-# The law of the token that lenience emits at a node, measured against the target's law there.
+# The distribution of the token that lenience emits at a node, measured against the target's distribution there.
 #
-# The law is over all that chance decides at the node: the drafter's draws and the rule's own noise. With draws 1, 2,
-# ... in their order, p_1 = p, and p_(i+1) and q_(i+1) what a rejection leaves of p_i and q_i, it is
+# The distribution is over all that chance decides at the node: the drafter's draws and the rule's own noise. With draws
+# 1, 2, ... in their order, p_1 = p, and p_(i+1) and q_(i+1) what a rejection leaves of p_i and q_i, it is
 #
 #     sum_i reach_i stay_i + reach_end p_end,    stay_i = min(q_i, p_i / l),
 #                                                reach_1 = 1,  reach_(i+1) = reach_i (1 - sum of stay_i over tokens),
 #
 # and for l = 1 it is p. Deterministic candidates are taken as given. Draws without replacement: q_(i+1) depends on
-# which token was rejected, so one is drawn from the law of rejected tokens, norm(max(0, q_i - p_i / l)), with noise of
-# its own. (The token that was really drafted would not do: where it was accepted it is no example of a rejected one.)
-# The law is then an unbiased estimate, whose mean over that noise is the emitted law; its mean divergence from p is, if
-# anything, too large, for both measures are convex.
+# which token was rejected, so one is drawn from the distribution of rejected tokens, norm(max(0, q_i - p_i / l)), with
+# noise of its own. (The token that was really drafted would not do: where it was accepted it is no example of a
+# rejected one.) The distribution is then an unbiased estimate, whose mean over that noise is the emitted distribution;
+# its mean divergence from p is, if anything, too large, for both measures are convex.
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,45 +317,48 @@ class NodeDraw:
     """One draw, at the same place of several nodes.
 
     Attributes:
-        law: which of the node's laws it was drawn from; draws of one law without replacement share removals.
-        q: `[nodes, vocab]`: that law before any removal; one-hot for a deterministic candidate.
+        dist: which of the node's distributions it was drawn from; draws of one distribution without replacement share
+            removals.
+        q: `[nodes, vocab]`: that distribution before any removal; one-hot for a deterministic candidate.
         kind: how it was drawn.
         uniform: `[nodes]` in (0, 1), float64: noise that draws a rejected token, where a later draw depends on it.
     """
 
-    law: int
+    dist: int
     q: Tensor
     kind: DrawKind
     uniform: Tensor | None = None
 
 
-def emitted_law(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
-    """The law `[nodes, vocab]` of the token emitted at nodes whose target laws are `p` `[nodes, vocab]`.
+def emitted_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
+    """The distribution `[nodes, vocab]` of the token emitted at nodes whose target distributions are `p` `[nodes,
+    vocab]`.
 
     Args:
-        p: target laws.
-        draws: those made at each node, in order; the nodes differ in their laws alone.
+        p: target distributions.
+        draws: those made at each node, in order; the nodes differ in their distributions alone.
         lenience: l in (0, 1].
     """
-    law = torch.zeros_like(p)
+    dist = torch.zeros_like(p)
     reach = torch.ones_like(p[:, :1])
     left = p
     reduced: dict[int, Tensor] = {}
     least = max(lenience, torch.finfo(p.dtype).tiny)  # a number that this dtype rounds to 0 would make 0 / 0
     for draw in draws:
-        q = reduced.get(draw.law, draw.q) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else draw.q
+        q = reduced.get(draw.dist, draw.q) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else draw.q
         stay = torch.minimum(q, left / least)
-        law += reach * stay
+        dist += reach * stay
         reach = (reach * (1.0 - stay.sum(dim=-1, keepdim=True))).clamp_min_(0.0)
         if draw.uniform is not None:
             rejected = L.draw(q - stay, draw.uniform).clamp_max_(q.shape[-1] - 1)  # of no mass only where reach is 0
-            reduced[draw.law] = without_tokens(q, rejected[:, None])
+            reduced[draw.dist] = without_tokens(q, rejected[:, None])
         left = L.residual(left, q)
-    return law + reach * left
+    return dist + reach * left
 
 
 def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[float, float]:
-    """Total variation and KL (nats) of the emitted law where all draws of a node are deterministic, in closed form.
+    """Total variation and KL (nats) of the emitted distribution where all draws of a node are deterministic, in closed
+    form.
 
     Only the candidates' probabilities matter: whatever is left is emitted in proportion to p.
 
@@ -379,7 +381,7 @@ def divergence_of_candidates(p_x: Sequence[float], lenience: float) -> tuple[flo
 
 @dataclass(slots=True)
 class _Node:
-    """A node on an accepted path: where the law of one emitted token is measured."""
+    """A node on an accepted path: where the distribution of one emitted token is measured."""
 
     proposal: Proposal
     draws: tuple[Draw, ...]
@@ -400,15 +402,16 @@ class _Node:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """Nodes with one likeness are measured together: laws of one width, and the same draws up to tokens."""
-        rows = list(dict.fromkeys(draw.law for draw in self.draws))
-        return self.p.dtype, *((rows.index(draw.law), draw.kind) for draw in self.draws)
+        """Nodes with one likeness are measured together: distributions of one width, and the same draws up to
+        tokens."""
+        rows = list(dict.fromkeys(draw.dist for draw in self.draws))
+        return self.p.dtype, *((rows.index(draw.dist), draw.kind) for draw in self.draws)
 
 
 def lenient_divergence(
     lenience: float,
     proposals: Sequence[Proposal],
-    laws: Sequence[Tensor],
+    probs: Sequence[Tensor],
     noise: Sequence[Noise],
     paths: Sequence[Sequence[int]],
 ) -> list[tuple[TokenDivergence, ...]]:
@@ -417,14 +420,14 @@ def lenient_divergence(
     Args:
         lenience: l in (0, 1].
         proposals: of each request.
-        laws: target laws `[slots, vocab]` of each.
+        probs: target distributions `[slots, vocab]` of each.
         noise: of each, at this step; used under keys that decide nothing else.
         paths: accepted nodes of each.
     """
     requests = [
         [_Node(proposal, proposal.draws[slot], rows[slot], own, depth) for depth, slot in enumerate(slots)]
         for proposal, rows, own, slots in zip(
-            proposals, laws, noise, ([0, *(node + 1 for node in path)] for path in paths), strict=True
+            proposals, probs, noise, ([0, *(node + 1 for node in path)] for path in paths), strict=True
         )
     ]
     nodes = list(itertools.chain.from_iterable(requests))
@@ -448,7 +451,7 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
     wanted = [torch.cat([node.p.amax()[None], node.p[node.candidates]]) for node in asked]
     for group in alike.values():
         p = torch.stack([node.p for node in group])
-        columns = (p.amax(dim=-1).double(), *_measures(emitted_law(p, _stacked(group), lenience), p))
+        columns = (p.amax(dim=-1).double(), *_measures(emitted_dist(p, _stacked(group), lenience), p))
         asked += group
         wanted += torch.stack(columns, dim=-1).unbind()
     for node, numbers in zip(asked, transfers.fetch(wanted), strict=True):
@@ -456,7 +459,8 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
 
 
 def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Total variation and KL in nats, `[nodes]` float64 each, of emitted laws against p, both `[nodes, vocab]`."""
+    """Total variation and KL in nats, `[nodes]` float64 each, of emitted distributions against p, both `[nodes,
+    vocab]`."""
     distance = 0.5 * (emitted - p).abs_().sum(dim=-1, dtype=torch.float64)
     ratio = emitted / p.clamp_min(torch.finfo(p.dtype).tiny)
     return distance, torch.special.xlogy(emitted, ratio).sum(dim=-1, dtype=torch.float64)
@@ -465,31 +469,32 @@ def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
     """The draws of alike nodes, side by side."""
     draws = group[0].draws
-    rows = list(dict.fromkeys(draw.law for draw in draws))
+    rows = list(dict.fromkeys(draw.dist for draw in draws))
     stacked = []
     for place, draw in enumerate(draws):
-        q = torch.stack([_law_of(node, node.draws[place]) for node in group])
+        q = torch.stack([_dist_of(node, node.draws[place]) for node in group])
         uniform = None
         if _depends_on(draw, draws[place + 1 :]):
             # Index 0 draws the recovered token; those above it are not asked for elsewhere.
             numbers = [node.noise.uniform(Purpose.RECOVERED, node.depth, 1 + place) for node in group]
             uniform = torch.tensor(numbers, dtype=torch.float64).to(q.device, non_blocking=True)
-        stacked.append(NodeDraw(rows.index(draw.law), q, draw.kind, uniform))
+        stacked.append(NodeDraw(rows.index(draw.dist), q, draw.kind, uniform))
     return stacked
 
 
 def _depends_on(draw: Draw, later: Sequence[Draw]) -> bool:
-    """Whether one of the later draws of a node is made from what a draw without replacement left of its law."""
+    """Whether one of the later draws of a node is made from what a draw without replacement left of its
+    distribution."""
     return draw.kind is DrawKind.WITHOUT_REPLACEMENT and any(
-        each.law == draw.law and each.kind is draw.kind for each in later
+        each.dist == draw.dist and each.kind is draw.kind for each in later
     )
 
 
-def _law_of(node: _Node, draw: Draw) -> Tensor:
-    """The law `[vocab]` that a draw came from."""
-    if draw.law < 0:
+def _dist_of(node: _Node, draw: Draw) -> Tensor:
+    """The distribution `[vocab]` that a draw came from."""
+    if draw.dist < 0:
         one_hot = torch.zeros_like(node.p)
         one_hot[node.proposal.tree.token_list[draw.child]] = 1.0
         return one_hot
-    assert node.proposal.laws is not None
-    return node.proposal.laws[draw.law].to(node.p)
+    assert node.proposal.probs is not None
+    return node.proposal.probs[draw.dist].to(node.p)

@@ -24,13 +24,14 @@ class DrawnToken:
 
     Attributes:
         token: the drawn token.
-        law: row of the law it was drawn from; draws with one row share removals. -1 for a one-hot law.
-        q: `[vocab]`: that law before any removal.
+        dist: row of the distribution it was drawn from; draws with one row share removals. -1 for a one-hot
+            distribution.
+        q: `[vocab]`: that distribution before any removal.
         kind: how it was drawn.
     """
 
     token: int
-    law: int
+    dist: int
     q: Tensor
     kind: DrawKind
 
@@ -130,11 +131,11 @@ class HasKind(Protocol):
 
 
 class Rule(ABC):
-    """Decides which nodes of a proposal stay; a pure function of laws and noise.
+    """Decides which nodes of a proposal stay; a pure function of distributions and noise.
 
     Attributes:
-        lossless: whether the emitted tokens follow the target's law exactly. A rule for which they do not measures in
-            its verdicts how far they are from it.
+        lossless: whether the emitted tokens follow the target's distribution exactly. A rule for which they do not
+            measures in its verdicts how far they are from it.
         coupled: whether Gumbel noise decides, which a drafter may share, and not uniform numbers.
         by_groups: whether a walk is settled group by group, so that the kernels of groups say all about it. Not where
             a rule chooses among whole paths.
@@ -156,9 +157,8 @@ class Rule(ABC):
     def greedy_form(self) -> Rule:
         """The rule that judges requests at temperature 0 where this one is lossy; the same object at every call.
 
-        It is given laws at temperature 1, without top-k, top-p or min-p: at temperature 0 p is one-hot, and a lossy
-        rule would have nothing to be lenient about. Under a lossless rule such requests take the argmax.
-        """
+        It is given distributions at temperature 1, without top-k, top-p or min-p: at temperature 0 p is one-hot, and a
+        lossy rule would have nothing to be lenient about. Under a lossless rule such requests take the argmax."""
         return self
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
@@ -175,28 +175,28 @@ class Rule(ABC):
                 f"it judges {known} draws; choose another rule or draw differently"
             )
 
-    def verify(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
+    def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
         """Judge a batch of proposals: `decide`, and read the verdicts; on a device the host waits once.
 
         Args:
             proposals: one for each request.
-            laws: for each request the target's distributions `[slots, vocab]`: row 0 after the context, row i + 1
+            probs: for each request the target's distributions `[slots, vocab]`: row 0 after the context, row i + 1
                 after node i.
             noise: for each request the noise of this step.
 
         Returns:
             For each request the accepted path and one more token; from a lossy rule also each token's divergence.
         """
-        decision = self.decide(proposals, laws, noise)
+        decision = self.decide(proposals, probs, noise)
         unknown = [proposal.tree for proposal in proposals if not proposal.tree.is_known]
         numbers = transfers.fetch([*decision.wanted, *(tree.tokens for tree in unknown)])
         for tree, ids in zip(unknown, numbers[len(decision.wanted) :], strict=True):
             tree.learn([int(token) for token in ids])
         verdicts = decision.verdicts(proposals, numbers[: len(decision.wanted)])
-        return self.measured(verdicts, proposals, laws, noise)
+        return self.measured(verdicts, proposals, probs, noise)
 
     @abstractmethod
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
 
         The host need not know the proposals' tokens yet. An id outside the vocabulary gives some decision: the caller
@@ -207,7 +207,7 @@ class Rule(ABC):
         self,
         verdicts: list[Verdict],
         proposals: Sequence[Proposal],
-        laws: Sequence[Tensor],
+        probs: Sequence[Tensor],
         noise: Sequence[Noise],
     ) -> list[Verdict]:
         """The verdicts with each token's divergence, of a lossy rule that did not decide about it; arguments alike."""

@@ -29,7 +29,7 @@ class SpeculativeSampling(Rule):
     Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. With several draws at a node they are judged
     in order, each against what the rejections before it left of p (SpecInfer 2305.09781; RSD 2402.14160); drawn
     without replacement, q loses each rejected token and is renormalised. A deterministic candidate was drawn from
-    a one-hot law. When no draw stays, the token is drawn from what is left of p: *recovered*; where there was
+    a one-hot distribution. When no draw stays, the token is drawn from what is left of p: *recovered*; where there was
     nothing to judge it is a *bonus*. At temperature 0 the same rule accepts exactly the argmax.
     """
 
@@ -65,10 +65,10 @@ class SpeculativeSampling(Rule):
         """The draft's distributions `[..., vocab]` without `tokens` `[..., tokens]`, drawn without replacement."""
         return without_tokens(q, tokens)
 
-    def decide(self, proposals: Sequence[Proposal], laws: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
         if not proposals:
             return DeviceVerdicts.of([])
-        batch = Batch.of(proposals, laws, noise)
+        batch = Batch.of(proposals, probs, noise)
         plan = batch.plan
         jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
         ends = jump[plan.roots]
@@ -166,8 +166,8 @@ class SpeculativeSampling(Rule):
         reach = 1.0
         reduced: dict[int, Tensor] = {}
         for draw in slot.draws:
-            again = draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.law in reduced
-            q = reduced[draw.law] if again else draw.q
+            again = draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.dist in reduced
+            q = reduced[draw.dist] if again else draw.q
             accept = float(self.accept_probability(np.float64(p[draw.token]), np.float64(q[draw.token])))
             outcomes.append(Outcome(reach * accept, (draw.token,), accepted=1))
             reach *= 1.0 - accept
@@ -175,6 +175,6 @@ class SpeculativeSampling(Rule):
                 return outcomes
             p = self.rejected(p, q)
             if draw.kind is DrawKind.WITHOUT_REPLACEMENT:
-                reduced[draw.law] = self.removed(q, torch.tensor([draw.token]))
+                reduced[draw.dist] = self.removed(q, torch.tensor([draw.token]))
         outcomes.extend(Outcome(reach * float(mass), (token,), accepted=0) for token, mass in enumerate(p))
         return outcomes

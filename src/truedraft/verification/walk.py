@@ -46,14 +46,14 @@ class _LaterRun:
         slot: where.
         index: number of the draw there.
         node: that carries the token.
-        law: row of the draft distribution; -1 for a deterministic candidate.
+        dist: row of the draft distribution; -1 for a deterministic candidate.
         removed: nodes whose tokens earlier draws took out of that distribution.
     """
 
     slot: int
     index: int
     node: int
-    law: int
+    dist: int
     removed: tuple[int, ...]
 
 
@@ -63,7 +63,7 @@ class _Layout:
 
     Attributes:
         shape: of its tree.
-        laws: rows of draft distributions.
+        probs: rows of draft distributions.
         draws: `[4, draws]`: slot, column, node and row of the draws of first runs; the row is -1 for candidates.
         key_of: `[draws]`: places in `keys`.
         keys: `[2, keys]`: depth and index of their decisions. Siblings' subtrees share them, for a walk comes by one of
@@ -74,7 +74,7 @@ class _Layout:
     """
 
     shape: TreeShape
-    laws: int
+    probs: int
     draws: Ints
     key_of: Ints
     keys: Ints
@@ -84,7 +84,7 @@ class _Layout:
 
 
 @lru_cache(maxsize=4096)
-def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) -> _Layout:
+def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> _Layout:
     if draws is deterministic_draws(shape):
         return _children_layout(shape)
     firsts: list[tuple[int, int, int, int]] = []
@@ -96,16 +96,16 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], laws: int) ->
         rejected[slot] = above + (0 if fixed else len(own) - 1)
         for index, draw in enumerate(own):
             if fixed or not index:
-                firsts.append((slot, index, draw.child, draw.law))
+                firsts.append((slot, index, draw.child, draw.dist))
                 continue
             alike = draw.kind is DrawKind.WITHOUT_REPLACEMENT
             before = own[:index] if alike else ()
-            removed = tuple(each.child for each in before if each.law == draw.law and each.kind is draw.kind)
-            later.append(_LaterRun(slot, index, draw.child, draw.law, removed))
+            removed = tuple(each.child for each in before if each.dist == draw.dist and each.kind is draw.kind)
+            later.append(_LaterRun(slot, index, draw.child, draw.dist, removed))
     joint = tuple(slot for slot, own in enumerate(draws) if is_joint(own))
     table = np.array(firsts, np.int64).reshape(-1, 4).T
     rounds = 1 + max(rejected) if firsts else 0
-    return _Layout(shape, laws, table, *_keys(shape, table), tuple(later), rounds, joint)
+    return _Layout(shape, probs, table, *_keys(shape, table), tuple(later), rounds, joint)
 
 
 @lru_cache(maxsize=1024)
@@ -149,9 +149,9 @@ class WalkPlan:
         draw_child: `[draws]`: the slots of these.
         draw_key: `[draws]`: places in `keys`.
         sampled_draws: `[sampled]`: which of the draws are from a distribution.
-        sampled_law: `[sampled]`: rows of these.
+        sampled_dist: `[sampled]`: rows of these.
         is_drawn: `[slots]` bool: where there are draws.
-        law: `[runs]`: rows of draft distributions; -1 for candidates, and where nothing is drawn.
+        dist: `[runs]`: rows of draft distributions; -1 for candidates, and where nothing is drawn.
         has_candidates: whether there are runs of deterministic candidates.
         device: where the numbers are.
     """
@@ -170,7 +170,7 @@ class WalkPlan:
         self.doublings = (max(self.depths) - 1).bit_length() if self.drafts else 0
         self.roots, self.own = self.array(np.array(self.first_slots)), self.array(np.arange(len(self.depths)))
         self.draws = [each.draws.shape[1] for each in layouts]
-        slot, column, node, law = self._first_draws()
+        slot, column, node, dist = self._first_draws()
         self.draw_slots: list[int] = slot.tolist()
         depths = np.array(self.depths)
         self.width = int(column.max()) + 1 if self.drafts else 0
@@ -182,15 +182,15 @@ class WalkPlan:
         self.draw_key = self.array(np.concatenate([each.key_of for each in layouts]) + shift)
         self.draw_slot, self.draw_column, self.draw_node = self.array(slot), self.array(column), self.array(node)
         self.draw_child = self.array(node + requests + 1)
-        is_sampled = law >= 0
-        self.sampled = [int((each.draws[3] >= 0).sum()) for each in layouts if each.laws]
-        self.sampled_draws, self.sampled_law = self.array(is_sampled.nonzero()[0]), self.array(law[is_sampled])
-        first_law, is_drawn = np.full(len(depths), -1), np.zeros(len(depths), np.bool_)
-        first_law[slot], is_drawn[slot] = law, True
-        self.is_drawn, self.law = self.array(is_drawn), self.array(first_law)
+        is_sampled = dist >= 0
+        self.sampled = [int((each.draws[3] >= 0).sum()) for each in layouts if each.probs]
+        self.sampled_draws, self.sampled_dist = self.array(is_sampled.nonzero()[0]), self.array(dist[is_sampled])
+        first_dist, is_drawn = np.full(len(depths), -1), np.zeros(len(depths), np.bool_)
+        first_dist[slot], is_drawn[slot] = dist, True
+        self.is_drawn, self.dist = self.array(is_drawn), self.array(first_dist)
         self.has_candidates = not bool(is_sampled.all())
         if self.rounds > 1:
-            self._add_later_runs(first_law)
+            self._add_later_runs(first_dist)
 
     @property
     def _placed(self) -> list[tuple[_Layout, int]]:
@@ -206,23 +206,23 @@ class WalkPlan:
         if self.requests == 1:
             return self._layouts[0].draws
         nodes = [first - number for number, first in enumerate(self.first_slots)]
-        laws = [0, *itertools.accumulate(each.laws for each in self._layouts)]
-        shift = np.repeat(np.array([self.first_slots, nodes, laws[:-1]]), self.draws, axis=1)
-        slot, column, node, law = np.concatenate([each.draws for each in self._layouts], axis=1)
-        return np.stack([slot + shift[0], column, node + shift[1], np.where(law >= 0, law + shift[2], -1)])
+        probs = [0, *itertools.accumulate(each.probs for each in self._layouts)]
+        shift = np.repeat(np.array([self.first_slots, nodes, probs[:-1]]), self.draws, axis=1)
+        slot, column, node, dist = np.concatenate([each.draws for each in self._layouts], axis=1)
+        return np.stack([slot + shift[0], column, node + shift[1], np.where(dist >= 0, dist + shift[2], -1)])
 
-    def _add_later_runs(self, first_law: Ints) -> None:
+    def _add_later_runs(self, first_dist: Ints) -> None:
         """The tables of all runs, where slots have several: those of first runs, then those of later ones.
 
-        Sets `law`; `following` `[runs]`, the next run of the slot or -1; `run_node`, `run_child` and `run_key`
+        Sets `dist`; `following` `[runs]`, the next run of the slot or -1; `run_node`, `run_child` and `run_key`
         `[runs]`, of first runs any; `later` `[runs]`, their numbers, -1 of first runs; `is_reduced` `[runs]` bool and
         `removed` `[runs, tokens]`, nodes whose tokens were taken out of the distribution, filled up with the first;
         `reduces`, whether there are any.
         """
-        slots = len(first_law)
-        following, law, node, child, requests, indices = (
+        slots = len(first_dist)
+        following, dist, node, child, requests, indices = (
             [-1] * slots,
-            first_law.tolist(),
+            first_dist.tolist(),
             [0] * slots,
             [0] * slots,
             [],
@@ -230,29 +230,29 @@ class WalkPlan:
         )
         removed: list[list[int]] = [[] for _ in range(slots)]
         last: dict[int, int] = {}  # the last run of a slot
-        first_law_of = 0
+        first_dist_of = 0
         for number, (each, first) in enumerate(self._placed):
             for run in each.later:
                 slot = run.slot + first
-                following[last.get(slot, slot)] = last[slot] = len(law)
-                law.append(run.law + first_law_of if run.law >= 0 else -1)
+                following[last.get(slot, slot)] = last[slot] = len(dist)
+                dist.append(run.dist + first_dist_of if run.dist >= 0 else -1)
                 following.append(-1)
                 node.append(run.node + first - number)
                 child.append(run.node + first + 1)
                 removed.append([own + first - number for own in run.removed])
                 requests.append(number)
                 indices.append(run.index)
-            first_law_of += each.laws
+            first_dist_of += each.probs
         key = [0] * slots + [len(self.keys.requests) + place for place in range(len(requests))]
         width = max(map(len, removed))
         self.reduces = width > 0
-        self.later = self.array(np.array([-1] * slots + list(range(slots, len(law)))))
-        self.following, self.law, self.run_node, self.run_child, self.run_key = (
-            self.array(np.array(each)) for each in (following, law, node, child, key)
+        self.later = self.array(np.array([-1] * slots + list(range(slots, len(dist)))))
+        self.following, self.dist, self.run_node, self.run_child, self.run_key = (
+            self.array(np.array(each)) for each in (following, dist, node, child, key)
         )
         self.is_reduced = self.array(np.array([bool(own) for own in removed]))
         filled = [[*own, *(own or [0])[:1] * (width - len(own))] for own in removed]
-        self.removed = self.array(np.array(filled, np.int64).reshape(len(law), width))
+        self.removed = self.array(np.array(filled, np.int64).reshape(len(dist), width))
         keys, depths = self.keys, np.array(self.depths)
         at = np.array([run.slot + first for each, first in self._placed for run in each.later])
         self.keys = UniformKeys(
@@ -260,7 +260,7 @@ class WalkPlan:
             np.concatenate([keys.depths, depths[at]]),
             np.concatenate([keys.indices, indices]),
         )
-        self.has_candidates = self.has_candidates or any(run.law < 0 for each in self._layouts for run in each.later)
+        self.has_candidates = self.has_candidates or any(run.dist < 0 for each in self._layouts for run in each.later)
 
     def array(self, numbers: NDArray[np.generic]) -> Array:
         """Numbers where those of the batch are."""
@@ -272,7 +272,7 @@ _plan = lru_cache(maxsize=512)(WalkPlan)
 
 def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
     """The plan of a batch; batches alike in trees and draws share one."""
-    layouts = (_layout(own.tree.shape, own.draws, 0 if own.laws is None else len(own.laws)) for own in proposals)
+    layouts = (_layout(own.tree.shape, own.draws, 0 if own.probs is None else len(own.probs)) for own in proposals)
     return _plan(tuple(layouts), device, waits=transfers.waits(device))
 
 
@@ -416,7 +416,7 @@ class Batch:
             raise ValueError(f"{len(proposals)} proposals, {len(probs)} tables and {len(noise)} noises are no batch")
         device, vocab = probs[0].device, probs[0].shape[-1]
         plan = walk_plan(proposals, device)
-        drafted = [own.laws for own in proposals if own.laws is not None and len(own.laws)]
+        drafted = [own.probs for own in proposals if own.probs is not None and len(own.probs)]
         dtype = functools.reduce(torch.promote_types, {each.dtype for each in (*probs, *drafted)})
         tokens = drafted_tokens([own.tree for own in proposals], vocab, device) if plan.drafts else plan.own
         numbers = transfers.array(uniforms(noise, Purpose.ACCEPT, plan.keys), device)
@@ -430,7 +430,7 @@ class Batch:
         p_x = self.p.entries(plan.draw_slot, tokens, plan.draws)
         if not len(plan.sampled_draws):
             return p_x, 1.0
-        q_x = self.q.entries(plan.sampled_law, tokens[plan.sampled_draws], plan.sampled)
+        q_x = self.q.entries(plan.sampled_dist, tokens[plan.sampled_draws], plan.sampled)
         if len(plan.sampled_draws) == len(plan.draw_slot):
             return p_x, q_x
         all_q = transfers.full(p_x.shape, 1.0, self.device)
@@ -463,14 +463,14 @@ class Batch:
             removed: takes tokens `[runs, tokens]` out of distributions `[runs, vocab]`.
         """
         plan = self.plan
-        law = plan.law[runs]
-        sampled = Chosen(law >= 0)
+        dist = plan.dist[runs]
+        sampled = Chosen(dist >= 0)
         if plan.has_candidates:
             q = self._candidates(runs)
             if len(self.q) and not sampled.are_none:
-                q = sampled.put(q, self.q.select(sampled.of(law).clip(0)).to(self.dtype))
+                q = sampled.put(q, self.q.select(sampled.of(dist).clip(0)).to(self.dtype))
         else:
-            q = self.q.select(law.clip(0)).to(self.dtype)
+            q = self.q.select(dist.clip(0)).to(self.dtype)
         if plan.rounds > 1 and plan.reduces:
             reduced = Chosen(plan.is_reduced[runs])
             if not reduced.are_none:

@@ -1,4 +1,4 @@
-"""The law of what is emitted is the target's, to 1e-12, for every kind of draw, chain and tree."""
+"""The distribution of what is emitted is the target's, to 1e-12, for every kind of draw, chain and tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from small_worlds import (
 
 from truedraft.core.proposal import DrawKind
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
-from truedraft.verification.exact import PlannedDraw, distance, emitted_law, target_law
+from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
 from truedraft.verification.rule import DrawnToken, JudgedSlot
 
 EXACT = 1e-12
@@ -39,13 +39,13 @@ C1, C2 = repeated(1, COUPLED), repeated(2, COUPLED)
 
 
 def emitted(rule: Rule, world: World, length: int) -> dict[tuple[int, ...], float]:
-    return emitted_law(rule, world.target.law, world.scheme, length)
+    return emitted_dist(rule, world.target.dist, world.scheme, length)
 
 
 def assert_exact(rule: Rule, world: World, length: int) -> None:
-    law = emitted(rule, world, length)
-    assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-    assert distance(law, target_law(world.target.law, length)) < EXACT
+    dist = emitted(rule, world, length)
+    assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
+    assert distance(dist, target_dist(world.target.dist, length)) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -141,7 +141,8 @@ class KeepsRemoved(SpeculativeSampling):
 
 @pytest.mark.parametrize("name", ["chain", "siblings with repeats", "tree without replacement", "all kinds"])
 def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
-    """Agreement above is no accident of both being exact: wrong parts give the same wrong law on both sides."""
+    """Agreement above is no accident of both being exact: wrong parts give the same wrong distribution on both
+    sides."""
     world = REFERENCE_WORLDS[name]
     wrong = [
         (AcceptsHalf(), Reference(world, accept=lambda p_x, q_x: Fraction(1, 2))),
@@ -158,11 +159,11 @@ def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("node", NODES)
-def test_the_kernel_is_a_law_for_every_outcome_of_the_draws(rule: Rule, node: str) -> None:
+def test_the_kernel_is_a_distribution_for_every_outcome_of_the_draws(rule: Rule, node: str) -> None:
     world = build(f"kernel/{node}", 4, [NODES[node]], "dense", "dense")
-    p, plan = world.target.law(()), world.scheme((), ())
+    p, plan = world.target.dist(()), world.scheme((), ())
     for tokens in itertools.product(range(4), repeat=len(plan)):
-        drawn = [DrawnToken(t, each.law, each.q, each.kind) for t, each in zip(tokens, plan, strict=True)]
+        drawn = [DrawnToken(t, each.dist, each.q, each.kind) for t, each in zip(tokens, plan, strict=True)]
         if any(float(each.q[each.token]) == 0.0 for each in drawn) or _repeats_what_was_taken(drawn):
             continue
         outcomes = rule.outcomes([JudgedSlot(p, tuple(drawn))])
@@ -172,12 +173,12 @@ def test_the_kernel_is_a_law_for_every_outcome_of_the_draws(rule: Rule, node: st
 
 
 def _repeats_what_was_taken(drawn: list[DrawnToken]) -> bool:
-    taken = [(draw.law, draw.token) for draw in drawn if draw.kind is DrawKind.WITHOUT_REPLACEMENT]
+    taken = [(draw.dist, draw.token) for draw in drawn if draw.kind is DrawKind.WITHOUT_REPLACEMENT]
     return len(set(taken)) < len(taken)
 
 
 def test_expected_acceptance_of_one_draw_is_the_overlap() -> None:
-    """alpha = sum min(p, q): 0.2 + 0.3 + 0.1 for these laws; worked by hand."""
+    """alpha = sum min(p, q): 0.2 + 0.3 + 0.1 for these distributions; worked by hand."""
     p, q = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]], dtype=torch.float64)
     rule = SpeculativeSampling()
     accepted = sum(
@@ -192,23 +193,23 @@ def test_expected_acceptance_of_one_draw_is_the_overlap() -> None:
     assert accepted == pytest.approx(0.6, abs=EXACT)
 
 
-def test_distance_and_target_law_by_hand() -> None:
-    laws = {(): [0.25, 0.75], (0,): [1.0, 0.0], (1,): [0.5, 0.5]}
-    law = target_law(lambda prefix: torch.tensor(laws[prefix], dtype=torch.float64), 2)
-    assert law == {(0, 0): 0.25, (1, 0): 0.375, (1, 1): 0.375}
-    assert distance(law, {(0, 0): 1.0}) == pytest.approx(0.75)
+def test_distance_and_target_distribution_by_hand() -> None:
+    probs = {(): [0.25, 0.75], (0,): [1.0, 0.0], (1,): [0.5, 0.5]}
+    dist = target_dist(lambda prefix: torch.tensor(probs[prefix], dtype=torch.float64), 2)
+    assert dist == {(0, 0): 0.25, (1, 0): 0.375, (1, 1): 0.375}
+    assert distance(dist, {(0, 0): 1.0}) == pytest.approx(0.75)
     assert distance({(0,): 0.5}, {(1,): 0.5}) == pytest.approx(0.5)
 
 
 def test_a_row_that_mixes_kinds_at_one_node_is_still_exact() -> None:
-    """An independent draw is from the stored law even after a draw of the same row without replacement."""
+    """An independent draw is from the stored distribution even after a draw of the same row without replacement."""
     for p, q in [("dense", "dense"), ("sparse", "dense")]:
         target, draft = build("one row", 3, [], p, q).target, build("one row", 3, [], p, q).drafters["a"]
 
         def scheme(prefix: tuple, drafted: tuple, draft=draft) -> list[PlannedDraw]:
-            law = draft.law(prefix)
+            dist = draft.dist(prefix)
             kinds = [DrawKind.WITHOUT_REPLACEMENT, DrawKind.INDEPENDENT]
-            return [] if drafted else [PlannedDraw(0, law, kind) for kind in kinds]
+            return [] if drafted else [PlannedDraw(0, dist, kind) for kind in kinds]
 
-        law = emitted_law(SpeculativeSampling(), target.law, scheme, 1)
-        assert distance(law, target_law(target.law, 1)) < EXACT
+        dist = emitted_dist(SpeculativeSampling(), target.dist, scheme, 1)
+        assert distance(dist, target_dist(target.dist, 1)) < EXACT

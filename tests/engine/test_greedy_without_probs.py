@@ -1,4 +1,5 @@
-"""Greedy requests are judged from logits, without a law: the same tokens, and failures that stay where they are."""
+"""Greedy requests are judged from logits, without a distribution: the same tokens, and failures that stay where they
+are."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
-from truedraft.core import probs as laws_module
+from truedraft.core import probs as probs_module
 from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
@@ -52,25 +53,27 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
     return DRAFTERS[request.param](target)
 
 
-def with_laws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every request gets laws, as those that are sampled do."""
+def with_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every request gets distributions, as those that are sampled do."""
     monkeypatch.setattr(Verifier, "_takes_argmax", lambda self, item: False)
 
 
-def count_laws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collects the number of rows of each law that is made."""
+def count_probs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects the number of rows of each distribution that is made."""
     rows: list[int] = []
 
     def counted(logits: Tensor, groups: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
         rows.append(len(logits))
-        return laws_module.batch_probs(logits, groups)
+        return probs_module.batch_probs(logits, groups)
 
     monkeypatch.setattr(verifier_module, "batch_probs", counted)
     return rows
 
 
-def test_greedy_makes_no_law(target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = count_laws(monkeypatch)
+def test_greedy_makes_no_distribution(
+    target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_probs(monkeypatch)
     engine = Engine(target, drafter)
     engine.generate([[3, 1, 4], [2]], GREEDY)
     assert made == []
@@ -78,7 +81,7 @@ def test_greedy_makes_no_law(target: MarkovModel, drafter: Drafter | None, monke
     assert made
 
 
-def test_answers_are_those_that_laws_give(
+def test_answers_are_those_that_distributions_give(
     target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy, sampled and coupled requests in one batch, in every order of neighbours."""
@@ -88,8 +91,8 @@ def test_answers_are_those_that_laws_give(
     without = engine.generate(prompts, params)
     alone = [engine.generate(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     backwards = engine.generate(prompts[::-1], params[::-1])[::-1]
-    with_laws(monkeypatch)
-    made = count_laws(monkeypatch)
+    with_probs(monkeypatch)
+    made = count_probs(monkeypatch)
     with_them = engine.generate(prompts, params)
     assert sum(made) > 0
     for answers in (alone, backwards, with_them):
@@ -99,14 +102,14 @@ def test_answers_are_those_that_laws_give(
 
 
 @pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16 instructions")
-def test_bfloat16_logits_are_judged_as_their_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_logits_are_judged_as_their_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 equal largest logits are common, and the lowest id wins by either way."""
     model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_backend)
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, DraftModel(model, branching=(3, 2, 1))):
         without = [answer.token_ids for answer in Engine(model, drafter).generate(prompts, GREEDY)]
         with monkeypatch.context() as patch:
-            with_laws(patch)
+            with_probs(patch)
             assert [a.token_ids for a in Engine(model, drafter).generate(prompts, GREEDY)] == without
 
 
@@ -121,7 +124,7 @@ class Flat(MarkovModel):
 
 
 def test_ties_go_to_the_lowest_id(target: MarkovModel) -> None:
-    model = Flat(target.laws)
+    model = Flat(target.probs)
     for drafter in (None, ScriptedDrafter(lambda tokens: [[1, 0], [0, 0, 2]])):
         assert Engine(model, drafter).generate([3, 1], SamplingParams(max_tokens=9)).token_ids == [0] * 9
 
@@ -133,13 +136,13 @@ class Spoiled(MarkovModel):
     """Logits of rows after one pair of tokens are changed.
 
     Args:
-        laws: of the table.
+        probs: of the table.
         pair: the last two tokens of the rows in question.
         spoil: changes such a row `[vocab]` in place.
     """
 
-    def __init__(self, laws: Tensor, pair: tuple[int, int], spoil: Any) -> None:
-        super().__init__(laws)
+    def __init__(self, probs: Tensor, pair: tuple[int, int], spoil: Any) -> None:
+        super().__init__(probs)
         self._pair = pair
         self._spoil = spoil
 
@@ -165,7 +168,7 @@ SPOILS = {
 def greedy_text(model: MarkovModel, prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model.law_after(tokens).argmax()))
+        tokens.append(int(model.probs_after(tokens).argmax()))
     return tokens
 
 
@@ -176,7 +179,7 @@ def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: D
     texts = [greedy_text(target, prompt, 12) for prompt in prompts]
     others = {pair for text in (texts[0], texts[2]) for pair in itertools.pairwise(text)}
     place = next(i for i in range(1, 12) if (texts[1][i], texts[1][i + 1]) not in others)
-    broken = Spoiled(target.laws, (texts[1][place], texts[1][place + 1]), SPOILS[spoil])
+    broken = Spoiled(target.probs, (texts[1][place], texts[1][place + 1]), SPOILS[spoil])
     params = SamplingParams(max_tokens=12)
     answers = Engine(broken, drafter).generate(prompts, params)
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
@@ -192,7 +195,7 @@ def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovMode
     seen = set(itertools.pairwise(text))
     # Drafted beside each right token; the row below the wrong one is broken.
     pair = next((text[i], wrong) for i in range(2, 9) for wrong in range(SMALL) if (text[i], wrong) not in seen)
-    broken = Spoiled(target.laws, pair, SPOILS["all NaN"])
+    broken = Spoiled(target.probs, pair, SPOILS["all NaN"])
     beside = ScriptedDrafter(lambda tokens: [[pair[1]], greedy_text(target, tokens, 2)[-2:]])
     answer = Engine(broken, beside).generate([3, 1], SamplingParams(max_tokens=12))
     assert (answer.finish_reason, answer.token_ids) == ("length", text[2:])
@@ -208,11 +211,11 @@ def test_minus_infinity_forbids_a_token_and_nothing_else(target: MarkovModel, dr
             logits[:, [0, 1, 3, 4, 6, 7]] = -torch.inf
             return ForwardOutput(logits, output.hidden)
 
-    model = Masked(target.laws)
+    model = Masked(target.probs)
     tokens = [3, 1]
     for _ in range(20):
-        law = model.law_after(tokens)
-        tokens.append(2 if law[2] >= law[5] else 5)
+        dist = model.probs_after(tokens)
+        tokens.append(2 if dist[2] >= dist[5] else 5)
     for params in (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, top_k=2)):
         answer = Engine(model, drafter).generate([3, 1], params)
         assert answer.finish_reason == "length"

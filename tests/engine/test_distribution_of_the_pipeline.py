@@ -1,11 +1,10 @@
-"""The law of what the whole pipeline emits, against the target's own exact law.
+"""The distribution of what the whole pipeline emits, against the target's own exact distribution.
 
-Tokens 2 to 4 of an answer come from speculative steps (the first from the prefill). Their joint law is known exactly:
-a forward over every prefix. Over N answers the chi-square statistic of their counts is compared with its 1 - 1e-6
-quantile, so a correct pipeline fails with probability below 1e-6 at each configuration. With N = 48,000 a law that is
-off by a total variation of 0.02 is caught, even when it is off in the way that chi-square sees least; that is shown
-below. Seeds are fixed, so a run repeats.
-"""
+Tokens 2 to 4 of an answer come from speculative steps (the first from the prefill). Their joint distribution is known
+exactly: a forward over every prefix. Over N answers the chi-square statistic of their counts is compared with its 1 -
+1e-6 quantile, so a correct pipeline fails with probability below 1e-6 at each configuration. With N = 48,000 a
+distribution that is off by a total variation of 0.02 is caught, even when it is off in the way that chi-square sees
+least; that is shown below. Seeds are fixed, so a run repeats."""
 
 from __future__ import annotations
 
@@ -52,20 +51,20 @@ def tiny_llama(seed: int) -> LanguageModel:
     return HuggingFaceModel(build(config, seed, spread=0.35), None, f"llama-{seed}")
 
 
-def exact_law(model: LanguageModel) -> Tensor:
-    """Joint law `[vocab, vocab, vocab]` of tokens 2 to 4, from the model's own logits, with `PARAMS`."""
+def exact_dist(model: LanguageModel) -> Tensor:
+    """Joint distribution `[vocab, vocab, vocab]` of tokens 2 to 4, from the model's own logits, with `PARAMS`."""
     prefixes = list(itertools.product(range(VOCAB), repeat=3))
     segments = []
     for prefix in prefixes:
         ids = torch.tensor([*PROMPT, *prefix])
         segments.append(Segment(model.new_cache(), ids, chain_shape(len(ids)), range(len(PROMPT) - 1, len(ids))))
     logits = model.forward(segments).logits.view(VOCAB, VOCAB, VOCAB, 4, VOCAB)
-    law = probs_from_logits(logits.double().view(-1, VOCAB), PARAMS).view_as(logits)
-    first, second = law[:, 0, 0, 0], law[:, :, 0, 1]  # [1st, 2nd's law] is the same for all later tokens
+    dist = probs_from_logits(logits.double().view(-1, VOCAB), PARAMS).view_as(logits)
+    first, second = dist[:, 0, 0, 0], dist[:, :, 0, 1]  # [1st, 2nd's distribution] is the same for all later tokens
     joint = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64)
     for token in range(VOCAB):
         weight = first[0, token] * second[token, 0, :, None, None]
-        joint += weight * law[token, :, 0, 2, :, None] * law[token, :, :, 3, :]
+        joint += weight * dist[token, :, 0, 2, :, None] * dist[token, :, :, 3, :]
     return joint
 
 
@@ -89,9 +88,9 @@ def counts_of(engine: Engine, answers: int) -> np.ndarray:
     return counts
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square p-value of counts under a law; cells with fewer than 10 expected are merged into one."""
-    expected = law.ravel() * counts.sum()
+def p_value(counts: np.ndarray, dist: np.ndarray) -> float:
+    """Chi-square p-value of counts under a distribution; cells with fewer than 10 expected are merged into one."""
+    expected = dist.ravel() * counts.sum()
     observed = counts.ravel()
     rare = expected < 10
     groups_expected = np.append(expected[~rare], expected[rare].sum())
@@ -110,8 +109,8 @@ def target() -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def law(target: LanguageModel) -> np.ndarray:
-    return exact_law(target).numpy()
+def dist(target: LanguageModel) -> np.ndarray:
+    return exact_dist(target).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -119,40 +118,40 @@ def draft() -> LanguageModel:
     return tiny_llama(seed=2)
 
 
-def test_the_exact_law_is_a_law_with_room_to_be_wrong(law: np.ndarray) -> None:
-    assert law.sum() == pytest.approx(1.0, abs=1e-9)
-    assert (law > 0.001).sum() >= 12
+def test_the_exact_distribution_is_a_distribution_with_room_to_be_wrong(dist: np.ndarray) -> None:
+    assert dist.sum() == pytest.approx(1.0, abs=1e-9)
+    assert (dist > 0.001).sum() >= 12
 
 
 @pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2)], ids=["chain", "tree"])
 def test_sampled_answers_follow_the_target(
-    target: LanguageModel, draft: LanguageModel, law: np.ndarray, branching: tuple[int, ...]
+    target: LanguageModel, draft: LanguageModel, dist: np.ndarray, branching: tuple[int, ...]
 ) -> None:
     engine = Engine(target, DraftModel(draft, branching=branching), max_batch=BATCH + 3)
     counts = counts_of(engine, ANSWERS)
     assert counts.sum() == ANSWERS
-    assert p_value(counts, law) > FALSE_ALARM
+    assert p_value(counts, dist) > FALSE_ALARM
 
 
-def test_a_total_variation_of_two_hundredths_is_caught(law: np.ndarray) -> None:
-    """Half the mass of the law is made likelier by 4 %, the other half less likely: TV 0.02, least visible."""
+def test_a_total_variation_of_two_hundredths_is_caught(dist: np.ndarray) -> None:
+    """Half the mass of the distribution is made likelier by 4 %, the other half less likely: TV 0.02, least visible."""
     generator = np.random.default_rng(7)
     caught = 0
     for _ in range(200):
-        signs = balanced_signs(law.ravel(), generator)
-        planted = law.ravel() * (1.0 + 0.04 * signs)
+        signs = balanced_signs(dist.ravel(), generator)
+        planted = dist.ravel() * (1.0 + 0.04 * signs)
         planted /= planted.sum()
-        assert 0.5 * np.abs(planted - law.ravel()).sum() == pytest.approx(0.02, abs=0.002)
+        assert 0.5 * np.abs(planted - dist.ravel()).sum() == pytest.approx(0.02, abs=0.002)
         counts = generator.multinomial(ANSWERS, planted)
-        caught += p_value(counts.reshape(law.shape), law) < FALSE_ALARM
+        caught += p_value(counts.reshape(dist.shape), dist) < FALSE_ALARM
     assert caught >= 190
 
 
-def balanced_signs(law: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Random signs that split the mass of a law nearly in halves."""
+def balanced_signs(dist: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Random signs that split the mass of a distribution nearly in halves."""
     while True:
-        signs = generator.choice([-1.0, 1.0], size=law.shape)
-        if abs((signs * law).sum()) < 0.02:
+        signs = generator.choice([-1.0, 1.0], size=dist.shape)
+        if abs((signs * dist).sum()) < 0.02:
             return signs
 
 
@@ -164,7 +163,7 @@ class PFromTheStart(SpeculativeSampling):
 
 
 class AcceptsAlways(SpeculativeSampling):
-    """Broken: the draft's law comes through."""
+    """Broken: the draft's distribution comes through."""
 
     def accept_probability(self, p_x: float, q_x: float) -> float:
         return 1.0
@@ -172,7 +171,7 @@ class AcceptsAlways(SpeculativeSampling):
 
 @pytest.mark.parametrize("rule", [PFromTheStart(), AcceptsAlways()], ids=lambda rule: type(rule).__name__)
 def test_a_broken_rule_is_caught_by_far_fewer_answers(
-    target: LanguageModel, draft: LanguageModel, law: np.ndarray, rule: Rule
+    target: LanguageModel, draft: LanguageModel, dist: np.ndarray, rule: Rule
 ) -> None:
     engine = Engine(target, DraftModel(draft, 3), rule, max_batch=BATCH + 3)
-    assert p_value(counts_of(engine, 4096), law) < FALSE_ALARM
+    assert p_value(counts_of(engine, 4096), dist) < FALSE_ALARM

@@ -34,7 +34,7 @@ from torch import Tensor
 from truedraft.core.proposal import DrawKind
 from truedraft.core.transfers import Array
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
-from truedraft.verification.exact import distance, emitted_law, target_law
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
 from truedraft.verification.walk import Batch
 
@@ -45,8 +45,8 @@ AFTER_FIXED = (Choice("a", FIXED), Choice("b", INDEPENDENT))
 
 
 def gap_of(rule: Rule, world: World, length: int) -> float:
-    law = emitted_law(rule, world.target.law, world.scheme, length)
-    return distance(law, target_law(world.target.law, length))
+    dist = emitted_dist(rule, world.target.dist, world.scheme, length)
+    return distance(dist, target_dist(world.target.dist, length))
 
 
 # ------------------------------------------------------------------------------- lossless
@@ -58,9 +58,9 @@ def gap_of(rule: Rule, world: World, length: int) -> float:
 def test_chains(vocab: int, depth: int, length: int) -> None:
     for p, q in STYLES:
         world = build("block", vocab, [A1] * depth, p, q)
-        law = emitted_law(RULE, world.target.law, world.scheme, length)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        assert distance(law, target_law(world.target.law, length)) < EXACT
+        dist = emitted_dist(RULE, world.target.dist, world.scheme, length)
+        assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
+        assert distance(dist, target_dist(world.target.dist, length)) < EXACT
 
 
 def test_a_chain_of_four() -> None:
@@ -88,18 +88,18 @@ class BlockReference(Reference):
     """Every verdict on a chain: for each subset of prefixes that pass, the longest one."""
 
     def walk(self, prefix: Prefix, tree: RefTree) -> Iterator[tuple[Fraction, Prefix, int]]:
-        chain, laws = [], [self.world.target.fractions(prefix)]
+        chain, probs = [], [self.world.target.fractions(prefix)]
         while tree.drawn:
             ((choice, token),) = tree.drawn
-            chain.append((token, self.law_of(choice, prefix)))
+            chain.append((token, self.dist_of(choice, prefix)))
             prefix, tree = (*prefix, token), tree.below[token]
-            laws.append(self.world.target.fractions(prefix))
+            probs.append(self.world.target.fractions(prefix))
         weights = [Fraction(1)]
-        for (token, q), p in zip(chain, laws, strict=False):
+        for (token, q), p in zip(chain, probs, strict=False):
             weights.append(min(Fraction(1), weights[-1] * p[token] / q[token]))
         ends = [
             [max(Fraction(0), w * a - b) for a, b in zip(p, q, strict=True)]
-            for w, p, (_, q) in zip(weights, laws, chain, strict=False)
+            for w, p, (_, q) in zip(weights, probs, chain, strict=False)
         ]
         passes = []
         for w, rest in zip(weights[1:], ends[1:], strict=False):
@@ -113,7 +113,7 @@ class BlockReference(Reference):
             if not mass:
                 continue
             kept = max((i + 1 for i, yes in enumerate(passed) if yes), default=0)
-            rest = ends[kept] if kept < len(chain) and sum(ends[kept]) else laws[kept]
+            rest = ends[kept] if kept < len(chain) and sum(ends[kept]) else probs[kept]
             for token, share in enumerate(rest):
                 if share:
                     yield mass * share / sum(rest), (*(t for t, _ in chain[:kept]), token), kept
@@ -139,26 +139,27 @@ def test_the_reference_in_fractions_agrees(world: World) -> None:
 
 
 def by_kernel(rule: BlockVerification, world: World) -> dict[tuple[Prefix, int], float]:
-    """The law of (emitted tokens, accepted count) of one step whose tree is one chain, from the kernel of a block."""
-    law: dict[tuple[Prefix, int], float] = {}
+    """The distribution of (emitted tokens, accepted count) of one step whose tree is one chain, from the kernel of a
+    block."""
+    dist: dict[tuple[Prefix, int], float] = {}
     for probability, tree in Reference(world).trees((), ()):
         prefix: Prefix = ()
-        laws, draws = [], []
+        probs, draws = [], []
         while tree.drawn:
             ((_, token),) = tree.drawn
-            laws.append(world.target.law(prefix))
-            draws.append(DrawnToken(token, 0, world.drafters["a"].law(prefix), INDEPENDENT))
+            probs.append(world.target.dist(prefix))
+            draws.append(DrawnToken(token, 0, world.drafters["a"].dist(prefix), INDEPENDENT))
             prefix, tree = (*prefix, token), tree.below[token]
-        group = [JudgedSlot(p, (draw,)) for p, draw in zip(laws, draws, strict=True)]
+        group = [JudgedSlot(p, (draw,)) for p, draw in zip(probs, draws, strict=True)]
         if not group:
-            group = [JudgedSlot(world.target.law(prefix), ())]
+            group = [JudgedSlot(world.target.dist(prefix), ())]
         for end in rule.outcomes(group):
-            bonus = enumerate(world.target.law(prefix).tolist())
+            bonus = enumerate(world.target.dist(prefix).tolist())
             finals = {(token,): share for token, share in bonus} if end.goes_on else {(): 1.0}
             for final, share in finals.items():
                 key = (*end.tokens, *final), end.accepted
-                law[key] = law.get(key, 0.0) + float(probability) * end.probability * share
-    return {key: mass for key, mass in law.items() if mass > 0.0}
+                dist[key] = dist.get(key, 0.0) + float(probability) * end.probability * share
+    return {key: mass for key, mass in dist.items() if mass > 0.0}
 
 
 # ------------------------------------------------------------------------------- never fewer tokens
@@ -266,7 +267,7 @@ def test_a_broken_rule_is_caught_by_the_kernel(broken: BlockVerification) -> Non
 
 def test_completing_a_step_by_hand_is_exact() -> None:
     world = build("completed", 3, [A1, A1])
-    assert gap(completed(by_kernel(RULE, world), world.target.law, 3), target_law(world.target.law, 3)) < EXACT
+    assert gap(completed(by_kernel(RULE, world), world.target.dist, 3), target_dist(world.target.dist, 3)) < EXACT
 
 
 def test_a_block_of_one_is_a_node() -> None:
