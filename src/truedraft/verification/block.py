@@ -84,11 +84,10 @@ class BlockVerification(SpeculativeSampling):
         if blocks is None:
             return stays
         p_x, q_x = p_x[blocks.draws], q_x[blocks.draws]  # [blocks, tokens]
-        above, below = p_x * 0.0 + 1.0, p_x * 0.0  # w_0 to w_(n-1), w_1 to w_n
+        weights = [p_x[:, 0] * 0.0 + 1.0]  # w_0 to w_n, `[blocks]` each
         for place in range(p_x.shape[1]):
-            if place:
-                above[:, place] = below[:, place - 1]
-            below[:, place] = self.weight(above[:, place], p_x[:, place], q_x[:, place])
+            weights.append(self.weight(weights[-1], p_x[:, place], q_x[:, place]))
+        above, below = transfers.stack(weights[:-1]), transfers.stack(weights[1:])  # [blocks, tokens]
         batch.weights = blocks.ones * 1.0
         batch.weights[blocks.own] = above[blocks.rows, blocks.columns]
         kept = self._kept(batch, blocks, below)[blocks.rows]

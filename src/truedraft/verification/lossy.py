@@ -69,10 +69,10 @@ class ThresholdAcceptance(Rule):
         tokens = drafted_tokens([own.tree for own in proposals], vocab, device)
         given = transfers.full((len(plan.depths),), 1.0, device)  # of the token that leads to each slot
         given[plan.draw_child] = p.entries(plan.draw_slot, tokens[plan.draw_node], plan.draws)
-        inner = plan.is_drawn.nonzero()[0] if isinstance(plan.is_drawn, np.ndarray) else plan.own
+        # Of slots with children alone, a request at a time: rows of many do not stay in the processor's cache.
+        found = torch.cat([self.thresholds(rows[own]) for rows, own in zip(laws, plan.inner, strict=True)]).double()
         thresholds = largest * 0.0
-        found = self.thresholds(p.select(inner)).double()
-        thresholds[inner] = transfers.as_array(found)
+        thresholds[plan.inner_slots] = transfers.as_array(found)
         paths = _paths(plan)
         ends = _deepest(plan, paths, self.stays(given, thresholds[paths.parents]), given)
         return DeviceVerdicts(ends, best[ends], plan.first_slots, _divergence_of_choices(plan, ends, given, largest))

@@ -201,6 +201,20 @@ class WalkPlan:
         """Of each slot the slot above; -1 of a root."""
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
 
+    @cached_property
+    def inner_slots(self) -> Array:
+        """`[slots with draws]`: these, in order."""
+        return self.array(np.array(sorted(set(self.draw_slots)), np.int64))
+
+    @cached_property
+    def inner(self) -> list[Tensor]:
+        """Of each request its slots with draws, as the request numbers them."""
+        found: list[Tensor] = []
+        for each in self._layouts:
+            slots = np.unique(each.draws[0])
+            found.append(torch.from_numpy(slots).to(self.device))
+        return found
+
     def _first_draws(self) -> Ints:
         """Slot, column, node and row of the draws of first runs, `[4, draws]`, numbered through the batch."""
         if self.requests == 1:
