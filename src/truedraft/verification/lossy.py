@@ -70,7 +70,7 @@ class ThresholdAcceptance(Rule):
         given = transfers.full((len(plan.depths),), 1.0, device)  # of the token that leads to each slot
         given[plan.draw_child] = p.entries(plan.draw_slot, tokens[plan.draw_node], plan.draws)
         # Of slots with children alone, a request at a time: rows of many do not stay in the processor's cache.
-        found = torch.cat([self.thresholds(rows[own]) for rows, own in zip(laws, plan.inner, strict=True)]).double()
+        found = torch.cat([self.thresholds(rows[own]) for rows, own in zip(probs, plan.inner, strict=True)]).double()
         thresholds = largest * 0.0
         thresholds[plan.inner_slots] = transfers.as_array(found)
         paths = _paths(plan)
