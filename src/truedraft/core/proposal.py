@@ -172,8 +172,11 @@ class DrawCheck:
         sum_in, slack = _precision(probs.dtype)
         rows, nodes = transfers.array(np.array(places).T.copy(), device)
         # Of a row with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
-        off, least = (probs.sum(dim=-1, dtype=sum_in) - 1.0).abs(), probs.amin(dim=-1)
-        sound = transfers.as_array((off <= slack) & (least >= 0.0))
+        sums, least = (
+            transfers.as_array(probs.sum(dim=-1, dtype=sum_in)),
+            transfers.as_array(probs.amin(dim=-1).float()),
+        )
+        sound = (abs(sums - 1.0) <= slack) & (least >= 0.0)
         tokens = drafted_tokens([own.tree for _, own, _ in drafted], probs.shape[-1], device)
         self.unsound = ~(sound[rows] & (transfers.entries(probs, rows, tokens[nodes]) > 0.0))
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs
 from truedraft.core.proposal import DrawCheck, Proposal
+from truedraft.core.transfers import Array
 from truedraft.core.verdict import Verdict
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.drafting import Drafting
@@ -105,11 +107,11 @@ class Verifier:
         judged = iter(parts)
         return [next(judged).judged if item.judged else None for item in batch]
 
-    def _parts(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> tuple[list[_Part], Tensor]:
+    def _parts(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> tuple[list[_Part], Array]:
         """The items with the distributions of their slots, and which rows of `logits` `[rows, vocab]` give any."""
         rules = [item.request.rule for item in items]
         argmax = [self._takes_argmax(item) for item in items]
-        sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
+        sound = _sound(logits)
         usable = logits if all(argmax) else _usable(logits, sound)
         probs: list[Tensor] = []
         first = 0
@@ -133,13 +135,13 @@ class Verifier:
         params = item.request.params
         return _AT_TEMPERATURE_ONE if params.greedy and item.request.rule is not self._coupled else params
 
-    def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Tensor) -> None:
+    def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Array) -> None:
         """Set the verdicts of the parts and their broken slots: judge all, read all that was decided, at once."""
         by_rule: dict[Rule, list[_Part]] = {}
         for part in parts:
             by_rule.setdefault(part.rule, []).append(part)
         decided = {rule: rule.decide(*_asked(group)) for rule, group in by_rule.items()}
-        check = DrawCheck([part.item.proposal for part in parts], sound.device)
+        check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
         unknown = [part for part in parts if not part.item.proposal.tree.is_known]
         wanted = [sound, check.unsound, *(part.item.proposal.tree.tokens for part in unknown)]
         for each in decided.values():
@@ -191,10 +193,19 @@ class Verifier:
         return changed
 
 
-def _usable(logits: Tensor, sound: Tensor) -> Tensor:
+def _sound(logits: Tensor) -> Array:
+    """Which rows of logits `[rows, vocab]` give a distribution: bool `[rows]`, False where one is NaN or +inf."""
+    if not transfers.waits(logits.device) and bool(logits.sum(dtype=torch.float32).isfinite()):
+        return np.ones(len(logits), np.bool_)  # -inf is a legal logit, so another sum says nothing
+    return transfers.as_array(logits.amax(dim=-1).isfinite())  # of a row with NaN the largest entry is NaN
+
+
+def _usable(logits: Tensor, sound: Array) -> Tensor:
     """Logits `[rows, vocab]` with rows that give no distribution, not `sound` `[rows]`, made one-hot at token 0."""
-    if not transfers.waits(logits.device) and bool(sound.all()):
-        return logits
+    if isinstance(sound, np.ndarray):
+        if sound.all():
+            return logits
+        sound = torch.from_numpy(sound)
     usable = logits.masked_fill(~sound[:, None], -torch.inf)
     usable[:, 0].masked_fill_(~sound, 0.0)
     return usable

@@ -112,6 +112,12 @@ class SpeculativeSampling(Rule):
         plan, left = batch.plan, batch.target(ends)
         if not plan.drafts:
             return ends, left
+        going = Chosen(plan.is_drawn[ends])
+        if going.are_none:
+            return ends, left
+        if plan.rounds == 1:  # nothing more is judged where a run was rejected
+            rejected = going.of(ends)
+            return ends, going.put(left, self.rejected(going.of(left), batch.draft(rejected, self.removed)))
         run = transfers.where(plan.is_drawn[ends], ends, -1)  # that was rejected; -1 where nothing is left to reject
         for _ in range(plan.rounds):
             going = Chosen(run >= 0)
@@ -119,8 +125,6 @@ class SpeculativeSampling(Rule):
                 break
             rejected = going.of(run).clip(0)
             left = going.put(left, self.rejected(going.of(left), batch.draft(rejected, self.removed)))
-            if plan.rounds == 1:
-                break
             run = going.put(run, plan.following[rejected])
             judged = Chosen(run >= 0)
             if not judged.are_none:

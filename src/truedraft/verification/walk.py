@@ -234,14 +234,10 @@ class WalkPlan:
         `reduces`, whether there are any.
         """
         slots = len(first_dist)
-        following, dist, node, child, requests, indices = (
-            [-1] * slots,
-            first_dist.tolist(),
-            [0] * slots,
-            [0] * slots,
-            [],
-            [],
-        )
+        following, dist, node, child = [-1] * slots, first_dist.tolist(), [0] * slots, [0] * slots
+        key = [0] * slots
+        known = zip(*(each.tolist() for each in (self.keys.requests, self.keys.depths, self.keys.indices)), strict=True)
+        keys = {place: number for number, place in enumerate(known)}
         removed: list[list[int]] = [[] for _ in range(slots)]
         last: dict[int, int] = {}  # the last run of a slot
         first_dist_of = 0
@@ -254,10 +250,9 @@ class WalkPlan:
                 node.append(run.node + first - number)
                 child.append(run.node + first + 1)
                 removed.append([own + first - number for own in run.removed])
-                requests.append(number)
-                indices.append(run.index)
+                place = number, self.depths[slot], run.index
+                key.append(keys.setdefault(place, len(keys)))
             first_dist_of += each.probs
-        key = [0] * slots + [len(self.keys.requests) + place for place in range(len(requests))]
         width = max(map(len, removed))
         self.reduces = width > 0
         self.later = self.array(np.array([-1] * slots + list(range(slots, len(dist)))))
@@ -267,13 +262,7 @@ class WalkPlan:
         self.is_reduced = self.array(np.array([bool(own) for own in removed]))
         filled = [[*own, *(own or [0])[:1] * (width - len(own))] for own in removed]
         self.removed = self.array(np.array(filled, np.int64).reshape(len(dist), width))
-        keys, depths = self.keys, np.array(self.depths)
-        at = np.array([run.slot + first for each, first in self._placed for run in each.later])
-        self.keys = UniformKeys(
-            np.concatenate([keys.requests, requests]),
-            np.concatenate([keys.depths, depths[at]]),
-            np.concatenate([keys.indices, indices]),
-        )
+        self.keys = UniformKeys(*np.array(list(keys), np.int64).T.copy())
         self.has_candidates = self.has_candidates or any(run.dist < 0 for each in self._layouts for run in each.later)
 
     def array(self, numbers: NDArray[np.generic]) -> Array:
@@ -431,7 +420,8 @@ class Batch:
         device, vocab = probs[0].device, probs[0].shape[-1]
         plan = walk_plan(proposals, device)
         drafted = [own.probs for own in proposals if own.probs is not None and len(own.probs)]
-        dtype = functools.reduce(torch.promote_types, {each.dtype for each in (*probs, *drafted)})
+        dtypes = {each.dtype for each in (*probs, *drafted)}
+        dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
         tokens = drafted_tokens([own.tree for own in proposals], vocab, device) if plan.drafts else plan.own
         numbers = transfers.array(uniforms(noise, Purpose.ACCEPT, plan.keys), device)
         rows = Rows(probs, device), Rows(drafted, device)
