@@ -168,7 +168,7 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_fo
 
 def test_distributions_are_stored_once_and_read_again(trained, target_folder, prompts, tmp_path):
     said = []
-    config = replace(CONFIG, probs="stored", steps=3)
+    config = replace(CONFIG, laws="stored", steps=3)
     copied(trained, tmp_path)
     train_heads(target_folder, prompts, tmp_path, config, callbacks=Callbacks(lambda *words: said.append(words)))
     assert {what for what, *_ in said} >= {"storing distributions", "training"}
@@ -234,7 +234,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, mode, *rest, **more)
 
-    config = replace(CONFIG, probs="stored", steps=2)
+    config = replace(CONFIG, laws="stored", steps=2)
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
