@@ -133,7 +133,8 @@ def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
         name = f"{case[0]} | {case[1]} | temperature {case[2]:g} | batch {case[3]}"
         median, half = statistics.median(ratios[case]), half_width(ratios[case])
         rounds, equal = len(ratios[case]), same[case]
-        found[name] = {"ratio": round(median, 4), "half_width": round(half, 4), "rounds": rounds, "same_tokens": equal}
+        known = None if math.isinf(half) else round(half, 4)
+        found[name] = {"ratio": round(median, 4), "half_width": known, "rounds": rounds, "same_tokens": equal}
         print(f"{size:5s} {name:75s} {median:.3f} +- {half:.3f} ({len(ratios[case])} rounds)", file=sys.stderr)
     return found
 
