@@ -176,7 +176,7 @@ def test_a_slot_for_the_root_and_for_each_node() -> None:
 
 def dist_faults(*proposals: Proposal) -> dict[int, set[int]]:
     check = DrawCheck(proposals, torch.device("cpu"))
-    return check.slots(check.unsound.tolist())
+    return check.unsound([each.flatten().tolist() for each in check.wanted])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -47,13 +48,18 @@ class Noise(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class UniformKeys:
     """Decisions of a batch: of which request `[keys]`, at which depth, and which of those there; `[keys]` each."""
 
     requests: NDArray[np.int64]
     depths: NDArray[np.int64]
     indices: NDArray[np.int64]
+
+    @cached_property
+    def listed(self) -> list[tuple[int, int, int]]:
+        """Request, depth and number of each."""
+        return list(zip(self.requests.tolist(), self.depths.tolist(), self.indices.tolist(), strict=True))
 
 
 class KeyedNoise:
@@ -115,9 +121,8 @@ class KeyedNoise:
 
 def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDArray[np.float64]:
     """The numbers of some decisions `[keys]`, float64: those of `Noise.uniform`."""
-    if len(keys.requests) <= _FEW or not all(type(own) is KeyedNoise for own in noise):
-        asked = zip(keys.requests.tolist(), keys.depths.tolist(), keys.indices.tolist(), strict=True)
-        return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in asked])
+    if len(keys.listed) <= _FEW or not all(type(own) is KeyedNoise for own in noise):
+        return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in keys.listed])
     roots, positions, steps = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
     bits = roots[keys.requests]
     places = positions[keys.requests] + keys.depths.view(np.uint64)

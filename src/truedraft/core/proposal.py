@@ -137,63 +137,66 @@ _ROUNDING = 1e-4
 
 
 class DrawCheck:
-    """Whether draws could have been made from the distributions they name, worked out on a device.
+    """Whether draws could have been made as they say: what a rule trusts, worked out on a device.
 
     Draws of other kinds are judged without a distribution, so theirs is not looked at; nor is one that no draw names.
 
     Args:
-        proposals: all over one vocabulary. Ids that the host knows exist; others, where they do not, count as their
-            nearest.
-        device: where the distributions are brought together.
+        proposals: those with distributions are looked at, all over one vocabulary. Ids that the host knows exist;
+            others, where they do not, count as their nearest.
+        device: where these are brought together.
 
     Attributes:
-        unsound: `[draws from a distribution]` bool: which could not. The distribution is finite, not negative and sums
-            to 1, and it gives something to the token drawn.
+        wanted: what the host must read: the sums and least entries of the distributions, and the drawn tokens' entries.
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
-        self._places: list[tuple[int, int]] = []  # proposal and slot of each draw
-        drafted = [
-            (number, own, _from_probs(own.draws)) for number, own in enumerate(proposals) if own.probs is not None
-        ]
-        self.unsound = transfers.array(np.zeros(0, np.bool_), device)
-        if not any(drawn for _, _, drawn in drafted):
-            return
+        self._drawn: list[tuple[int, int, int]] = []  # proposal, slot, and row of all tables, of each draw from one
+        self.wanted: Sequence[Tensor] = ()
+        nodes: list[int] = []
         tables: list[Tensor] = []
-        places: list[tuple[int, int]] = []  # row and node of each draw
-        row = node = 0
-        for number, own, drawn in drafted:
-            assert own.probs is not None
-            self._places += [(number, slot) for slot, _, _ in drawn]
-            places += [(row + dist, node + child) for _, dist, child in drawn]
-            tables.append(own.probs.to(device))
-            row, node = row + len(own.probs), node + len(own.tree)
-        probs = tables[0] if len(tables) == 1 else torch.cat(tables)
-        sum_in, slack = _precision(probs.dtype)
-        rows, nodes = transfers.array(np.array(places).T.copy(), device)
-        # Of a row with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
-        sums, least = (
-            transfers.as_array(probs.sum(dim=-1, dtype=sum_in)),
-            transfers.as_array(probs.amin(dim=-1).float()),
-        )
-        sound = (abs(sums - 1.0) <= slack) & (least >= 0.0)
-        tokens = drafted_tokens([own.tree for _, own, _ in drafted], probs.shape[-1], device)
-        self.unsound = ~(sound[rows] & (transfers.entries(probs, rows, tokens[nodes]) > 0.0))
+        trees: list[TokenTree] = []
+        first_row = first_node = 0
+        for number, proposal in enumerate(proposals):
+            if proposal.probs is None:
+                continue
+            for slot, draws in enumerate(proposal.draws):
+                for draw in draws:
+                    if draw.kind is DrawKind.INDEPENDENT or draw.kind is DrawKind.WITHOUT_REPLACEMENT:
+                        self._drawn.append((number, slot, first_row + draw.dist))
+                        nodes.append(first_node + draw.child)
+            tables.append(proposal.probs.to(device))
+            trees.append(proposal.tree)
+            first_row += len(proposal.probs)
+            first_node += len(proposal.tree)
+        if self._drawn:
+            probs = tables[0] if len(tables) == 1 else torch.cat(tables)
+            sum_in, self._slack = _precision(probs.dtype)
+            given = probs.take(self._places(nodes, trees, probs))
+            # Of a row with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
+            self.wanted = probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1), given
 
-    def slots(self, flags: Sequence[float]) -> dict[int, set[int]]:
-        """From the flags in `unsound`: for each proposal with such draws the slots where they were made."""
+    def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
+        """Where the entries of the drawn tokens are in all tables `[rows, vocab]`, one behind another."""
+        vocab, device = probs.shape[-1], probs.device
+        if all(tree.is_known for tree in trees):
+            ids = [token for tree in trees for token in tree.token_list]
+            places = [row * vocab + ids[node] for (_, _, row), node in zip(self._drawn, nodes, strict=True)]
+            return transfers.upload(places, device)
+        tokens = torch.cat([tree.tokens.to(device) for tree in trees])
+        rows, at = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
+        return rows * vocab + tokens[at].clamp(0, vocab - 1)
+
+    def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
+        """From the numbers in `wanted`: for each proposal with such draws the slots whose draws were not so made."""
         found: dict[int, set[int]] = {}
-        for (proposal, slot), flag in zip(self._places, flags, strict=True):
-            if flag:
+        if not self._drawn:
+            return found
+        sums, least, given = numbers
+        for (proposal, slot, row), mass in zip(self._drawn, given, strict=True):
+            if not (abs(sums[row] - 1.0) <= self._slack and least[row] >= 0.0 and mass > 0.0):
                 found.setdefault(proposal, set()).add(slot)
         return found
-
-
-@lru_cache(maxsize=4096)
-def _from_probs(draws: tuple[tuple[Draw, ...], ...]) -> tuple[tuple[int, int, int], ...]:
-    """Slot, row and child of each draw that was made from a distribution, and is judged by it."""
-    kinds = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT)
-    return tuple((slot, draw.dist, draw.child) for slot, own in enumerate(draws) for draw in own if draw.kind in kinds)
 
 
 def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Array:

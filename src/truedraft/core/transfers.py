@@ -132,12 +132,16 @@ def full(shape: tuple[int, ...], value: float, device: torch.device) -> Array:
 
 
 def where(flags: Array, yes: Array, no: Array) -> Array:
-    """Choose between numbers."""
+    """Choose between numbers; `flags` may be a single one."""
+    if isinstance(flags, bool):
+        return yes if flags else no
     return torch.where(flags, yes, no) if isinstance(flags, Tensor) else np.where(flags, yes, no)
 
 
 def maximum(numbers: Array, others: Array | float) -> Array:
-    """The larger of each two numbers."""
+    """The larger of each two numbers; `numbers` may be a single one."""
+    if isinstance(numbers, float):
+        return max(numbers, others)
     if not isinstance(numbers, Tensor):
         return np.maximum(numbers, others)
     return torch.maximum(numbers, others) if isinstance(others, Tensor) else numbers.clamp_min(others)

@@ -143,7 +143,7 @@ class Verifier:
         decided = {rule: rule.decide(*_asked(group)) for rule, group in by_rule.items()}
         check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
         unknown = [part for part in parts if not part.item.proposal.tree.is_known]
-        wanted = [sound, check.unsound, *(part.item.proposal.tree.tokens for part in unknown)]
+        wanted = [sound, *check.wanted, *(part.item.proposal.tree.tokens for part in unknown)]
         for each in decided.values():
             wanted += each.wanted
         numbers = iter(transfers.fetch(wanted))
@@ -154,17 +154,19 @@ class Verifier:
                 part.broken = frozenset(
                     slot for slot, is_sound in enumerate(itertools.islice(rows, size)) if not is_sound
                 )
-        unsound = check.slots(next(numbers))
+        unsound = check.unsound([next(numbers) for _ in check.wanted])
         for part in unknown:
             part.item.proposal.tree.learn([int(token) for token in next(numbers)])
         for rule, group in by_rule.items():
             own = [next(numbers) for _ in decided[rule].wanted]
             for part, verdict in zip(group, decided[rule].verdicts(_asked(group)[0], own), strict=True):
                 part.verdict = verdict
-        again = self._changed(parts, unknown, unsound)
+        again = self._changed(parts, unknown, unsound) if unknown or unsound else []
         for part in again:
             part.verdict = part.rule.verify(*_asked([part]))[0]
         for rule, group in by_rule.items():
+            if rule.lossless:
+                continue
             fine = [part for part in group if part not in again]
             verdicts = [part.verdict for part in fine if part.verdict is not None]
             for part, verdict in zip(fine, rule.measured(verdicts, *_asked(fine)), strict=True):

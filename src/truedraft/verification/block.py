@@ -12,14 +12,58 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind
 from truedraft.core.transfers import Array
 from truedraft.errors import IncompatibleRuleError
+from truedraft.verification.host import HostWalk
 from truedraft.verification.rule import HasKind, JudgedSlot, Outcome
 from truedraft.verification.speculative import SpeculativeSampling
 from truedraft.verification.walk import Batch, Chosen, WalkPlan, is_joint
 
 _TINY = float(np.finfo(np.float64).tiny)
+
+
+class BlockHostWalk(HostWalk):
+    """A walk by blocks and by slots with other draws."""
+
+    rule: BlockVerification
+
+    def judge(self, slot: int) -> list[int] | None:
+        block = self.rule.group(self.proposal, slot)
+        if not is_joint(self.proposal.draws[slot]):
+            return super().judge(slot)
+        drawn = [self.proposal.draws[each][0] for each in block]
+        weights = [1.0]
+        for draw in drawn:
+            weights.append(self.rule.weight(weights[-1], self.p_x[draw.child], self.q_x[draw.child, draw.dist]))
+        kept = self._kept(block, weights)
+        accepted = [draw.child for draw in drawn[:kept]]
+        if kept == len(block):
+            return accepted
+        self.path += accepted
+        self.slot = block[kept]
+        self.left = self.rule.rejected(*self._scaled(block[kept], weights[kept]))
+        return None
+
+    def _kept(self, block: Sequence[int], weights: Sequence[float]) -> int:
+        """How many tokens of a block are kept; the longest prefix first."""
+        for length in range(len(block), 0, -1):
+            # The number is keyed by the last token of the prefix that it lets pass or not.
+            uniform = self.noise.uniform(Purpose.ACCEPT, len(self.path) + length - 1)
+            # h <= w for every prefix, so most that fail do so without a look at a whole row.
+            if uniform >= weights[length]:
+                continue
+            if length == len(block):
+                return length
+            mass = float(self.rule.beyond(*self._scaled(block[length], weights[length])))
+            if uniform < self.rule.pass_probability(weights[length], mass):
+                return length
+        return 0
+
+    def _scaled(self, slot: int, weight: float) -> tuple[Tensor, Tensor]:
+        """The target's scaled distribution and the draft's at a slot of a block."""
+        return self.probs[slot] * weight, self._drawn_from(self.proposal.draws[slot][0], [])
 
 
 class BlockVerification(SpeculativeSampling):
@@ -48,6 +92,7 @@ class BlockVerification(SpeculativeSampling):
     """
 
     name: ClassVar[str] = "block"
+    host_walk: ClassVar[type[HostWalk]] = BlockHostWalk
     judges: ClassVar[frozenset[DrawKind]] = frozenset({DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC})
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
@@ -123,16 +168,16 @@ class BlockVerification(SpeculativeSampling):
             return super().outcomes(group)
         drawn = [slot.draws[0] for slot in group]
         tokens = tuple(draw.token for draw in drawn)
-        weights = [np.float64(1.0)]
+        weights = [1.0]
         for slot, draw in zip(group, drawn, strict=True):
-            weights.append(self.weight(weights[-1], np.float64(slot.p[draw.token]), np.float64(draw.q[draw.token])))
+            weights.append(self.weight(weights[-1], float(slot.p[draw.token]), float(draw.q[draw.token])))
         passes = min(1.0, float(weights[-1]))
         outcomes = [Outcome(passes, tokens, len(tokens))]
         reach = 1.0 - passes
         for length in range(len(tokens) - 1, -1, -1):
             q, weight = drawn[length].q, weights[length]
-            p = group[length].p * float(weight)
-            passes = float(self.pass_probability(weight, np.float64(self.beyond(p, q))))
+            p = group[length].p * weight
+            passes = float(self.pass_probability(weight, float(self.beyond(p, q))))
             passes = 1.0 if length == 0 else min(1.0, float(weight), passes)
             outcomes.extend(
                 Outcome(reach * passes * float(each), (*tokens[:length], token), length)

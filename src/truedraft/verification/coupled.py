@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,9 @@ from truedraft.core import transfers
 from truedraft.core.coupled import Place, coupled_choices
 from truedraft.core.noise import Noise, is_greedy
 from truedraft.core.probs import most_likely
-from truedraft.core.proposal import DrawKind, Proposal, drafted_tokens
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.transfers import Array
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
-from truedraft.verification.walk import children_plan, jump_table
+from truedraft.verification.rule import JudgedSlot, Outcome, Rule, SlotTokens
 
 
 def coupled_choice(probs: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -49,7 +49,7 @@ class CoupledSampling(Rule):
     coupled: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> SlotTokens:
         """See `Rule.decide`.
 
         Where a request is greedy (its noise has no Gumbel numbers), `probs` may hold for it any rows
@@ -57,15 +57,8 @@ class CoupledSampling(Rule):
         some token: the caller discards it.
         """
         if not proposals:
-            return DeviceVerdicts.of([])
-        choices = _choices(proposals, probs, noise)  # [slots]
-        plan = children_plan([proposal.tree.shape for proposal in proposals], probs[0].device)
-        if not plan.drafts:
-            return DeviceVerdicts(plan.roots, choices, plan.first_slots)
-        tokens = drafted_tokens([own.tree for own in proposals], probs[0].shape[-1], probs[0].device)
-        stays = tokens[plan.draw_node] == choices[plan.draw_slot]
-        ends = jump_table(plan, stays)[plan.roots]
-        return DeviceVerdicts(ends, choices[ends], plan.first_slots)
+            return SlotTokens(np.zeros(0, np.int64))
+        return SlotTokens(_choices(proposals, probs, noise))
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         """A slot ends with a token of p, accepted where a child carries it; see `Rule.outcomes`.

@@ -27,7 +27,7 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
 from truedraft.core.transfers import Array
 from truedraft.core.verdict import TokenDivergence, Verdict
 from truedraft.errors import OptionError
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.rule import Decided, DeviceVerdicts, JudgedSlot, Outcome, Rule
 from truedraft.verification.speculative import SpeculativeSampling
 from truedraft.verification.walk import Rows, WalkPlan, children_plan
 
@@ -54,7 +54,7 @@ class ThresholdAcceptance(Rule):
     def stays(self, p_x: Array, thresholds: Array) -> Array:
         """Which tokens of target probability `p_x` pass, both float64."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
         """See `Rule.decide`. A greedy request is given distributions at temperature 1."""
         if not proposals:
             return DeviceVerdicts.of([])

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from truedraft.core import transfers
@@ -86,12 +85,10 @@ class DeviceVerdicts:
     first_slots: Sequence[int]
     divergence: Array | None = None
 
-    @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> DeviceVerdicts:
-        """What verdicts say that were made on the host."""
-        ends = [verdict.path[-1] + 1 if verdict.path else 0 for verdict in verdicts]
-        finals = [verdict.tokens[-1] for verdict in verdicts]
-        return cls(np.array(ends, np.int64), np.array(finals, np.int64), [0] * len(ends))
+    @staticmethod
+    def of(verdicts: Sequence[Verdict]) -> HostVerdicts:
+        """Verdicts that were made on the host."""
+        return HostVerdicts(list(verdicts))
 
     @property
     def wanted(self) -> tuple[Array, ...]:
@@ -121,6 +118,64 @@ class DeviceVerdicts:
             origin = Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS
             verdicts.append(Verdict(path, tokens, origin, divergence))
         return verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class HostVerdicts:
+    """Verdicts that were made on the host: nothing is left to read."""
+
+    made: list[Verdict]
+
+    @property
+    def wanted(self) -> tuple[Array, ...]:
+        """See `DeviceVerdicts.wanted`."""
+        return ()
+
+    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        """See `DeviceVerdicts.verdicts`."""
+        return self.made
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTokens:
+    """What a rule decided that fixes the token at every slot, however a walk came there.
+
+    Attributes:
+        tokens: `[slots]`, int64, of all requests, one behind another.
+    """
+
+    tokens: Array
+
+    @property
+    def wanted(self) -> tuple[Array, ...]:
+        """See `DeviceVerdicts.wanted`."""
+        return (self.tokens,)
+
+    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        """Walk down along the children that carry the slots' tokens; see `DeviceVerdicts.verdicts`."""
+        verdicts = []
+        root = 0
+        for proposal in proposals:
+            children, ids = proposal.tree.shape.children, proposal.tree.token_list
+            path: list[int] = []
+            tokens: list[int] = []
+            slot = 0
+            while slot >= 0:
+                tokens.append(int(numbers[0][root + slot]))
+                end, slot = slot, -1
+                for node in children[end]:
+                    if ids[node] == tokens[-1]:
+                        path.append(node)
+                        slot = node + 1
+                        break
+            origin = Origin.RECOVERED if proposal.draws[end] else Origin.BONUS
+            verdicts.append(Verdict(tuple(path), tuple(tokens), origin))
+            root += len(children)
+        return verdicts
+
+
+Decided = DeviceVerdicts | SlotTokens | HostVerdicts
+"""What a rule decided about a batch."""
 
 
 class HasKind(Protocol):
@@ -196,7 +251,7 @@ class Rule(ABC):
         return self.measured(verdicts, proposals, probs, noise)
 
     @abstractmethod
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
         """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
 
         The host need not know the proposals' tokens yet. An id outside the vocabulary gives some decision: the caller

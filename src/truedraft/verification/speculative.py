@@ -15,12 +15,11 @@ from truedraft.core.noise import Noise
 from truedraft.core.probs import without_tokens
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.transfers import Array
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.host import HostWalk, host_verdicts
+from truedraft.verification.rule import Decided, DeviceVerdicts, JudgedSlot, Outcome, Rule
 from truedraft.verification.walk import Batch, Chosen, jump_table
 
 _TINY = float(np.finfo(np.float64).tiny)
-_ENTRIES_TOGETHER = 1 << 16
-"""Sums over so many entries stay in the processor's cache; memory for larger ones is asked of the system each time."""
 
 
 class SpeculativeSampling(Rule):
@@ -39,12 +38,15 @@ class SpeculativeSampling(Rule):
         {DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC}
     )
 
-    # The four parts of the rule. Tests break them one at a time, and must notice.
+    host_walk: ClassVar[type[HostWalk]] = HostWalk
+
+    # The four parts of the rule. Tests break them one at a time, and must notice. Numbers may be Python's own.
 
     def accept_probability(self, p_x: Array, q_x: Array) -> Array:
         """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`; float64 each."""
-        larger = transfers.maximum(transfers.maximum(p_x, q_x), _TINY)
-        return p_x / larger  # min(1, p/q); 0 where p is 0, whatever q is
+        if isinstance(p_x, float):
+            return min(1.0, p_x / max(q_x, _TINY))
+        return p_x / transfers.maximum(transfers.maximum(p_x, q_x), _TINY)  # 0 where p is 0, whatever q is
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
@@ -65,26 +67,18 @@ class SpeculativeSampling(Rule):
         """The draft's distributions `[..., vocab]` without `tokens` `[..., tokens]`, drawn without replacement."""
         return without_tokens(q, tokens)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
         if not proposals:
             return DeviceVerdicts.of([])
+        if not len(proposals) == len(probs) == len(noise):
+            raise ValueError(f"{len(proposals)} proposals, {len(probs)} tables and {len(noise)} noises are no batch")
+        if not transfers.waits(probs[0].device):
+            return DeviceVerdicts.of(host_verdicts(self, proposals, probs, noise))
         batch = Batch.of(proposals, probs, noise)
         plan = batch.plan
         jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
-        ends = jump[plan.roots]
-        together = plan.requests
-        if not transfers.waits(batch.device):
-            together = max(1, _ENTRIES_TOGETHER // batch.p.vocab)
-        found = []
-        for first in range(0, plan.requests, together):
-            own, left = self._end(batch, jump, ends[first : first + together])
-            requests = range(first, first + len(own))
-            found.append((own, L.draw(left, batch.final_uniforms(requests, own))))
-        slots = [own for own, _ in found]
-        finals = [tokens for _, tokens in found]
-        if len(found) == 1:
-            return DeviceVerdicts(slots[0], finals[0], plan.first_slots)
-        return DeviceVerdicts(np.concatenate(slots), torch.cat(finals), plan.first_slots)
+        ends, left = self._end(batch, jump, jump[plan.roots])
+        return DeviceVerdicts(ends, L.draw(left, batch.final_uniforms(ends)), plan.first_slots)
 
     def first_stays(self, batch: Batch, p_x: Array, q_x: Array) -> Array:
         """Which draws `[draws]` would stay among those of the first runs of slots; `p_x` and `q_x` are theirs."""
@@ -172,7 +166,7 @@ class SpeculativeSampling(Rule):
         for draw in slot.draws:
             again = draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.dist in reduced
             q = reduced[draw.dist] if again else draw.q
-            accept = float(self.accept_probability(np.float64(p[draw.token]), np.float64(q[draw.token])))
+            accept = self.accept_probability(float(p[draw.token]), float(q[draw.token]))
             outcomes.append(Outcome(reach * accept, (draw.token,), accepted=1))
             reach *= 1.0 - accept
             if reach == 0.0:

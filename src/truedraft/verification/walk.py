@@ -236,8 +236,7 @@ class WalkPlan:
         slots = len(first_dist)
         following, dist, node, child = [-1] * slots, first_dist.tolist(), [0] * slots, [0] * slots
         key = [0] * slots
-        known = zip(*(each.tolist() for each in (self.keys.requests, self.keys.depths, self.keys.indices)), strict=True)
-        keys = {place: number for number, place in enumerate(known)}
+        keys = {place: number for number, place in enumerate(self.keys.listed)}
         removed: list[list[int]] = [[] for _ in range(slots)]
         last: dict[int, int] = {}  # the last run of a slot
         first_dist_of = 0
@@ -305,7 +304,7 @@ class Rows:
     """
 
     def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
-        self._tables = [table if table.device == device else table.to(device) for table in tables]
+        self._tables = [table.to(device) for table in tables]
         self.vocab = tables[0].shape[-1] if tables else 0
         if len(tables) > 1 and transfers.waits(device):
             self._tables = [torch.cat(self._tables)]
@@ -415,8 +414,6 @@ class Batch:
     @classmethod
     def of(cls, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Batch:
         """A batch of at least one request; arguments as in `Rule.verify`."""
-        if not len(proposals) == len(probs) == len(noise):
-            raise ValueError(f"{len(proposals)} proposals, {len(probs)} tables and {len(noise)} noises are no batch")
         device, vocab = probs[0].device, probs[0].shape[-1]
         plan = walk_plan(proposals, device)
         drafted = [own.probs for own in proposals if own.probs is not None and len(own.probs)]
@@ -496,17 +493,11 @@ class Batch:
         """Small numbers as a tensor where the distributions are."""
         return numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
 
-    def final_uniforms(self, requests: range, ends: Array) -> Tensor:
-        """The numbers that draw the tokens at the ends of the walks of some requests, `[requests]` float64.
+    def final_uniforms(self, ends: Array) -> Tensor:
+        """The numbers that draw the tokens at the ends of the walks, `[requests]` float64.
 
-        Only the host makes such numbers, and on a device it does not know the ends: there it makes all that may serve.
+        Only the host makes such numbers, and it does not know the ends: it makes all that may serve.
         """
-        if not isinstance(ends, Tensor):
-            found = []
-            for request, end in zip(requests, ends.tolist(), strict=True):
-                draws = self.proposals[request].draws[end - self.plan.first_slots[request]]
-                found.append(_final(self.noise[request], bool(draws), self.plan.depths[end]))
-            return torch.tensor(found, dtype=torch.float64)
         table: list[float] = []
         for own, proposal in zip(self.noise, self.proposals, strict=True):
             depths = (0, *proposal.tree.shape.depths)
