@@ -20,7 +20,7 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import Rule
 from truedraft.verification.coupled import coupled_choice
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome
 
 
 class SlippedCache(RequestCache):
@@ -76,8 +76,8 @@ class AcceptAlways(Rule):
     lossless = True
     judges = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
-        return DeviceVerdicts.of([self._verify(*each) for each in zip(proposals, probs, noise, strict=True)])
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return HostVerdicts([self._verify(*each) for each in zip(proposals, probs, noise, strict=True)])
 
     def _verify(self, proposal: Proposal, dist: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []

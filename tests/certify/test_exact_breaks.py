@@ -19,22 +19,22 @@ from truedraft.certify.exact import TOLERANCE
 from truedraft.certify.worlds import Choice, build
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.transfers import Array
 from truedraft.verification import (
     BlockVerification,
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome
+from truedraft.verification.walk import Number
 
 
 class AcceptsAlways(SpeculativeSampling):
-    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
         return p_x * 0.0 + 1.0
 
 
 class AcceptsWithoutRatio(SpeculativeSampling):
-    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
         return p_x
 
 
@@ -55,7 +55,7 @@ class JudgesAnotherDist(SpeculativeSampling):
     def _other(dist: Tensor) -> Tensor:
         return dist.sqrt() / dist.sqrt().sum(dim=-1, keepdim=True)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
         return super().decide(wrong, probs, noise)
 
@@ -66,12 +66,12 @@ class JudgesAnotherDist(SpeculativeSampling):
 
 
 class ProductOfRatios(BlockVerification):
-    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
+    def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
         return above * self.accept_probability(p_x, q_x)
 
 
 class PassesByWeight(BlockVerification):
-    def pass_probability(self, weight: Array, mass: Array) -> Array:
+    def pass_probability(self, weight: Number, mass: Number) -> Number:
         return weight
 
 
@@ -124,11 +124,11 @@ class HonestKernel(SpeculativeSampling):
 
 def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
     class AcceptsTooMuch(HonestKernel):
-        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        def accept_probability(self, p_x: Number, q_x: Number) -> Number:
             return 1.1 * p_x / (q_x + 1e-300)
 
     class AcceptsTooLittle(HonestKernel):
-        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        def accept_probability(self, p_x: Number, q_x: Number) -> Number:
             return 0.9 * super().accept_probability(p_x, q_x)
 
     for rule in (AcceptsTooMuch(), AcceptsTooLittle()):
@@ -142,7 +142,7 @@ def test_a_right_kernel_does_not_hide_what_verify_does() -> None:
 
 def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
     class Hides(BlockVerification):
-        def pass_probability(self, weight: Array, mass: Array) -> Array:
+        def pass_probability(self, weight: Number, mass: Number) -> Number:
             return 0.9 * super().pass_probability(weight, mass)
 
         def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
@@ -166,7 +166,7 @@ def test_a_number_that_decides_twice_fails() -> None:
     class OneNumber(SpeculativeSampling):
         def decide(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> DeviceVerdicts:
+        ) -> BatchVerdicts:
             return super().decide(proposals, probs, [FirstNumber(own) for own in noise])
 
     found = findings(OneNumber(), REMOVED)
@@ -180,7 +180,7 @@ def test_decisions_that_hang_together_are_noticed() -> None:
     class Hangs(SpeculativeSampling):
         def decide(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> DeviceVerdicts:
+        ) -> BatchVerdicts:
             verdicts = SpeculativeSampling().verify(proposals, probs, noise)
             changed = [
                 replace(verdict, tokens=(*verdict.tokens[:-1], 0))
@@ -188,7 +188,7 @@ def test_decisions_that_hang_together_are_noticed() -> None:
                 else verdict
                 for verdict, own in zip(verdicts, noise, strict=True)
             ]
-            return DeviceVerdicts.of(changed)
+            return HostVerdicts(changed)
 
     cases = build(3, [(Choice(0, DRAWN),)], "dense", "dense").every_proposal()
     for rule, least, most in ((SpeculativeSampling(), 0.0, 0.0), (Hangs(), CAUGHT, 1.0)):

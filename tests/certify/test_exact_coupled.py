@@ -28,7 +28,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome
 
 
 def test_coupled_and_greedy_requests_hold() -> None:
@@ -45,19 +45,19 @@ def test_coupled_and_greedy_requests_hold() -> None:
 class FollowsDraft(CoupledSampling):
     """Follows the first drafted child, wherever there is one."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = []
         for proposal, verdict in zip(proposals, CoupledSampling().verify(proposals, probs, noise), strict=True):
             first = next(iter(proposal.tree.shape.children[0]), None)
             took = None if first is None or verdict.path else proposal.tree.token_list[first]
             verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
-        return DeviceVerdicts.of(verdicts)
+        return HostVerdicts(verdicts)
 
 
 class TiesToTheHighest(CoupledSampling):
     """Greedy ties go to the highest id: all else is right."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         turned = []
         for dist, own in zip(probs, noise, strict=True):
             greedy = own.gumbel(0, dist.shape[-1], dist.device) is None
@@ -69,7 +69,7 @@ class TiesToTheHighest(CoupledSampling):
 class WarmerDist(CoupledSampling):
     """Judges at another temperature than the target's."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         warmer = [
             dist if own.gumbel(0, dist.shape[-1], dist.device) is None else dist**0.8
             for dist, own in zip(probs, noise, strict=True)
@@ -130,7 +130,7 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
 
         def decide(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> DeviceVerdicts:
+        ) -> BatchVerdicts:
             return super().decide(proposals, [self._likely(dist) for dist in probs], noise)
 
         @staticmethod
@@ -147,7 +147,7 @@ def test_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
     class Wrong(CoupledSampling):
         def decide(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> DeviceVerdicts:
+        ) -> BatchVerdicts:
             moved = [
                 dist.roll(1, -1) if own.differences[0] > 5 else dist for dist, own in zip(probs, noise, strict=True)
             ]  # type: ignore[attr-defined]

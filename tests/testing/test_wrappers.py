@@ -15,7 +15,7 @@ from truedraft.drafters import DraftModel
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered, reduced, scaled
 from truedraft.verification import SpeculativeSampling
-from truedraft.verification.rule import DeviceVerdicts
+from truedraft.verification.rule import BatchVerdicts
 
 
 def last_logits(model: LanguageModel, text: list[int]) -> Tensor:
@@ -74,7 +74,7 @@ def test_a_rule_that_decides_otherwise_verifies_otherwise() -> None:
     rule = SpeculativeSampling()
     asked: list[int] = []
 
-    def decide(*given) -> DeviceVerdicts:  # type: ignore[no-untyped-def]
+    def decide(*given) -> BatchVerdicts:  # type: ignore[no-untyped-def]
         asked.append(len(given[0]))
         return rule.decide(*given)
 

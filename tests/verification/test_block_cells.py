@@ -15,12 +15,12 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
 from truedraft.core.proposal import Proposal
-from truedraft.core.transfers import Array
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
 from truedraft.verification.exact import target_dist
 from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.verification.walk import Number
 
 MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
 
@@ -99,7 +99,7 @@ def by_verify(rule: BlockVerification) -> float:
 
 def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     class Hides(BlockVerification):
-        def pass_probability(self, weight: Array, mass: Array) -> Array:
+        def pass_probability(self, weight: Number, mass: Number) -> Number:
             return 0.9 * super().pass_probability(weight, mass)
 
         def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
@@ -110,16 +110,15 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     assert max(gaps) > CAUGHT
 
 
-def test_a_number_for_each_prefix_and_one_for_the_token_behind() -> None:
+def test_keys_asked_for_are_those_of_the_prefixes_longest_first() -> None:
     """A prefix's key is that of its last token; none is asked twice (`ScriptedNoise`), none is the drafter's."""
     cases = every_proposal(build("block keys", 3, [A1] * 3))
     for script in ({}, {(Purpose.ACCEPT, depth, 0): 0.3 for depth in range(3)}):
-        noise = [ScriptedNoise(script) for _ in cases]
-        verdicts = RULE.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
-        for verdict, own in zip(verdicts, noise, strict=True):
+        for verdict, asked in run(RULE, cases, [script] * len(cases)):
             kept = len(verdict.path)
+            prefixes = [(Purpose.ACCEPT, length - 1, 0) for length in range(3, max(kept, 1) - 1, -1)]
             final = Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS
-            assert sorted(own.asked) == sorted([*((Purpose.ACCEPT, i, 0) for i in range(3)), (final, kept, 0)])
+            assert asked == [*prefixes, (final, kept, 0)]
             assert (verdict.final is Origin.BONUS) == (kept == 3)
 
 
@@ -179,12 +178,13 @@ def test_draft_distributions_of_another_width_of_float(target: str, draft: str) 
 def test_the_weights_of_a_device_are_those_of_the_host_to_the_bit() -> None:
     numbers = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 1 / 3, 0.5, 0.7, 1.0], dtype=torch.float64)
     above, p, q = (each.flatten() for each in torch.meshgrid(numbers, numbers, numbers, indexing="ij"))
-    assert RULE.weight(above, p, q).tolist() == RULE.weight(above.numpy(), p.numpy(), q.numpy()).tolist()
+    expected = [RULE.weight(*each) for each in zip(above.tolist(), p.tolist(), q.tolist(), strict=True)]
+    assert RULE.weight(above, p, q).tolist() == expected
     by_hand = [
         min(1.0, w * a / b) if w * a and b else float(w * a > 0)
         for w, a, b in zip(*(each.tolist() for each in (above, p, q)), strict=True)
     ]
-    assert RULE.weight(above, p, q).tolist() == pytest.approx(by_hand)
+    assert expected == pytest.approx(by_hand)
 
 
 def test_a_broken_part_breaks_both_ways_alike() -> None:

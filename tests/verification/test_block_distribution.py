@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from decision_cells import completed
@@ -31,12 +30,13 @@ from small_worlds import (
 )
 from torch import Tensor
 
+from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind
-from truedraft.core.transfers import Array
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+from truedraft.verification.block import BlockHostWalk
 from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
-from truedraft.verification.walk import Batch
+from truedraft.verification.walk import Batch, Number
 
 EXACT, CAUGHT = 1e-12, 0.01
 RULE, ALONE = BlockVerification(), SpeculativeSampling()
@@ -209,31 +209,43 @@ class ResidualOfTheTarget(BlockVerification):
 class ProductOfRatios(BlockVerification):
     """Caps each ratio at 1 and not their running product: the weights of token by token."""
 
-    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
+    def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
         return above * self.accept_probability(p_x, q_x)
 
 
 class NeverCapped(BlockVerification):
     """A running product above 1 is kept for later tokens."""
 
-    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
+    def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
         return above * p_x / (q_x + 1e-300)
 
 
 class PassesByWeight(BlockVerification):
     """Each prefix passes with its weight, not with h."""
 
-    def pass_probability(self, weight: Array, mass: Array) -> Array:
+    def pass_probability(self, weight: Number, mass: Number) -> Number:
         return weight
+
+
+class TokenByTokenWalk(BlockHostWalk):
+    def _kept(self, block: Sequence[int], weights: Sequence[float]) -> int:
+        for place, slot in enumerate(block):
+            draw = self.proposal.draws[slot][0]
+            stays = self.rule.accept_probability(self.p_x[draw.child], self.q_x[draw.child, draw.dist])
+            if self.noise.uniform(Purpose.ACCEPT, len(self.path) + place) >= stays:
+                return place
+        return len(block)
 
 
 class TokenByTokenButJointResidual(BlockVerification):
     """Accepts token by token, and recovers from the residual of the block."""
 
-    def _kept(self, batch: Batch, blocks: object, weights: Array) -> Array:
+    host_walk = TokenByTokenWalk
+
+    def _kept(self, batch: Batch, blocks: object, weights: Tensor) -> Tensor:
         stays = SpeculativeSampling.first_stays(self, batch, *batch.first_looks())
         alone = stays[blocks.draws] & blocks.is_filled  # type: ignore[attr-defined]
-        return np.cumprod(alone, axis=-1).sum(axis=-1)
+        return alone.long().cumprod(dim=-1).sum(dim=-1)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         if not group[0].draws:

@@ -16,23 +16,23 @@ from torch import Tensor
 
 from truedraft.core.noise import Purpose
 from truedraft.core.proposal import Proposal
-from truedraft.core.transfers import Array
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_dist, target_dist
-from truedraft.verification.rule import DeviceVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, JudgedSlot, Outcome
+from truedraft.verification.walk import Number
 
 EXACT, CAUGHT = 1e-12, 0.01
 
 
 class AcceptsAlways(SpeculativeSampling):
-    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
         return p_x * 0.0 + 1.0
 
 
 class AcceptsWithoutRatio(SpeculativeSampling):
     """Accepts with p(x) alone, as if every candidate had been chosen and not drawn."""
 
-    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
         return p_x
 
 
@@ -46,7 +46,7 @@ class DrawsFromTarget(SpeculativeSampling):
 class ForgetsWhatLeft(SpeculativeSampling):
     """Judges each of several candidates as if those before it had not been rejected."""
 
-    def left_of_candidate(self, p_x: Array, taken: Array) -> Array:
+    def left_of_candidate(self, p_x: Number, taken: Number) -> Number:
         return p_x
 
 
@@ -82,7 +82,7 @@ class JudgesAnotherDist(SpeculativeSampling):
         flat = dist.sqrt()
         return flat / flat.sum(dim=-1, keepdim=True)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> DeviceVerdicts:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> BatchVerdicts:
         wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
         return super().decide(wrong, probs, noise)
 
@@ -141,7 +141,7 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
             return SpeculativeSampling().outcomes(group)
 
     class HidesAcceptance(Hides):
-        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        def accept_probability(self, p_x: Number, q_x: Number) -> Number:
             return 1.1 * p_x / (q_x + 1e-300)
 
     class HidesResidual(Hides):

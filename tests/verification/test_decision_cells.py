@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from decision_cells import BELOW_ONE, ScriptedNoise, cell_probs, completed, kernel_dist, run, step_dist
+from decision_cells import BELOW_ONE, cell_probs, completed, kernel_dist, run, step_dist
 from small_worlds import (
     A1,
     A2,
@@ -145,18 +145,20 @@ def test_equal_distributions_accept_everything_and_disjoint_distributions_nothin
     assert gone == Verdict((), (1,), Origin.RECOVERED)
 
 
-def test_each_key_is_asked_once_and_none_of_the_drafters() -> None:
-    """Which key decides what is part of the contract: a drafter's own draws use Purpose.DRAFT."""
+def test_keys_asked_for_are_those_of_the_walk_and_never_the_drafters() -> None:
+    """Which key decides what is part of the contract: a drafter's own draws use Purpose.DRAFT. None is asked twice."""
     world = build("keys", 3, [W2, A1], "dense", "dense")
     cases = every_proposal(world)
-    noise = [ScriptedNoise({}) for _ in cases]
-    verdicts = RULE.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
-    for verdict, own, case in zip(verdicts, noise, cases, strict=True):
-        depths = (0, *case.proposal.tree.shape.depths)
-        drawn = {(depth, i) for depth, own in zip(depths, case.proposal.draws, strict=True) for i in range(len(own))}
+    for (verdict, asked), case in zip(run(RULE, cases, [{}] * len(cases)), cases, strict=True):
+        depth = len(verdict.path)
         final = Purpose.BONUS if verdict.final is Origin.BONUS else Purpose.RECOVERED
-        accepting = [(Purpose.ACCEPT, *place) for place in sorted(drawn)]
-        assert sorted(own.asked) == sorted([*accepting, (final, len(verdict.path), 0)])
+        expected = []
+        for level, slot in enumerate([0, *(node + 1 for node in verdict.path)]):
+            draws = case.proposal.draws[slot]
+            judged = sum(key[0] is Purpose.ACCEPT and key[1] == level for key in asked)
+            assert (judged == len(draws)) if level == depth else (draws[judged - 1].child == verdict.path[level])
+            expected += [(Purpose.ACCEPT, level, index) for index in range(judged)]
+        assert asked == [*expected, (final, depth, 0)]
 
 
 def test_temperature_zero_follows_the_argmax_whatever_the_noise() -> None:

@@ -34,11 +34,11 @@ from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
-from truedraft.core.transfers import Array
 from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
-from truedraft.verification.rule import DeviceVerdicts
+from truedraft.verification.rule import BatchVerdicts
+from truedraft.verification.walk import Number
 
 RULE = SpeculativeSampling()
 KINDS = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC)
@@ -118,11 +118,11 @@ def test_a_broken_part_breaks_both_ways_alike() -> None:
             return torch.zeros_like(q)
 
     class NothingLeaves(SpeculativeSampling):
-        def left_of_candidate(self, p_x: Array, taken: Array) -> Array:
+        def left_of_candidate(self, p_x: Number, taken: Number) -> Number:
             return p_x * (taken == 0.0)
 
     class Accepts(SpeculativeSampling):
-        def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+        def accept_probability(self, p_x: Number, q_x: Number) -> Number:
             return p_x * 0.0 + 1.0
 
     for broken, kind in ((FromTarget(), 1), (FromTarget(), 2), (AllRemoved(), 1), (NothingLeaves(), 2), (Accepts(), 1)):
@@ -277,7 +277,7 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden = [Proposal(tree, p.draws, p.probs) for tree, p in zip(unknown, proposals, strict=True)]
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        decided: list[DeviceVerdicts] = [RULE.decide(hidden, probs, noise)]
+        decided: list[BatchVerdicts] = [RULE.decide(hidden, probs, noise)]
         patch.setattr("truedraft.verification.coupled.most_likely", lambda scores: scores.argmax(dim=-1))
         decided.append(CoupledSampling().decide(hidden, probs, coupled))
 

@@ -26,7 +26,7 @@ from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.models.base import LanguageModel
 from truedraft.testing import ScriptedDrafter, altered
 from truedraft.verification import CoupledSampling, Rule
-from truedraft.verification.rule import Decided, DeviceVerdicts
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts
 
 JUDGED_AT = 2.0
 """The temperature at which q is judged where it should be 1."""
@@ -69,8 +69,8 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
         kept = (proposal.tree.token_list[node] for node in path)
         return Verdict(tuple(path), (*kept, last(probs[slot : slot + 1], noise, len(path))), Origin.BONUS)
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
-        return DeviceVerdicts.of([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return HostVerdicts([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
 
     return altered(rule, decide=decide)
 
@@ -85,9 +85,9 @@ def residual_is_target(rule: Rule) -> Rule:
         token = _drawn(probs[slot : slot + 1], noise.uniform(Purpose.RECOVERED, len(verdict.path)))
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = rule.verify(proposals, probs, noise)
-        return DeviceVerdicts.of([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
+        return HostVerdicts([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
 
     return altered(rule, decide=decide)
 
@@ -95,7 +95,7 @@ def residual_is_target(rule: Rule) -> Rule:
 def judges_another_temperature(rule: Rule) -> Rule:
     """Judges q at a temperature at which it was not drawn."""
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         wrong = [own if own.probs is None else replace(own, probs=flattened(own.probs)) for own in proposals]
         return rule.decide(wrong, probs, noise)
 
@@ -113,7 +113,7 @@ def coupled_one_key() -> Rule:
 
 
 def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         return rule.decide(proposals, probs, [wrong(own) for own in noise])
 
     return altered(rule, decide=decide)

@@ -22,7 +22,7 @@ from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import altered
 from truedraft.verification import Rule
-from truedraft.verification.rule import Decided
+from truedraft.verification.rule import BatchVerdicts
 
 TOKENS = 64
 """Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
@@ -75,7 +75,7 @@ class Recorder:
             self._note(batch, outcomes)
             drafter.observe(batch, outcomes)
 
-        def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
+        def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
             assert rule is not None
             self._given.extend(own.clone() for own in probs)
             return rule.decide(proposals, probs, noise)

@@ -8,12 +8,10 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.transfers import Array
 from truedraft.core.tree import TokenTree, TreeShape
 
 
@@ -183,9 +181,8 @@ class DrawCheck:
             ids = [token for tree in trees for token in tree.token_list]
             places = [row * vocab + ids[node] for (_, _, row), node in zip(self._drawn, nodes, strict=True)]
             return transfers.upload(places, device)
-        tokens = torch.cat([tree.tokens.to(device) for tree in trees])
         rows, at = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
-        return rows * vocab + tokens[at].clamp(0, vocab - 1)
+        return rows * vocab + drafted_tokens(trees, vocab, device)[at]
 
     def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
         """From the numbers in `wanted`: for each proposal with such draws the slots whose draws were not so made."""
@@ -199,10 +196,8 @@ class DrawCheck:
         return found
 
 
-def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Array:
+def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Tensor:
     """The tokens of some trees `[nodes]`; ids that the host has not seen are the nearest that exist."""
-    if not transfers.waits(device):
-        return np.array([token for tree in trees for token in tree.token_list], np.int64)
     parts = [
         transfers.upload(tree.token_list, device) if tree.is_known else tree.tokens.to(device).clamp(0, vocab - 1)
         for tree in trees

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs
 from truedraft.core.proposal import DrawCheck, Proposal
-from truedraft.core.transfers import Array
 from truedraft.core.verdict import Verdict
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.drafting import Drafting
@@ -44,16 +43,12 @@ class _Part:
 
     Attributes:
         item: whose proposal is judged.
-        rule: that judges it.
-        argmax: whether the rule only looks at the largest entry of a row.
-        probs: `[slots, vocab]`, or logits where `argmax`.
+        probs: `[slots, vocab]`, or logits where its rule only looks at the largest entry of a row.
         broken: slots whose logits were NaN or infinite.
         verdict: what the rule says.
     """
 
     item: StepItem
-    rule: Rule
-    argmax: bool
     probs: Tensor
     broken: frozenset[int] = frozenset()
     verdict: Verdict | None = None
@@ -107,12 +102,13 @@ class Verifier:
         judged = iter(parts)
         return [next(judged).judged if item.judged else None for item in batch]
 
-    def _parts(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> tuple[list[_Part], Array]:
+    def _parts(
+        self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor
+    ) -> tuple[list[_Part], Tensor | None]:
         """The items with the distributions of their slots, and which rows of `logits` `[rows, vocab]` give any."""
-        rules = [item.request.rule for item in items]
-        argmax = [self._takes_argmax(item) for item in items]
         sound = _sound(logits)
-        usable = logits if all(argmax) else _usable(logits, sound)
+        argmax = [self._takes_argmax(item) for item in items]
+        usable = logits if sound is None or all(argmax) else _usable(logits, sound)
         probs: list[Tensor] = []
         first = 0
         for alike, run in itertools.groupby(zip(items, argmax, sizes, strict=True), lambda one: one[1]):
@@ -124,7 +120,7 @@ class Verifier:
             else:
                 made_by = [(self._params(item), size) for item, size in zip(group, own, strict=True)]
                 probs += batch_probs(usable[rows], made_by)
-        return [_Part(*each) for each in zip(items, rules, argmax, probs, strict=True)], sound
+        return list(map(_Part, items, probs)), sound
 
     def _takes_argmax(self, item: StepItem) -> bool:
         """Whether the rule only looks at the largest entry of a row: then logits do, and no distribution is made."""
@@ -135,38 +131,35 @@ class Verifier:
         params = item.request.params
         return _AT_TEMPERATURE_ONE if params.greedy and item.request.rule is not self._coupled else params
 
-    def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Array) -> None:
+    def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Tensor | None) -> None:
         """Set the verdicts of the parts and their broken slots: judge all, read all that was decided, at once."""
         by_rule: dict[Rule, list[_Part]] = {}
         for part in parts:
-            by_rule.setdefault(part.rule, []).append(part)
-        decided = {rule: rule.decide(*_asked(group)) for rule, group in by_rule.items()}
+            by_rule.setdefault(part.item.request.rule, []).append(part)
+        asked = {rule: _asked(group) for rule, group in by_rule.items()}
+        decided = {rule: rule.decide(*asked[rule]) for rule in by_rule}
         check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
         unknown = [part for part in parts if not part.item.proposal.tree.is_known]
-        wanted = [sound, *check.wanted, *(part.item.proposal.tree.tokens for part in unknown)]
+        wanted = [*check.wanted, *(part.item.proposal.tree.tokens for part in unknown)]
         for each in decided.values():
             wanted += each.wanted
-        numbers = iter(transfers.fetch(wanted))
-        flags = next(numbers)
-        if not all(flags):
-            rows = iter(flags)
+        numbers = iter(transfers.fetch(wanted if sound is None else [sound, *wanted]))
+        if sound is not None:
+            rows = iter(next(numbers))
             for part, size in zip(parts, sizes, strict=True):
-                part.broken = frozenset(
-                    slot for slot, is_sound in enumerate(itertools.islice(rows, size)) if not is_sound
-                )
+                flags = itertools.islice(rows, size)
+                part.broken = frozenset(slot for slot, is_sound in enumerate(flags) if not is_sound)
         unsound = check.unsound([next(numbers) for _ in check.wanted])
         for part in unknown:
             part.item.proposal.tree.learn([int(token) for token in next(numbers)])
         for rule, group in by_rule.items():
             own = [next(numbers) for _ in decided[rule].wanted]
-            for part, verdict in zip(group, decided[rule].verdicts(_asked(group)[0], own), strict=True):
+            for part, verdict in zip(group, decided[rule].verdicts(asked[rule][0], own), strict=True):
                 part.verdict = verdict
-        again = self._changed(parts, unknown, unsound) if unknown or unsound else []
+        again = self._changed(parts, unknown, unsound) if unknown or unsound else ()
         for part in again:
-            part.verdict = part.rule.verify(*_asked([part]))[0]
+            part.verdict = part.item.request.rule.verify(*_asked([part]))[0]
         for rule, group in by_rule.items():
-            if rule.lossless:
-                continue
             fine = [part for part in group if part not in again]
             verdicts = [part.verdict for part in fine if part.verdict is not None]
             for part, verdict in zip(fine, rule.measured(verdicts, *_asked(fine)), strict=True):
@@ -195,19 +188,19 @@ class Verifier:
         return changed
 
 
-def _sound(logits: Tensor) -> Array:
-    """Which rows of logits `[rows, vocab]` give a distribution: bool `[rows]`, False where one is NaN or +inf."""
-    if not transfers.waits(logits.device) and bool(logits.sum(dtype=torch.float32).isfinite()):
-        return np.ones(len(logits), np.bool_)  # -inf is a legal logit, so another sum says nothing
-    return transfers.as_array(logits.amax(dim=-1).isfinite())  # of a row with NaN the largest entry is NaN
+def _sound(logits: Tensor) -> Tensor | None:
+    """Which rows of logits `[rows, vocab]` give a distribution, bool `[rows]`; None if all surely do.
+
+    Those do not where one is NaN or +inf, or all are -inf.
+    """
+    # -inf is a legal logit, so where the sum is no number rows must be looked at.
+    if not transfers.waits(logits.device) and math.isfinite(logits.sum().item()):
+        return None
+    return logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
 
 
-def _usable(logits: Tensor, sound: Array) -> Tensor:
+def _usable(logits: Tensor, sound: Tensor) -> Tensor:
     """Logits `[rows, vocab]` with rows that give no distribution, not `sound` `[rows]`, made one-hot at token 0."""
-    if isinstance(sound, np.ndarray):
-        if sound.all():
-            return logits
-        sound = torch.from_numpy(sound)
     usable = logits.masked_fill(~sound[:, None], -torch.inf)
     usable[:, 0].masked_fill_(~sound, 0.0)
     return usable

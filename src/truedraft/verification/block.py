@@ -11,17 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.core import transfers
 from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind
-from truedraft.core.transfers import Array
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification.host import HostWalk
 from truedraft.verification.rule import HasKind, JudgedSlot, Outcome
 from truedraft.verification.speculative import SpeculativeSampling
-from truedraft.verification.walk import Batch, Chosen, WalkPlan, is_joint
+from truedraft.verification.walk import Batch, Number, WalkPlan, either, is_joint, larger
 
-_TINY = float(np.finfo(np.float64).tiny)
+_TINY = torch.finfo(torch.float64).tiny
 
 
 class BlockHostWalk(HostWalk):
@@ -112,34 +110,34 @@ class BlockVerification(SpeculativeSampling):
 
     # The further parts of the rule, beside those of `SpeculativeSampling`. Tests break them one at a time.
 
-    def weight(self, above: Array, p_x: Array, q_x: Array) -> Array:
-        """w_i of tokens with target probability `p_x` and draft probability `q_x`; `above` is w_(i-1); float64 each."""
+    def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
+        """w_i of tokens with target probability `p_x` and draft probability `q_x`; `above` is w_(i-1)."""
         return self.accept_probability(above * p_x, q_x)
 
     def beyond(self, p: Tensor, q: Tensor) -> Tensor:
         """R: the mass `[...]`, float64, that scaled distributions `[..., vocab]` have beyond the draft's."""
         return (p - q).clamp_min_(0.0).sum(dim=-1, dtype=torch.float64)
 
-    def pass_probability(self, weight: Array, mass: Array) -> Array:
-        """h of a prefix of weight w, behind which the target has `mass` R beyond the draft; float64 each."""
-        return transfers.where(weight >= 1.0, 1.0, mass / transfers.maximum(mass + 1.0 - weight, _TINY))
+    def pass_probability(self, weight: Number, mass: Number) -> Number:
+        """h of a prefix of weight w, behind which the target has `mass` R beyond the draft."""
+        return either(weight >= 1.0, 1.0, mass / larger(mass + 1.0 - weight, _TINY))
 
-    def first_stays(self, batch: Batch, p_x: Array, q_x: Array) -> Array:
+    def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
         stays, blocks = super().first_stays(batch, p_x, q_x), _blocks(batch.plan)
         if blocks is None:
             return stays
         p_x, q_x = p_x[blocks.draws], q_x[blocks.draws]  # [blocks, tokens]
-        weights = [p_x[:, 0] * 0.0 + 1.0]  # w_0 to w_n, `[blocks]` each
+        weights = [torch.ones_like(p_x[:, 0])]  # w_0 to w_n, `[blocks]` each
         for place in range(p_x.shape[1]):
             weights.append(self.weight(weights[-1], p_x[:, place], q_x[:, place]))
-        above, below = transfers.stack(weights[:-1]), transfers.stack(weights[1:])  # [blocks, tokens]
-        batch.weights = blocks.ones * 1.0
+        above, below = torch.stack(weights[:-1], dim=-1), torch.stack(weights[1:], dim=-1)  # [blocks, tokens]
+        batch.weights = p_x.new_ones(len(batch.plan.depths))
         batch.weights[blocks.own] = above[blocks.rows, blocks.columns]
         kept = self._kept(batch, blocks, below)[blocks.rows]
         stays[blocks.draws[blocks.rows, blocks.columns]] = blocks.columns < kept
         return stays
 
-    def _kept(self, batch: Batch, blocks: _Blocks, weights: Array) -> Array:
+    def _kept(self, batch: Batch, blocks: _Blocks, weights: Tensor) -> Tensor:
         """How many tokens of each block are kept, `[blocks]`.
 
         Args:
@@ -147,18 +145,12 @@ class BlockVerification(SpeculativeSampling):
             blocks: its blocks.
             weights: `[blocks, tokens]`: w_1 to w_n.
         """
-        uniforms = batch.uniforms[batch.plan.draw_key[blocks.draws]]
-        # h <= w for every prefix, so most that fail do so without a look at a whole row.
-        passes = blocks.is_filled & (uniforms < weights)  # [blocks, tokens]
-        whole = (passes & blocks.is_last).any(-1)
-        asked = Chosen((passes & ~blocks.is_last & ~whole[:, None]).reshape(-1))
-        if not asked.are_none:
-            slots = asked.of(blocks.below.reshape(-1))  # whether a prefix passes is said by what is behind it
-            mass = self.beyond(batch.target(slots), batch.draft(slots, self.removed))
-            weight, number = asked.of(weights.reshape(-1)), asked.of(uniforms.reshape(-1))
-            found = number < self.pass_probability(weight, transfers.as_array(mass))
-            passes = asked.put(passes.reshape(-1), found).reshape(passes.shape)
-        return transfers.count_to_last(passes)
+        uniforms = batch.uniforms[batch.plan.draw_key[blocks.draws]]  # [blocks, tokens]
+        slots = blocks.below.flatten()  # whether a prefix passes is said by what is behind it
+        mass = self.beyond(batch.target(slots), batch.draft(slots, self.removed)).view(weights.shape)
+        passes = (uniforms < weights) & (blocks.is_last | (uniforms < self.pass_probability(weights, mass)))
+        lengths = torch.arange(1, weights.shape[1] + 1, device=weights.device)
+        return (lengths * (passes & blocks.is_filled)).amax(dim=-1)  # the longest that passes
 
     def joins(self, draws: Sequence[HasKind]) -> bool:
         return is_joint(draws)
@@ -192,7 +184,6 @@ class _Blocks:
     """The blocks of a batch, side by side; each is filled up with its last slot.
 
     Attributes:
-        slots: `[blocks, tokens]`.
         draws: `[blocks, tokens]`: their draws.
         below: `[blocks, tokens]`: the slot behind each in its block; of the last itself.
         is_filled: `[blocks, tokens]` bool: False for what fills up.
@@ -200,18 +191,15 @@ class _Blocks:
         own: `[slots of blocks]`: all of them.
         rows: `[slots of blocks]`: the block of each.
         columns: `[slots of blocks]`: its place there.
-        ones: `[slots]`: a 1 for each slot of the batch.
     """
 
-    slots: Array
-    draws: Array
-    below: Array
-    is_filled: Array
-    is_last: Array
-    own: Array
-    rows: Array
-    columns: Array
-    ones: Array
+    draws: Tensor
+    below: Tensor
+    is_filled: Tensor
+    is_last: Tensor
+    own: Tensor
+    rows: Tensor
+    columns: Tensor
 
 
 @lru_cache(maxsize=512)
@@ -232,7 +220,6 @@ def _blocks(plan: WalkPlan) -> _Blocks | None:
     rows, columns = is_filled.nonzero()
     draw_at = {slot: draw for draw, slot in enumerate(plan.draw_slots)}
     tables = (
-        slots,
         np.array([[draw_at[slot] for slot in own] for own in slots.tolist()]),
         np.concatenate([slots[:, 1:], slots[:, -1:]], axis=1),
         is_filled,
@@ -240,6 +227,5 @@ def _blocks(plan: WalkPlan) -> _Blocks | None:
         slots[is_filled],
         rows,
         columns,
-        np.ones(len(plan.depths)),
     )
     return _Blocks(*map(plan.array, tables))

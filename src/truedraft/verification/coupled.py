@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +14,8 @@ from truedraft.core.coupled import Place, coupled_choices
 from truedraft.core.noise import Noise, is_greedy
 from truedraft.core.probs import most_likely
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.transfers import Array
-from truedraft.verification.rule import JudgedSlot, Outcome, Rule, SlotTokens
+from truedraft.core.verdict import Verdict
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome, Rule, verdict_at
 
 
 def coupled_choice(probs: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -49,19 +49,19 @@ class CoupledSampling(Rule):
     coupled: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> SlotTokens:
-        """See `Rule.decide`.
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        """Fix the token of every slot; the accepted path follows from them where they are read.
 
         Where a request is greedy (its noise has no Gumbel numbers), `probs` may hold for it any rows
         `[slots, vocab]` with the argmax of the distributions, such as logits in the model's dtype. A row with NaN gives
         some token: the caller discards it.
         """
         if not proposals:
-            return SlotTokens(np.zeros(0, np.int64))
-        return SlotTokens(_choices(proposals, probs, noise))
+            return HostVerdicts([])
+        return _SlotTokens(_choices(proposals, probs, noise))
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        """A slot ends with a token of p, accepted where a child carries it; see `Rule.outcomes`.
+        """A slot ends with a token of p, accepted where a child carries it.
 
         The noise is integrated over, so this is exact for draws that do not share it; for coupled draws it is the
         marginal, which is all that the distribution of the answer depends on: later positions have noise of their own.
@@ -71,7 +71,7 @@ class CoupledSampling(Rule):
         return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(slot.p)]
 
 
-def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Array:
+def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Tensor:
     """The tokens `[slots]` of all proposals: a slot at depth d decides the d-th token of the step, d from 0."""
     chosen: dict[int, Tensor] = {}
     sampled: list[int] = []
@@ -88,5 +88,32 @@ def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequ
         last = transfers.upload([row.shape[-1] - 1 for row in rows for _ in range(len(row))], rows[0].device)
         tokens = torch.minimum(coupled_choices(rows, places)[:, 0], last)
         chosen.update(zip(sampled, tokens.split([len(row) for row in rows]), strict=True))
-    tokens = chosen[0] if len(chosen) == 1 else torch.cat([chosen[number] for number in range(len(proposals))])
-    return transfers.as_array(tokens)
+    return chosen[0] if len(chosen) == 1 else torch.cat([chosen[number] for number in range(len(proposals))])
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotTokens:
+    """The token at every slot `[slots]`, int64, of all requests, one behind another."""
+
+    tokens: Tensor
+
+    @property
+    def wanted(self) -> Sequence[Tensor]:
+        return (self.tokens,)
+
+    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        verdicts = []
+        root = 0
+        for proposal in proposals:
+            children, ids = proposal.tree.shape.children, proposal.tree.token_list
+            path: list[int] = []
+            while True:
+                slot = path[-1] + 1 if path else 0
+                token = int(numbers[0][root + slot])
+                child = next((node for node in children[slot] if ids[node] == token), None)
+                if child is None:
+                    break
+                path.append(child)
+            verdicts.append(verdict_at(proposal, path, token))
+            root += len(children)
+        return verdicts

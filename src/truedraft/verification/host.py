@@ -18,7 +18,8 @@ from torch import Tensor
 from truedraft.core import probs as L
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
-from truedraft.core.verdict import Origin, Verdict
+from truedraft.core.verdict import Verdict
+from truedraft.verification.rule import verdict_at
 
 if TYPE_CHECKING:
     from truedraft.verification.speculative import SpeculativeSampling
@@ -72,12 +73,6 @@ class HostWalk:
         """The number that draws the last token."""
         purpose = Purpose.RECOVERED if self.proposal.draws[self.slot] else Purpose.BONUS
         return self.noise.uniform(purpose, len(self.path))
-
-    def verdict(self, token: int) -> Verdict:
-        """The verdict, once the last token was drawn."""
-        ids = self.proposal.tree.token_list
-        final = Origin.RECOVERED if self.proposal.draws[self.slot] else Origin.BONUS
-        return Verdict(tuple(self.path), (*(ids[node] for node in self.path), token), final)
 
     def judge(self, slot: int) -> list[int] | None:
         """The nodes that are accepted from a slot on; None, with `left` set, where the walk ends there."""
@@ -155,7 +150,7 @@ def host_verdicts(
         left = torch.stack([walk.left for walk in group])
         drawn.append(L.draw(left, torch.tensor([walk.uniform for walk in group], dtype=torch.float64)))
     tokens = (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).tolist()
-    return [walk.verdict(token) for walk, token in zip(walks, tokens, strict=True)]
+    return [verdict_at(walk.proposal, walk.path, token) for walk, token in zip(walks, tokens, strict=True)]
 
 
 def _first_looks(

@@ -10,12 +10,11 @@ import dataclasses
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +23,12 @@ from truedraft.core import transfers
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.probs import most_likely, without_tokens
 from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
-from truedraft.core.transfers import Array
+from truedraft.core.tree import TreeShape
 from truedraft.core.verdict import TokenDivergence, Verdict
 from truedraft.errors import OptionError
-from truedraft.verification.rule import Decided, DeviceVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.rule import BatchVerdicts, JudgedSlot, Outcome, Rule, verdict_at
 from truedraft.verification.speculative import SpeculativeSampling
-from truedraft.verification.walk import Rows, WalkPlan, children_plan
+from truedraft.verification.walk import Number
 
 
 class ThresholdAcceptance(Rule):
@@ -51,46 +50,37 @@ class ThresholdAcceptance(Rule):
         """What the probability of a child is compared with, `[rows]`, for each of the distributions `[rows, vocab]`."""
 
     @abstractmethod
-    def stays(self, p_x: Array, thresholds: Array) -> Array:
-        """Which tokens of target probability `p_x` pass, both float64."""
+    def stays(self, p_x: float, threshold: float) -> bool:
+        """Whether a token of target probability `p_x` passes."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
-        """See `Rule.decide`. A greedy request is given distributions at temperature 1."""
-        if not proposals:
-            return DeviceVerdicts.of([])
-        device, vocab = probs[0].device, probs[0].shape[-1]
-        p, plan = Rows(probs, device), children_plan([own.tree.shape for own in proposals], device)
-        best = transfers.as_array(torch.cat([most_likely(rows) for rows in probs]))  # [slots]
-        largest = p.entries(plan.own, best, plan.slots)
-        if not plan.drafts:
-            return DeviceVerdicts(
-                plan.roots, best, plan.first_slots, _divergence_of_choices(plan, plan.roots, largest, largest)
-            )
-        tokens = drafted_tokens([own.tree for own in proposals], vocab, device)
-        given = transfers.full((len(plan.depths),), 1.0, device)  # of the token that leads to each slot
-        given[plan.draw_child] = p.entries(plan.draw_slot, tokens[plan.draw_node], plan.draws)
-        # Of slots with children alone, a request at a time: rows of many do not stay in the processor's cache.
-        found = torch.cat([self.thresholds(rows[own]) for rows, own in zip(probs, plan.inner, strict=True)]).double()
-        thresholds = largest * 0.0
-        thresholds[plan.inner_slots] = transfers.as_array(found)
-        paths = _paths(plan)
-        ends = _deepest(plan, paths, self.stays(given, thresholds[paths.parents]), given)
-        return DeviceVerdicts(ends, best[ends], plan.first_slots, _divergence_of_choices(plan, ends, given, largest))
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        """Look up all that paths are chosen by; a greedy request is given distributions at temperature 1."""
+        best, numbers = [], []
+        for proposal, p in zip(proposals, probs, strict=True):
+            own = most_likely(p)  # [slots]
+            best.append(own)
+            numbers.append(p.gather(1, own[:, None])[:, 0].double())
+            if len(proposal.tree):
+                # Entropies of slots with children alone: they cost as much as the distributions.
+                inner, parents = _slots(proposal.tree.shape, p.device)
+                tokens = drafted_tokens([proposal.tree], p.shape[-1], p.device)
+                numbers += (self.thresholds(p[inner]).double(), p[parents, tokens].double())
+        return _Thresholds(self.stays, best, numbers)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        """It is certain how a slot ends; see `Rule.outcomes`.
+        """It is certain how a slot ends.
 
         Of several that stay, this is the likeliest: right where nothing is drafted below them, or where at most one
         stays. In deeper trees the choice is by whole paths, which no kernel of one slot can know; there `verify`
         itself, which uses no noise, gives the distribution.
         """
         (slot,) = group
-        least = np.float64(self.thresholds(slot.p[None]))
-        p_x = [np.float64(slot.p[draw.token]) for draw in slot.draws]
+        least = float(self.thresholds(slot.p[None]))
+        p_x = [float(slot.p[draw.token]) for draw in slot.draws]
         staying = [index for index, mass in enumerate(p_x) if self.stays(mass, least)]
         if not staying:
             return [Outcome(1.0, (int(most_likely(slot.p)),), accepted=0)]
-        chosen = max(staying, key=lambda i: float(p_x[i]))
+        chosen = max(staying, key=lambda i: p_x[i])
         return [Outcome(float(i == chosen), (draw.token,), 1) for i, draw in enumerate(slot.draws[: chosen + 1])]
 
 
@@ -128,8 +118,8 @@ class TypicalAcceptance(ThresholdAcceptance):
         entropies = torch.special.entr(probs).sum(dim=-1)
         return (-entropies).exp_().mul_(self.delta).clamp_max_(self.epsilon)
 
-    def stays(self, p_x: Array, thresholds: Array) -> Array:
-        return p_x > thresholds
+    def stays(self, p_x: float, threshold: float) -> bool:
+        return p_x > threshold
 
 
 class LenientArgmax(ThresholdAcceptance):
@@ -157,91 +147,65 @@ class LenientArgmax(ThresholdAcceptance):
         """The largest probability of each row; the factor l comes with the comparison, in float64."""
         return probs.amax(dim=-1)
 
-    def stays(self, p_x: Array, thresholds: Array) -> Array:
-        return p_x >= self.lenience * thresholds
+    def stays(self, p_x: float, threshold: float) -> bool:
+        return p_x >= self.lenience * threshold
+
+
+@lru_cache(maxsize=4096)
+def _slots(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The slots of a tree that have children, in order, and the slot above each node."""
+    inner = [slot for slot, nodes in enumerate(shape.children) if nodes]
+    return transfers.upload(inner, device), transfers.upload([parent + 1 for parent in shape.parents], device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Paths:
-    """Where paths stand in the tables of a batch.
+class _Thresholds:
+    """What paths are chosen by.
 
     Attributes:
-        parents: `[slots]`: the slot above each; any of a root.
-        above: `[slots, depth + 1]`: the slots from the root down to each, filled up with the slot itself.
-        depths: `[slots]`.
-        is_root: `[slots]` bool.
-        places: `[slots]`: where each stands in a table `[requests, most slots]`.
-        size: columns of that table.
+        stays: whether a token of some probability passes a threshold.
+        best: `[slots]` of each request: the likeliest tokens.
+        numbers: float64, of each request the probabilities of these, and, where it has nodes, the thresholds of the
+            slots that have children, and what the target gives to each node's token.
     """
 
-    parents: Array
-    above: Array
-    depths: Array
-    is_root: Array
-    places: Array
-    size: int
+    stays: Callable[[float, float], bool]
+    best: Sequence[Tensor]
+    numbers: Sequence[Tensor]
 
+    @property
+    def wanted(self) -> Sequence[Tensor]:
+        return *self.best, *self.numbers
 
-@lru_cache(maxsize=512)
-def _paths(plan: WalkPlan) -> _Paths:
-    above: list[list[int]] = []
-    for slot, parent in enumerate(plan.parents):
-        above.append([*above[parent], slot] if parent >= 0 else [slot])
-    longest, size = max(map(len, above)), max(plan.slots)
-    filled = [[*own, *own[-1:] * (longest - len(own))] for own in above]
-    places = [number * size + own for number, count in enumerate(plan.slots) for own in range(count)]
-    return _Paths(
-        parents=plan.array(np.array([max(parent, 0) for parent in plan.parents])),
-        above=plan.array(np.array(filled)),
-        depths=plan.array(np.array(plan.depths)),
-        is_root=plan.array(np.array(plan.depths) == 0),
-        places=plan.array(np.array(places)),
-        size=size,
-    )
+    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        best, others = numbers[: len(proposals)], iter(numbers[len(proposals) :])
+        verdicts = []
+        for proposal, tokens in zip(proposals, best, strict=True):
+            shape, largest = proposal.tree.shape, next(others)
+            thresholds, p_x = (next(others), next(others)) if len(shape) else ((), ())
+            path = self._deepest(shape, thresholds, p_x)
+            slots = [0, *(node + 1 for node in path)]
+            verdict = verdict_at(proposal, path, int(tokens[slots[-1]]))
+            given = [*(p_x[node] for node in path), largest[slots[-1]]]
+            divergence = tuple(map(TokenDivergence.of_choice, given, (largest[slot] for slot in slots)))
+            verdicts.append(dataclasses.replace(verdict, divergence=divergence))
+        return verdicts
 
+    def _deepest(self, shape: TreeShape, thresholds: Sequence[float], p_x: Sequence[float]) -> tuple[int, ...]:
+        """The deepest path of nodes that all stay; of equally deep ones that with the largest product, then the first.
 
-def _deepest(plan: WalkPlan, paths: _Paths, stays: Array, p_x: Array) -> Array:
-    """The deepest slot of each request to which a path of nodes that stay leads, `[requests]`.
-
-    Among equally deep ones that with the largest product of probabilities, among equals the first.
-
-    Args:
-        plan: of the batch.
-        paths: in its tables.
-        stays: `[slots]` bool: of the node of each slot; anything for a root.
-        p_x: `[slots]`: probability of its token.
-    """
-    reached = (stays | paths.is_root)[paths.above].all(-1)
-    product = p_x * 0.0 + 1.0
-    for column in range(1, paths.above.shape[1]):  # one after another, so that equal products are equal
-        factor = p_x[paths.above[:, column]]
-        product = product * transfers.where(paths.depths >= column, factor, product * 0.0 + 1.0)
-
-    def by_request(values: Array) -> Array:
-        """Values of slots in a table `[requests, most slots]`."""
-        table = transfers.array(np.full(plan.requests * paths.size, -1.0), plan.device)
-        table[paths.places] = values.double() if isinstance(values, Tensor) else values
-        return table.reshape(plan.requests, paths.size)
-
-    depths = by_request(transfers.where(reached, paths.depths, -1))
-    deepest = depths == transfers.largest(depths)[:, None]
-    products = transfers.where(deepest, by_request(product), -1.0)
-    return plan.roots + transfers.first_true(products == transfers.largest(products)[:, None])
-
-
-def _divergence_of_choices(plan: WalkPlan, ends: Array, given: Array, largest: Array) -> Array:
-    """Total variation, KL and max p `[requests, tokens, 3]` of tokens at which nothing was left to chance.
-
-    Args:
-        plan: of the batch.
-        ends: `[requests]`: where paths end; the argmax follows.
-        given: `[slots]`: the target's probability of the token that leads to each slot.
-        largest: `[slots]`: of the likeliest token there.
-    """
-    slots = _paths(plan).above[ends]  # [requests, tokens]
-    p_x = largest[ends][:, None] + largest[slots] * 0.0
-    p_x[:, :-1] = transfers.where(slots[:, 1:] != slots[:, :-1], given[slots[:, 1:]], p_x[:, :-1])
-    return transfers.stack((1.0 - p_x, -transfers.log(p_x), largest[slots]))
+        Args:
+            shape: of the tree.
+            thresholds: of the slots that have children, in order.
+            p_x: of each node's token.
+        """
+        least = dict(zip((slot for slot, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
+        reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
+        for node, parent in enumerate(shape.parents):
+            if parent in reached and self.stays(p_x[node], least[parent + 1]):
+                depth, product = reached[parent]
+                reached[node] = depth + 1, product * p_x[node]
+        return shape.path(max(reached, key=lambda node: reached[node]))
 
 
 class LenientSampling(SpeculativeSampling):
@@ -276,7 +240,7 @@ class LenientSampling(SpeculativeSampling):
         """At temperature 0: accept p(x) >= l max p, p at temperature 1."""
         return self._greedy_form
 
-    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
+    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
         return super().accept_probability(p_x, self.lenience * q_x)
 
     def measured(

@@ -12,8 +12,7 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.transfers import Array
-from truedraft.core.verdict import Origin, TokenDivergence, Verdict
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 
 
@@ -68,114 +67,43 @@ class Outcome:
         return self.accepted == len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceVerdicts:
-    """What a rule decided about a batch, where its distributions lie: the host need not have seen any of it.
-
-    Attributes:
-        ends: `[requests]`, int64: the slot where the walk ends; its node and those above it are accepted.
-        finals: `[requests]`, int64: the token that ends the walk.
-        first_slots: of each request the number of its root, where slots are numbered through the batch.
-        divergence: `[requests, tokens, 3]`, float64, of a lossy rule: total variation, KL (nats) and max p of each
-            emitted token; what stands behind the last one is not looked at.
-    """
-
-    ends: Array
-    finals: Array
-    first_slots: Sequence[int]
-    divergence: Array | None = None
-
-    @staticmethod
-    def of(verdicts: Sequence[Verdict]) -> HostVerdicts:
-        """Verdicts that were made on the host."""
-        return HostVerdicts(list(verdicts))
+class BatchVerdicts(Protocol):
+    """Verdicts on a batch, decided where its distributions lie: the host need not have seen any of it."""
 
     @property
-    def wanted(self) -> tuple[Array, ...]:
-        """The tensors that the host must read to say the verdicts."""
-        return (self.ends, self.finals) if self.divergence is None else (self.ends, self.finals, self.divergence)
+    def wanted(self) -> Sequence[Tensor]:
+        """What the host must read to say the verdicts."""
+        ...
 
     def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        """The verdicts, once `wanted` was read.
+        """They, once `wanted` was read.
 
         Args:
             proposals: those decided about; the host knows their tokens.
             numbers: in each tensor of `wanted`, flat.
         """
-        measured: list[float] = list(numbers[2]) if self.divergence is not None else []
-        width = len(measured) // max(1, len(proposals))
-        verdicts = []
-        ended = zip(proposals, self.first_slots, numbers[0], numbers[1], strict=True)
-        for request, (proposal, root, end, final) in enumerate(ended):
-            slot, ids = int(end) - root, proposal.tree.token_list
-            path = proposal.tree.shape.path(slot - 1)
-            tokens = (*(ids[node] for node in path), int(final))
-            divergence = None
-            if self.divergence is not None:
-                first = request * width
-                own = [measured[i : i + 3] for i in range(first, first + 3 * len(tokens), 3)]
-                divergence = tuple(TokenDivergence.of(*each) for each in own)
-            origin = Origin.RECOVERED if proposal.draws[slot] else Origin.BONUS
-            verdicts.append(Verdict(path, tokens, origin, divergence))
-        return verdicts
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostVerdicts:
-    """Verdicts that were made on the host: nothing is left to read."""
+    """A decision made on the host: nothing is left to read."""
 
     made: list[Verdict]
 
     @property
-    def wanted(self) -> tuple[Array, ...]:
-        """See `DeviceVerdicts.wanted`."""
+    def wanted(self) -> Sequence[Tensor]:
         return ()
 
     def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        """See `DeviceVerdicts.verdicts`."""
         return self.made
 
 
-@dataclass(frozen=True, slots=True)
-class SlotTokens:
-    """What a rule decided that fixes the token at every slot, however a walk came there.
-
-    Attributes:
-        tokens: `[slots]`, int64, of all requests, one behind another.
-    """
-
-    tokens: Array
-
-    @property
-    def wanted(self) -> tuple[Array, ...]:
-        """See `DeviceVerdicts.wanted`."""
-        return (self.tokens,)
-
-    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        """Walk down along the children that carry the slots' tokens; see `DeviceVerdicts.verdicts`."""
-        verdicts = []
-        root = 0
-        for proposal in proposals:
-            children, ids = proposal.tree.shape.children, proposal.tree.token_list
-            path: list[int] = []
-            tokens: list[int] = []
-            slot = 0
-            while slot >= 0:
-                tokens.append(int(numbers[0][root + slot]))
-                end, slot = slot, -1
-                for node in children[end]:
-                    if ids[node] == tokens[-1]:
-                        path.append(node)
-                        slot = node + 1
-                        break
-            origin = Origin.RECOVERED if proposal.draws[end] else Origin.BONUS
-            verdicts.append(Verdict(tuple(path), tuple(tokens), origin))
-            root += len(children)
-        return verdicts
-
-
-Decided = DeviceVerdicts | SlotTokens | HostVerdicts
-"""What a rule decided about a batch."""
+def verdict_at(proposal: Proposal, path: Sequence[int], token: int) -> Verdict:
+    """The verdict of a walk that accepts the nodes of `path` and ends with `token`."""
+    ids = proposal.tree.token_list
+    final = Origin.RECOVERED if proposal.draws[path[-1] + 1 if path else 0] else Origin.BONUS
+    return Verdict(tuple(path), (*(ids[node] for node in path), token), final)
 
 
 class HasKind(Protocol):
@@ -251,7 +179,7 @@ class Rule(ABC):
         return self.measured(verdicts, proposals, probs, noise)
 
     @abstractmethod
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
 
         The host need not know the proposals' tokens yet. An id outside the vocabulary gives some decision: the caller

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +13,11 @@ from truedraft.core import transfers
 from truedraft.core.noise import Noise
 from truedraft.core.probs import without_tokens
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.transfers import Array
 from truedraft.verification.host import HostWalk, host_verdicts
-from truedraft.verification.rule import Decided, DeviceVerdicts, JudgedSlot, Outcome, Rule
-from truedraft.verification.walk import Batch, Chosen, jump_table
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.walk import Batch, Number, WalkEnds, either, jump_table, larger
 
-_TINY = float(np.finfo(np.float64).tiny)
+_TINY = torch.finfo(torch.float64).tiny
 
 
 class SpeculativeSampling(Rule):
@@ -40,13 +38,11 @@ class SpeculativeSampling(Rule):
 
     host_walk: ClassVar[type[HostWalk]] = HostWalk
 
-    # The four parts of the rule. Tests break them one at a time, and must notice. Numbers may be Python's own.
+    # The four parts of the rule, which both walks ask. Tests break them one at a time, and must notice.
 
-    def accept_probability(self, p_x: Array, q_x: Array) -> Array:
-        """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`; float64 each."""
-        if isinstance(p_x, float):
-            return min(1.0, p_x / max(q_x, _TINY))
-        return p_x / transfers.maximum(transfers.maximum(p_x, q_x), _TINY)  # 0 where p is 0, whatever q is
+    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
+        """Probability that a token drawn with probability `q_x` stays where the target gives it `p_x`."""
+        return p_x / larger(larger(p_x, q_x), _TINY)  # min(1, p/q); 0 where p is 0, whatever q is
 
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
@@ -55,44 +51,44 @@ class SpeculativeSampling(Rule):
         """
         return L.residual(p, q)
 
-    def left_of_candidate(self, p_x: Array, taken: Array) -> Array:
+    def left_of_candidate(self, p_x: Number, taken: Number) -> Number:
         """What is left of a candidate's probability `p_x` after others of its slot, of `taken` together, were rejected.
 
-        Both are of the target before anything was rejected, float64.
+        Both are of the target before anything was rejected.
         """
         left = 1.0 - taken
-        return transfers.where(left > 0.0, p_x / transfers.maximum(left, _TINY), (p_x > 0.0) * 1.0)
+        return either(left > 0.0, p_x / larger(left, _TINY), (p_x > 0.0) * 1.0)
 
     def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
         """The draft's distributions `[..., vocab]` without `tokens` `[..., tokens]`, drawn without replacement."""
         return without_tokens(q, tokens)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Decided:
+    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         if not proposals:
-            return DeviceVerdicts.of([])
+            return HostVerdicts([])
         if not len(proposals) == len(probs) == len(noise):
             raise ValueError(f"{len(proposals)} proposals, {len(probs)} tables and {len(noise)} noises are no batch")
         if not transfers.waits(probs[0].device):
-            return DeviceVerdicts.of(host_verdicts(self, proposals, probs, noise))
+            return HostVerdicts(host_verdicts(self, proposals, probs, noise))
         batch = Batch.of(proposals, probs, noise)
         plan = batch.plan
         jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
         ends, left = self._end(batch, jump, jump[plan.roots])
-        return DeviceVerdicts(ends, L.draw(left, batch.final_uniforms(ends)), plan.first_slots)
+        return WalkEnds(ends, L.draw(left, batch.final_uniforms(ends)), plan.first_slots)
 
-    def first_stays(self, batch: Batch, p_x: Array, q_x: Array) -> Array:
+    def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
         """Which draws `[draws]` would stay among those of the first runs of slots; `p_x` and `q_x` are theirs."""
         plan = batch.plan
         if plan.width > 1:  # candidates of one slot: each is judged by what is left of p without those before it
-            table = transfers.full((len(plan.depths), plan.width), 0.0, batch.device)
+            table = p_x.new_zeros(len(plan.depths), plan.width)  # [slots, width]
             table[plan.draw_slot, plan.draw_column] = p_x
             table = batch.without_repeated(table)
-            taken = transfers.full((len(plan.depths), plan.width), 0.0, batch.device)
+            taken = torch.zeros_like(table)
             taken[:, 1:] = table.cumsum(-1)[:, :-1]
             p_x = self.left_of_candidate(table, taken)[plan.draw_slot, plan.draw_column]
         return batch.uniforms[plan.draw_key] < self.accept_probability(p_x, q_x)
 
-    def _end(self, batch: Batch, jump: Array, ends: Array) -> tuple[Array, Tensor]:
+    def _end(self, batch: Batch, jump: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Go on from where first runs were rejected, until walks have no more to judge.
 
         Args:
@@ -104,58 +100,39 @@ class SpeculativeSampling(Rule):
             The slots where walks end `[requests]`, and what is left of p there `[requests, vocab]`.
         """
         plan, left = batch.plan, batch.target(ends)
-        if not plan.drafts:
-            return ends, left
-        going = Chosen(plan.is_drawn[ends])
-        if going.are_none:
-            return ends, left
-        if plan.rounds == 1:  # nothing more is judged where a run was rejected
-            rejected = going.of(ends)
-            return ends, going.put(left, self.rejected(going.of(left), batch.draft(rejected, self.removed)))
-        run = transfers.where(plan.is_drawn[ends], ends, -1)  # that was rejected; -1 where nothing is left to reject
-        for _ in range(plan.rounds):
-            going = Chosen(run >= 0)
-            if going.are_none:
-                break
-            rejected = going.of(run).clip(0)
-            left = going.put(left, self.rejected(going.of(left), batch.draft(rejected, self.removed)))
-            run = going.put(run, plan.following[rejected])
-            judged = Chosen(run >= 0)
-            if not judged.are_none:
-                ends, left, run = self._judge_next(batch, jump, judged, (ends, left, run))
+        run = torch.where(plan.is_drawn[ends], ends, -1)  # that was rejected; -1 where nothing is left to reject
+        for number in range(plan.rounds):
+            rejected = run.clamp_min(0)
+            rest = self.rejected(left, batch.draft(rejected, self.removed))
+            left = torch.where((run >= 0)[:, None], rest, left)
+            if number + 1 < plan.rounds:
+                run = torch.where(run >= 0, plan.following[rejected], -1)
+                ends, left, run = self._judge_next(batch, jump, (ends, left, run))
         return ends, left
 
     def _judge_next(
-        self, batch: Batch, jump: Array, judged: Chosen, state: tuple[Array, Tensor, Array]
-    ) -> tuple[Array, Tensor, Array]:
-        """Judge the next draw of some walks against what is left of p; those that accept it go on below it.
+        self, batch: Batch, jump: Tensor, state: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Judge the next draw of walks against what is left of p; those that accept it go on below it.
 
         Args:
             batch: that is judged.
             jump: `[slots]`: where first runs lead.
-            judged: walks with a draw to judge.
-            state: of all walks: slot, what is left of p there, and the run to judge.
+            state: of the walks: slot, what is left of p there, and the run to judge, -1 where there is none.
 
         Returns:
             The state after it; the run is one that was rejected, or -1.
         """
         plan = batch.plan
         ends, left, run = state
-        runs = judged.of(run).clip(0)
-        tokens = batch.tokens[plan.run_node[runs]]
-        rows = transfers.array(np.arange(len(runs)), batch.device)
-        p_x = transfers.entries(judged.of(left), rows, tokens)
-        q_x = transfers.entries(batch.draft(runs, self.removed), rows, tokens)
-        accept = self.accept_probability(p_x, q_x)
-        stays = (batch.uniforms[plan.run_key[runs]] < accept) & (judged.of(run) >= 0)
-        moved = transfers.where(stays, jump[plan.run_child[runs]], judged.of(ends))
-        lead = transfers.where(plan.is_drawn[moved], moved, -1)
-        ends = judged.put(ends, moved)
-        run = judged.put(run, transfers.where(stays, lead, runs))
-        moving = Chosen(judged.put(run < -1, stays))
-        if not moving.are_none:
-            left = moving.put(left, batch.target(moving.of(ends)))
-        return ends, left, run
+        judged, runs = run >= 0, run.clamp_min(0)
+        tokens = batch.tokens[plan.run_node[runs]][:, None]  # [requests, 1]
+        p_x = left.gather(1, tokens)[:, 0].double()
+        q_x = batch.draft(runs, self.removed).gather(1, tokens)[:, 0].double()
+        stays = judged & (batch.uniforms[plan.run_key[runs]] < self.accept_probability(p_x, q_x))
+        moved = torch.where(stays, jump[plan.run_child[runs]], ends)
+        run = torch.where(stays, torch.where(plan.is_drawn[moved], moved, -1), run)
+        return moved, torch.where(stays[:, None], batch.target(moved), left), run
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         (slot,) = group

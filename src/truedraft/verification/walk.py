@@ -6,17 +6,17 @@ draft distributions are numbered through the requests of a batch, and the first 
 Where things stand depends on trees and draws alone, and these recur, so it is kept (`walk_plan`); trees that a drafter
 chooses at each step do not, so it is a few arrays.
 
-Small numbers are `transfers.Array`: of numpy on the CPU, of torch on a device, where nothing is read before all is.
+This is for devices, where nothing is read before all is decided; on the CPU `host` looks at numbers as it needs them.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,26 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.noise import Noise, Purpose, UniformKeys, uniforms
 from truedraft.core.proposal import Draw, DrawKind, Proposal, deterministic_draws, drafted_tokens
-from truedraft.core.transfers import Array
 from truedraft.core.tree import TreeShape
-from truedraft.verification.rule import HasKind
+from truedraft.core.verdict import Verdict
+from truedraft.verification.rule import HasKind, verdict_at
 
 Ints = NDArray[np.int64]
+
+Number = Any
+"""Probabilities in float64: one, as a float, in the walk on the host; `[n]`, a tensor, in the walk of a batch."""
+
+
+def larger(number: Number, other: Number) -> Number:
+    """The larger of each two numbers; the first says whether they are tensors."""
+    if not isinstance(number, Tensor):
+        return max(number, other)
+    return torch.maximum(number, other) if isinstance(other, Tensor) else number.clamp_min(other)
+
+
+def either(flag: Number, yes: Number, no: Number) -> Number:
+    """`yes` where the flag is set, else `no`."""
+    return torch.where(flag, yes, no) if isinstance(flag, Tensor) else yes if flag else no
 
 
 def is_joint(draws: Sequence[HasKind]) -> bool:
@@ -156,8 +171,7 @@ class WalkPlan:
         device: where the numbers are.
     """
 
-    def __init__(self, layouts: Sequence[_Layout], device: torch.device, *, waits: bool) -> None:
-        assert waits == transfers.waits(device)
+    def __init__(self, layouts: Sequence[_Layout], device: torch.device) -> None:
         self.device = device
         self._layouts = layouts
         self.requests = len(layouts)
@@ -200,20 +214,6 @@ class WalkPlan:
     def parents(self) -> list[int]:
         """Of each slot the slot above; -1 of a root."""
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
-
-    @cached_property
-    def inner_slots(self) -> Array:
-        """`[slots with draws]`: these, in order."""
-        return self.array(np.array(sorted(set(self.draw_slots)), np.int64))
-
-    @cached_property
-    def inner(self) -> list[Tensor]:
-        """Of each request its slots with draws, as the request numbers them."""
-        found: list[Tensor] = []
-        for each in self._layouts:
-            slots = np.unique(each.draws[0])
-            found.append(torch.from_numpy(slots).to(self.device))
-        return found
 
     def _first_draws(self) -> Ints:
         """Slot, column, node and row of the draws of first runs, `[4, draws]`, numbered through the batch."""
@@ -264,9 +264,9 @@ class WalkPlan:
         self.keys = UniformKeys(*np.array(list(keys), np.int64).T.copy())
         self.has_candidates = self.has_candidates or any(run.dist < 0 for each in self._layouts for run in each.later)
 
-    def array(self, numbers: NDArray[np.generic]) -> Array:
+    def array(self, numbers: NDArray[np.generic]) -> Tensor:
         """Numbers where those of the batch are."""
-        return transfers.array(numbers, self.device)
+        return transfers.upload(numbers, self.device)
 
 
 _plan = lru_cache(maxsize=512)(WalkPlan)
@@ -275,112 +275,24 @@ _plan = lru_cache(maxsize=512)(WalkPlan)
 def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
     """The plan of a batch; batches alike in trees and draws share one."""
     layouts = (_layout(own.tree.shape, own.draws, 0 if own.probs is None else len(own.probs)) for own in proposals)
-    return _plan(tuple(layouts), device, waits=transfers.waits(device))
+    return _plan(tuple(layouts), device)
 
 
-def children_plan(shapes: Sequence[TreeShape], device: torch.device) -> WalkPlan:
-    """The plan of trees whose children are judged in their order, however they were drawn."""
-    return _plan(tuple(_children_layout(shape) for shape in shapes), device, waits=transfers.waits(device))
-
-
-def jump_table(plan: WalkPlan, stays: Array) -> Array:
+def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
     """Where a walk ends that comes to a slot, `[slots]`, if it follows the first draw of each first run that stays.
 
     Args:
         plan: of the batch.
         stays: `[draws]` bool: which draws of first runs would stay.
     """
-    jump = transfers.first_of_each(plan.own, plan.draw_slot, plan.draw_child, stays)
+    columns = torch.where(stays, plan.draw_column, plan.width)  # [draws]
+    first = plan.own.new_full((len(plan.own),), plan.width).scatter_reduce(0, plan.draw_slot, columns, "amin")
+    is_first = stays & (plan.draw_column == first[plan.draw_slot])
+    below = torch.where(is_first, plan.draw_child - plan.draw_slot, 0)
+    jump = plan.own.scatter_add(0, plan.draw_slot, below)  # [slots]: one below where a draw stays, else itself
     for _ in range(plan.doublings):
         jump = jump[jump]
     return jump
-
-
-class Rows:
-    """Tables `[rows, vocab]` of one vocabulary as if they were one, their rows numbered through.
-
-    On the CPU what is asked for is taken from each table; elsewhere they are brought together, for a copy on a device
-    costs less than the host's taking part.
-    """
-
-    def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
-        self._tables = [table.to(device) for table in tables]
-        self.vocab = tables[0].shape[-1] if tables else 0
-        if len(tables) > 1 and transfers.waits(device):
-            self._tables = [torch.cat(self._tables)]
-        self._starts = list(itertools.accumulate(map(len, self._tables), initial=0)) if len(self._tables) > 1 else [0]
-
-    def __len__(self) -> int:
-        """How many tables there are."""
-        return len(self._tables)
-
-    def entries(self, rows: Array, columns: Array, counts: Sequence[int]) -> Array:
-        """Numbers in the tables at some places, float64.
-
-        Args:
-            rows: `[places]`, one table's behind another's.
-            columns: `[places]`.
-            counts: how many of the places are in each table.
-        """
-        if len(self._tables) == 1:
-            return transfers.entries(self._tables[0], rows, columns)
-        found, first = [], 0
-        for table, start, count in zip(self._tables, self._starts, counts, strict=False):
-            if count:
-                own = slice(first, first + count)
-                found.append(transfers.entries(table, rows[own] - start, columns[own]))
-                first += count
-        return np.concatenate(found)
-
-    def select(self, rows: Array) -> Tensor:
-        """Whole rows `[rows, vocab]`."""
-        if isinstance(rows, Tensor):
-            return self._tables[0].index_select(0, rows)
-        found = []
-        for row in rows.tolist():
-            table = bisect_right(self._starts, row) - 1
-            first = row - self._starts[table]
-            found.append(self._tables[table][first : first + 1])
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-class Chosen:
-    """Rows of tables that a mask `[rows]` names.
-
-    On the CPU only these are worked on. A device cannot say how many they are without being waited for; there all rows
-    are, and the mask says in the end which of them count.
-    """
-
-    def __init__(self, mask: Array) -> None:
-        self._mask = mask
-        self._places: Ints | None = None
-        self._waits = isinstance(mask, Tensor)
-        if not self._waits:
-            places = mask.nonzero()[0]
-            self._places = None if len(places) == len(mask) else places
-
-    @property
-    def are_none(self) -> bool:
-        """Whether the mask surely names none."""
-        return self._places is not None and not len(self._places)
-
-    def of(self, table: Array) -> Array:
-        """The rows of an array or tensor `[rows, ...]`."""
-        if self._places is None:
-            return table
-        return table[torch.from_numpy(self._places)] if isinstance(table, Tensor) else table[self._places]
-
-    def put(self, table: Array, rows: Array) -> Array:
-        """The table `[rows, ...]` with these in place of `of(table)`; a tensor on the CPU may be changed itself."""
-        if self._waits:
-            return torch.where(self._mask.view(-1, *(1,) * (table.dim() - 1)), rows, table)
-        if self._places is None:
-            return rows
-        if isinstance(table, Tensor):
-            return table.index_copy_(0, torch.from_numpy(self._places), rows)
-        changed = table.copy()
-        changed[self._places] = rows
-        return changed
 
 
 @dataclass(slots=True)
@@ -391,9 +303,8 @@ class Batch:
         plan: where it stands.
         proposals: one for each request.
         noise: of each request.
-        device: of the target's distributions.
-        p: these, a row for each slot.
-        q: the drafts' distributions, a row for each that a proposal has.
+        p: `[slots, vocab]`: the target's distributions.
+        q: `[rows, vocab]`: those that were drafted from.
         dtype: in which p and q are compared.
         tokens: `[nodes]`.
         uniforms: `[keys]`, float64: the numbers that accept.
@@ -403,60 +314,47 @@ class Batch:
     plan: WalkPlan
     proposals: Sequence[Proposal]
     noise: Sequence[Noise]
-    device: torch.device
-    p: Rows
-    q: Rows
+    p: Tensor
+    q: Tensor
     dtype: torch.dtype
-    tokens: Array
-    uniforms: Array
-    weights: Array | None = None
+    tokens: Tensor
+    uniforms: Tensor
+    weights: Tensor | None = None
 
     @classmethod
     def of(cls, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Batch:
         """A batch of at least one request; arguments as in `Rule.verify`."""
         device, vocab = probs[0].device, probs[0].shape[-1]
         plan = walk_plan(proposals, device)
-        drafted = [own.probs for own in proposals if own.probs is not None and len(own.probs)]
-        dtypes = {each.dtype for each in (*probs, *drafted)}
-        dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
-        tokens = drafted_tokens([own.tree for own in proposals], vocab, device) if plan.drafts else plan.own
-        numbers = transfers.array(uniforms(noise, Purpose.ACCEPT, plan.keys), device)
-        rows = Rows(probs, device), Rows(drafted, device)
-        return cls(plan, proposals, noise, device, *rows, dtype, tokens, numbers)
+        drafted = [own.probs.to(device) for own in proposals if own.probs is not None and len(own.probs)]
+        dtype = functools.reduce(torch.promote_types, {each.dtype for each in (*probs, *drafted)})
+        tokens = drafted_tokens([own.tree for own in proposals], vocab, device)
+        numbers = transfers.upload(uniforms(noise, Purpose.ACCEPT, plan.keys), device)
+        q = torch.cat(drafted) if drafted else probs[0][:0]
+        return cls(plan, proposals, noise, torch.cat(list(probs)), q, dtype, tokens, numbers)
 
-    def first_looks(self) -> tuple[Array, Array]:
+    def first_looks(self) -> tuple[Tensor, Tensor]:
         """p and q `[draws]`, float64, of the draws of first runs; q is 1 where it is one-hot."""
         plan = self.plan
         tokens = self.tokens[plan.draw_node]
-        p_x = self.p.entries(plan.draw_slot, tokens, plan.draws)
-        if not len(plan.sampled_draws):
-            return p_x, 1.0
-        q_x = self.q.entries(plan.sampled_dist, tokens[plan.sampled_draws], plan.sampled)
-        if len(plan.sampled_draws) == len(plan.draw_slot):
-            return p_x, q_x
-        all_q = transfers.full(p_x.shape, 1.0, self.device)
-        all_q[plan.sampled_draws] = q_x
-        return p_x, all_q
+        q_x = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
+        q_x[plan.sampled_draws] = _entries(self.q, plan.sampled_dist, tokens[plan.sampled_draws])
+        return _entries(self.p, plan.draw_slot, tokens), q_x
 
-    def without_repeated(self, table: Array) -> Array:
+    def without_repeated(self, table: Tensor) -> Tensor:
         """A table `[slots, width]` of the draws of first runs with 0 where an earlier one of the slot has its token."""
         plan = self.plan
-        if not transfers.waits(self.device):
-            named = np.sort(plan.draw_slot * self.p.vocab + self.tokens[plan.draw_node])
-            if not (named[1:] == named[:-1]).any():
-                return table
-        tokens = transfers.array(-1 - np.arange(plan.width), self.device) + 0 * transfers.whole(table)
+        tokens = (-1 - torch.arange(plan.width, device=table.device)).repeat(len(table), 1)  # [slots, width]
         tokens[plan.draw_slot, plan.draw_column] = self.tokens[plan.draw_node]
-        same = tokens[:, :, None] == tokens[:, None, :]
-        earlier = plan.array(np.tri(plan.width, k=-1, dtype=np.bool_))
-        return transfers.where((same & earlier).any(-1), 0.0, table)
+        same = tokens[:, :, None] == tokens[:, None, :]  # [slots, width, width]
+        return torch.where(same.tril(-1).any(-1), 0.0, table)
 
-    def target(self, slots: Array) -> Tensor:
+    def target(self, slots: Tensor) -> Tensor:
         """The target's distributions at some slots `[slots, vocab]`, scaled where the rule does so."""
-        p = self.p.select(slots).to(self.dtype)
-        return p if self.weights is None else p * self.vector(self.weights[slots])[:, None].to(self.dtype)
+        p = self.p.index_select(0, slots).to(self.dtype)
+        return p if self.weights is None else p * self.weights[slots][:, None].to(self.dtype)
 
-    def draft(self, runs: Array, removed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def draft(self, runs: Tensor, removed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """What the tokens of some runs were drawn from, `[runs, vocab]`; for candidates 1 at each of them.
 
         Args:
@@ -465,35 +363,27 @@ class Batch:
         """
         plan = self.plan
         dist = plan.dist[runs]
-        sampled = Chosen(dist >= 0)
+        if not len(self.q):
+            return self._candidates(runs)
+        q = self.q.index_select(0, dist.clamp_min(0)).to(self.dtype)
         if plan.has_candidates:
-            q = self._candidates(runs)
-            if len(self.q) and not sampled.are_none:
-                q = sampled.put(q, self.q.select(sampled.of(dist).clip(0)).to(self.dtype))
-        else:
-            q = self.q.select(dist.clip(0)).to(self.dtype)
+            q = torch.where((dist >= 0)[:, None], q, self._candidates(runs))
         if plan.rounds > 1 and plan.reduces:
-            reduced = Chosen(plan.is_reduced[runs])
-            if not reduced.are_none:
-                gone = self.vector(self.tokens[plan.removed[reduced.of(runs)]])
-                q = reduced.put(q, removed(reduced.of(q), gone))
+            gone = self.tokens[plan.removed[runs]]  # [runs, tokens]
+            q = torch.where(plan.is_reduced[runs][:, None], removed(q, gone), q)
         return q
 
-    def _candidates(self, runs: Array) -> Tensor:
+    def _candidates(self, runs: Tensor) -> Tensor:
         """1 or more at the tokens of each run, `[runs, vocab]`."""
         plan = self.plan
         tokens, of_run = self.tokens[plan.draw_node], plan.draw_slot == runs[:, None]  # [draws], [runs, draws]
         if plan.rounds > 1:
-            tokens = transfers.joined(tokens, self.tokens[plan.run_node])
-            of_run = transfers.joined(of_run, plan.later == runs[:, None])
-        q = torch.zeros(len(runs), self.p.vocab, dtype=self.dtype, device=self.device)
-        return q.scatter_add_(1, self.vector(tokens).expand(len(runs), -1), self.vector(of_run).to(self.dtype))
+            tokens = torch.cat([tokens, self.tokens[plan.run_node]])
+            of_run = torch.cat([of_run, plan.later == runs[:, None]], dim=1)
+        q = torch.zeros(len(runs), self.p.shape[-1], dtype=self.dtype, device=runs.device)
+        return q.scatter_add_(1, tokens.expand(len(runs), -1), of_run.to(self.dtype))
 
-    def vector(self, numbers: Array) -> Tensor:
-        """Small numbers as a tensor where the distributions are."""
-        return numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
-
-    def final_uniforms(self, ends: Array) -> Tensor:
+    def final_uniforms(self, ends: Tensor) -> Tensor:
         """The numbers that draw the tokens at the ends of the walks, `[requests]` float64.
 
         Only the host makes such numbers, and it does not know the ends: it makes all that may serve.
@@ -504,8 +394,39 @@ class Batch:
             places = [(bool(draws), depth) for draws, depth in zip(proposal.draws, depths, strict=True)]
             made = {place: _final(own, *place) for place in dict.fromkeys(places)}
             table += (made[place] for place in places)
-        return transfers.upload(table, self.device, torch.float64)[ends]
+        return transfers.upload(table, ends.device, torch.float64)[ends]
+
+
+def _entries(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Numbers of a table `[rows, columns]`, float64, at some places: a row and a column `[n]` each."""
+    return table.take(torch.add(columns, rows, alpha=table.shape[-1])).double()
 
 
 def _final(noise: Noise, rejected: bool, depth: int) -> float:
     return noise.uniform(Purpose.RECOVERED if rejected else Purpose.BONUS, depth)
+
+
+@dataclass(frozen=True, slots=True)
+class WalkEnds:
+    """Where the walks of a batch end.
+
+    Attributes:
+        ends: `[requests]`, int64: the slot where each ends; its node and those above it are accepted.
+        finals: `[requests]`, int64: the token that ends it.
+        first_slots: of each request the number of its root.
+    """
+
+    ends: Tensor
+    finals: Tensor
+    first_slots: Sequence[int]
+
+    @property
+    def wanted(self) -> Sequence[Tensor]:
+        return self.ends, self.finals
+
+    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        ended = zip(proposals, self.first_slots, *numbers, strict=True)
+        return [
+            verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
+            for proposal, root, end, final in ended
+        ]
