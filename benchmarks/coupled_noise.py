@@ -118,7 +118,7 @@ def drafting(
     drawing = drawing_for(params, 8)
     drawn, alone = [], []
     for step in range(rounds):
-        nodes = [OpenNode(KeyedNoise(seed, 100 + step, step), 0, 0, 8, False) for seed in range(len(dist))]
+        nodes = [OpenNode(KeyedNoise(seed, 100 + step, step), 0, 0, 8) for seed in range(len(dist))]
         for times, work in (
             (drawn, lambda nodes=nodes: drawing.draw(logits, params, nodes)),  # type: ignore[misc]
             (alone, lambda: probs_from_logits(logits, params)),

@@ -21,7 +21,7 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import sampled_beams
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import Drawing, DrawnChildren, OpenNode
+from truedraft.drafters.draws import Child, Drawing, OpenNode
 from truedraft.drafters.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
 from truedraft.verification.rule import DrawnToken, JudgedSlot
@@ -64,12 +64,11 @@ class Script(Drawing):
         self.taken: list[int] = []
         self.probability = 1.0
 
-    def draw(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[list[DrawnChildren], Tensor | None]:
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = torch.softmax(logits, dim=-1)
-        children = []
-        for q, node in zip(probs, nodes, strict=True):
+        width = min(max(node.width for node in nodes), VOCAB)
+        tokens = torch.full((len(nodes), width), VOCAB)
+        for row, q, node in zip(tokens, probs, nodes, strict=True):
             orders = list(itertools.permutations(range(VOCAB), min(node.width, VOCAB)))
             place = self.choices[len(self.taken)] if len(self.taken) < len(self.choices) else 0
             self.taken.append(place)
@@ -77,11 +76,8 @@ class Script(Drawing):
             for token in orders[place]:
                 self.probability *= float(q[token]) / left
                 left -= float(q[token])
-            children.append(DrawnChildren(list(orders[place]), [float(q[token]) for token in orders[place]]))
-        return children, probs
-
-    def draw_unseen(self, *_: object) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("nobody asks for chains")
+            row[: len(orders[place])] = torch.tensor(orders[place])
+        return tokens, probs
 
 
 def all_trees(
@@ -174,10 +170,10 @@ def test_cutting_by_probability_would_bend_it(monkeypatch: pytest.MonkeyPatch) -
     """The same test finds the fault that perturbed scores avoid."""
 
     def by_probability(
-        tree: sampled_beams._Growing, parent: int, drawn: DrawnChildren, depth: int, number: int
+        tree: sampled_beams._BeamTree, parent: int, drawn: Sequence[Child], depth: int, number: int
     ) -> list[tuple[float, float]]:
         above = 1.0 if parent < 0 else tree.nodes[parent].score
-        return [(above * q, 0.0) for q in drawn.probabilities]
+        return [(above * q, 0.0) for _, q in drawn]
 
     monkeypatch.setattr(sampled_beams, "_perturbed_scores", by_probability)
     monkeypatch.setattr(sampled_beams, "_DRAWS", 2)

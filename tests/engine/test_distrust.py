@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
@@ -17,6 +17,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
@@ -119,6 +120,33 @@ def test_a_distribution_that_breaks_below_a_drawn_token_does_not_bend_the_answer
         ones += answer[:2] == [1, 1]
     # About 400 answers begin with 1; more than 5 standard deviations off with probability below 1e-6.
     assert abs(ones - begun / 2) < 5 * (begun / 4) ** 0.5
+
+
+class Breaking(MarkovModel):
+    """Behind token 0 it gives nothing but NaN."""
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        output = super().forward(segments)
+        return ForwardOutput(output.logits.masked_fill(output.hidden[:, 1:] == 0, torch.nan), output.hidden)
+
+
+@pytest.mark.parametrize("branching", [(1, 1, 1), (3, 2, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["sampled", "coupled"])
+def test_a_draft_model_that_breaks_below_a_drawn_token_is_judged_by_what_it_drew(
+    branching: tuple[int, ...], kind: str
+) -> None:
+    target = MarkovModel.random(VOCAB, seed=1)
+    draft = Breaking(target.probs)
+    answers, plain = [], []
+    for seed in range(20):
+        params = SamplingParams(max_tokens=15, temperature=1.0, seed=seed, coupled=kind == "coupled")
+        answers += Engine(target, DraftModel(draft, branching=branching)).generate(PROMPTS, params)
+        plain += Engine(target).generate(PROMPTS, params)
+    assert all(answer.warnings == () and len(answer.token_ids) == 15 for answer in answers)
+    assert any(0 in answer.token_ids for answer in answers)
+    assert sum(answer.stats.accepted_tokens for answer in answers) > 0
+    if kind == "coupled":
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
 
 
 def test_a_distribution_that_nobody_drew_from_may_hold_anything() -> None:

@@ -14,7 +14,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
-from truedraft.drafters.growing import Growing, draw_level, growing
+from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel, Segment
 
@@ -90,19 +90,20 @@ class DraftModel(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Catch up with the tokens emitted since the last proposal, then draw level by level."""
-        trees = [
-            growing(self._states[request.id], request, self._within(budget, request), each, self.branching, self.model)
-            for request, budget, each in zip(batch, budgets, noise, strict=True)
+        within = [self._within(budget, request) for request, budget in zip(batch, budgets, strict=True)]
+        builders = [
+            TreeBuilder(self._states[request.id], request, budget, each, self.branching, self.model.device)
+            for request, budget, each in zip(batch, within, noise, strict=True)
         ]
-        level = [tree for tree in trees if not tree.budget.is_zero]
-        for tree in level:
+        level = [builder for builder in builders if not builder.budget.is_zero]
+        for builder in level:
             # A step that failed half-way may have left more in the cache than was committed.
-            tree.cache.rollback(min(tree.cache.length, len(tree.request.tokens) - 1))
+            builder.cache.rollback(min(builder.cache.length, len(builder.request.tokens) - 1))
         logits = self._catch_up(level) if level else None
         while logits is not None:
             level = draw_level(level, logits)
             logits = self._forward_level(level) if level else None
-        return [tree.proposal() for tree in trees]
+        return [builder.proposal() for builder in builders]
 
     def _within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget cut to the options, and to what fits the draft model's own context."""
@@ -114,31 +115,31 @@ class DraftModel(Drafter):
             max(budget.min_probability, self.limits.min_probability),
         )
 
-    def _catch_up(self, trees: Sequence[Growing]) -> Tensor:
+    def _catch_up(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the committed tokens that the draft has not seen; logits `[requests, vocab]` at the last of each.
 
         After full acceptance these are two: the last drafted token was never fed. A long prompt is fed in parts;
         the last token of every request waits for the last forward, so that all logits come out together.
         """
         while True:
-            last = all(tree.missed <= _PREFILL_TOKENS for tree in trees)
+            last = all(builder.missed <= _PREFILL_TOKENS for builder in builders)
             segments = []
-            for tree in trees:
-                ids = tree.request.tokens[tree.cache.length :][:_PREFILL_TOKENS]
-                if not last and len(ids) == tree.missed:
+            for builder in builders:
+                ids = builder.request.tokens[builder.cache.length :][:_PREFILL_TOKENS]
+                if not last and len(ids) == builder.missed:
                     ids = ids[:-1]
                 if ids:
                     rows = (len(ids) - 1,) if last else ()
-                    segments.append(Segment(tree.cache, torch.tensor(ids), chain_shape(len(ids)), rows))
+                    segments.append(Segment(builder.cache, torch.tensor(ids), chain_shape(len(ids)), rows))
             output = self.model.forward(segments)
             for segment in segments:
                 segment.cache.commit(range(len(segment.shape)))
             if last:
                 return output.logits
 
-    def _forward_level(self, trees: Sequence[Growing]) -> Tensor:
+    def _forward_level(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the nodes that were drawn last; logits `[nodes, vocab]`."""
-        return self.model.forward([tree.segment() for tree in trees]).logits
+        return self.model.forward([builder.segment() for builder in builders]).logits
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the accepted path of the draft's own tree; its last level was never fed, so it cannot be kept."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,171 +14,104 @@ from truedraft.core import transfers
 from truedraft.core.coupled import coupled_choices
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.params import SamplingParams
-from truedraft.core.probs import draw, finite_rows, most_likely, probs_from_logits
+from truedraft.core.probs import draw, most_likely, probs_from_logits
 from truedraft.core.proposal import DrawKind
 
+Child: TypeAlias = tuple[int, float]
+"""A drawn token, and the draft's probability of it (1 where nobody asked)."""
 
-@dataclass(frozen=True, slots=True)
-class OpenNode:
+
+class OpenNode(NamedTuple):
     """A node whose children are about to be drawn.
 
     Attributes:
         noise: of its request at this step.
         depth: depth of the node; its children decide the token at this depth of the step.
-        index: number of the first child in its tree, which keeps the keys of one depth apart.
+        first_child: its number in the tree, which keeps the keys of one depth apart.
         width: children to draw.
-        wants_probability: whether the caller looks at the children's probabilities.
     """
 
     noise: Noise
     depth: int
-    index: int
+    first_child: int
     width: int
-    wants_probability: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnChildren:
-    """Tokens drawn at one node, in order, and the draft's probability of each (1 where nobody asked)."""
-
-    tokens: list[int]
-    probabilities: list[float]
 
 
 class Drawing(ABC):
-    """A way to draw children from logits; pure functions of logits and noise.
+    """A way to draw children from logits; a pure function of logits and noise, which waits for no device.
 
-    How many tokens a distribution can give depends on its numbers, so the children of several nodes are looked at
-    (`draw`), on a device once for all of them. One token it always gives, so a chain need not be looked at
-    (`draw_unseen`)."""
+    Attributes:
+        kind: of its draws.
+    """
 
-    kind: ClassVar[DrawKind]
+    kind: DrawKind
 
     @abstractmethod
-    def draw(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[list[DrawnChildren], Tensor | None]:
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         """Draw the children of nodes.
 
         Args:
             logits: `[nodes, vocab]` of the draft.
             params: options that all these nodes share.
-            nodes: one for each row.
+            nodes: one for each row; at least one has children to draw.
 
         Returns:
-            The children of each node, and the distributions `[nodes, vocab]` they were drawn from (None: one-hot
-            distributions).
-        """
-
-    @abstractmethod
-    def draw_unseen(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Draw one child of each node without bringing it to the host: the first of those that `draw` draws.
-
-        A node whose logits are broken has no distribution; its child is token 0, drawn from the distribution that is
-        one-hot there, so a rule judges it as rightly as any other.
-
-        Args:
-            logits: `[nodes, vocab]` of the draft.
-            params: options that all these nodes share.
-            nodes: one for each row, of any width; nobody may want probabilities.
-
-        Returns:
-            The tokens `[nodes]`, int64, on the device of the logits, and the distributions `[nodes, vocab]` they were
-            drawn from (None: one-hot distributions).
+            The tokens `[nodes, draws]`, int64, on the device of the logits: for each node as many as the widest draws
+            (the whole vocabulary where that is less), of which its own are the first. `vocab` stands for none: the
+            distribution is used up, or the logits are broken; the argmax of those is some token. And the distributions
+            `[nodes, vocab]` they were drawn from (None: one-hot ones), not finite where the logits are broken.
         """
 
 
 class TopTokens(Drawing):
     """The likeliest tokens, as deterministic candidates: what a greedy request needs."""
 
-    kind: ClassVar[DrawKind] = DrawKind.DETERMINISTIC
+    kind = DrawKind.DETERMINISTIC
 
-    def draw(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[list[DrawnChildren], Tensor | None]:
-        """The `width` likeliest tokens of each row; see `Drawing.draw`."""
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         width = max(node.width for node in nodes)
         if width == 1:
             # Unlike topk this promises the lowest id among equals: what the target would choose.
-            chosen = most_likely(logits)[:, None]
-        else:
-            chosen = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-        probs = torch.softmax(logits.float(), dim=-1) if _want_probabilities(nodes) else None
-        return _children(chosen, probs, nodes, logits.shape[-1]), None
-
-    def draw_unseen(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The likeliest token of each row; see `Drawing.draw_unseen`. Of broken logits it is some token."""
-        return most_likely(logits), None
+            return most_likely(logits)[:, None], None
+        return logits.topk(min(width, logits.shape[-1]), dim=-1).indices, None
 
 
 class SampledTokens(Drawing):
-    """Draws from the draft's distribution: independent one at a node, without replacement where there are several."""
+    """Draws from the draft's distribution: an independent one at a node, without replacement where there are
+    several."""
 
     def __init__(self, kind: DrawKind) -> None:
-        self.kind = kind  # type: ignore[misc]
+        self.kind = kind
 
-    def draw(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[list[DrawnChildren], Tensor | None]:
-        """`width` tokens of each row, never more than its distribution has support; see `Drawing.draw`."""
-        probs = left = probs_from_logits(logits, params)
-        vocab, wants = probs.shape[-1], _want_probabilities(nodes)
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
+        probs = left = probs_from_logits(logits, params)  # [nodes, vocab]
         last = max(node.width for node in nodes) - 1
-        uniforms = self._uniforms(nodes, last + 1, probs.device)
-        chosen: list[Tensor] = []
-        for number in range(last + 1):
-            # A row whose support is used up, or whose logits are broken, has nothing left to draw: that is `vocab`.
-            chosen.append(draw(left, uniforms[number]))
-            if number < last:
-                left = left.scatter(-1, chosen[-1].clamp_max(vocab - 1)[:, None], 0.0)
-        children = _children(_side_by_side(chosen, len(nodes)), probs if wants else None, nodes, vocab)
-        return children, _without_broken_rows(probs, nodes, children)
-
-    def draw_unseen(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[Tensor, Tensor | None]:
-        """One token of each row; see `Drawing.draw_unseen`."""
-        probs = probs_from_logits(logits, params)
-        tokens = draw(probs, self._uniforms(nodes, 1, probs.device)[0])
-        return _with_stand_ins(tokens, probs, tokens == probs.shape[-1])
-
-    def _uniforms(self, nodes: Sequence[OpenNode], width: int, device: torch.device) -> Sequence[Tensor]:
-        """The numbers that draw the children, `width` times `[nodes]`; known beforehand, so they go up in one copy."""
+        # Known beforehand, so the numbers of all draws go up in one copy.
         numbers = [
-            node.noise.uniform(Purpose.DRAFT, node.depth, node.index + number)
-            for number in range(width)
+            node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child + number)
+            for number in range(last + 1)
             for node in nodes
         ]
-        uniforms = transfers.upload(numbers, device, torch.float64)
-        return (uniforms,) if width == 1 else uniforms.split(len(nodes))
+        uniforms = transfers.upload(numbers, probs.device, torch.float64)  # [draws * nodes]
+        if not last:
+            return draw(probs, uniforms)[:, None], probs
+        chosen: list[Tensor] = []  # [nodes] each
+        for uniform in uniforms.split(len(nodes)):
+            if chosen:
+                left = left.scatter(-1, chosen[-1].clamp_max(probs.shape[-1] - 1)[:, None], 0.0)
+            chosen.append(draw(left, uniform))
+        return torch.stack(chosen, dim=-1), probs
 
 
 class CoupledTokens(Drawing):
     """The tokens that the target's own noise makes likeliest under the draft's distribution (arXiv 2408.07978)."""
 
-    kind: ClassVar[DrawKind] = DrawKind.COUPLED
+    kind = DrawKind.COUPLED
 
-    def draw(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[list[DrawnChildren], Tensor | None]:
-        """The `width` largest log q + G of each row; see `Drawing.draw`."""
-        probs = probs_from_logits(logits, params)
-        # Where the distribution has less support than `width` there is no more that could be the target's choice.
-        tokens = _perturbed(probs, nodes, min(max(node.width for node in nodes), probs.shape[-1]))
-        children = _children(tokens, probs if _want_probabilities(nodes) else None, nodes, probs.shape[-1])
-        return children, _without_broken_rows(probs, nodes, children)
-
-    def draw_unseen(
-        self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The largest log q + G of each row; see `Drawing.draw_unseen`."""
-        probs = probs_from_logits(logits, params)
-        tokens = _perturbed(probs, nodes, 1)[:, 0]
-        return _with_stand_ins(tokens, probs, tokens == probs.shape[-1])
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
+        probs = probs_from_logits(logits, params)  # [nodes, vocab]
+        width = min(max(node.width for node in nodes), probs.shape[-1])
+        return coupled_choices([probs], [(node.noise, node.depth) for node in nodes], width), probs
 
 
 _TOP = TopTokens()
@@ -197,63 +129,19 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def _perturbed(probs: Tensor, nodes: Sequence[OpenNode], width: int) -> Tensor:
-    """The tokens with the largest log q + G `[nodes, width]`; the size of the vocabulary where there is none."""
-    if not width:
-        return torch.zeros(len(nodes), 0, dtype=torch.int64, device=probs.device)
-    return coupled_choices([probs], [(node.noise, node.depth) for node in nodes], width)
-
-
-def _side_by_side(tokens: Sequence[Tensor], nodes: int) -> Tensor:
-    """Draws of one number after another, each `[nodes]`, as `[nodes, draws]`."""
-    if len(tokens) == 1:
-        return tokens[0][:, None]
-    return torch.stack(list(tokens), dim=-1) if tokens else torch.zeros(nodes, 0, dtype=torch.int64)
-
-
-def _without_broken_rows(probs: Tensor, nodes: Sequence[OpenNode], children: Sequence[DrawnChildren]) -> Tensor:
-    """Distributions without mass where the logits were broken; nothing was drawn there, so only such rows need a look.
-
-    Raising would drop the tokens already drawn above, because of what was drawn: that bends the distribution.
-    """
-    if all(own.tokens or not node.width for node, own in zip(nodes, children, strict=True)):
-        return probs
-    return torch.where(finite_rows(probs)[:, None], probs, 0.0)
-
-
-def _with_stand_ins(tokens: Tensor, probs: Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens `[nodes]` and distributions `[nodes, vocab]`; rows that are `broken` `[nodes]` get token 0 and its one-hot
-    distribution.
-
-    The distributions are changed in place.
-    """
-    probs.masked_fill_(broken[:, None], 0.0)[:, 0].masked_fill_(broken, 1.0)
-    return tokens.masked_fill(broken, 0), probs
-
-
-def _want_probabilities(nodes: Sequence[OpenNode]) -> bool:
-    return any(node.wants_probability for node in nodes)
-
-
-def _children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[DrawnChildren]:
-    """Bring what was drawn to the host, in one transfer.
+def fetch_children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[list[Child]]:
+    """The children of each node, brought to the host in one transfer.
 
     Args:
-        tokens: `[nodes, up to width]`; `vocab` is none.
-        probs: `[nodes, vocab]`, which say the children's probabilities; None: 1 each.
+        tokens: `[nodes, draws]` from `Drawing.draw`.
+        probs: `[nodes, vocab]`, which say the children's probabilities; None where nobody asks.
         nodes: what was drawn for.
         vocab: size of the vocabulary.
     """
     if probs is None:
-        rows = [
-            [token for token in row[: node.width] if token < vocab]
-            for node, row in zip(nodes, tokens.tolist(), strict=True)
-        ]
-        return [DrawnChildren(row, [1.0] * len(row)) for row in rows]
-    ids, found = transfers.fetch([tokens, probs.gather(-1, tokens.clamp_max(vocab - 1))])
-    children, width = [], tokens.shape[-1]
-    for number, node in enumerate(nodes):
-        places = range(number * width, number * width + min(node.width, width))
-        drawn = [(int(ids[place]), found[place]) for place in places if ids[place] < vocab]
-        children.append(DrawnChildren([token for token, _ in drawn], [mass for _, mass in drawn]))
-    return children
+        rows = [[(token, 1.0) for token in row] for row in tokens.tolist()]
+    else:
+        ids, masses = transfers.fetch([tokens, probs.gather(-1, tokens.clamp_max(vocab - 1))])  # [nodes * draws]
+        drawn, draws = list(zip(map(int, ids), masses, strict=True)), tokens.shape[-1]
+        rows = [drawn[start : start + draws] for start in range(0, len(drawn), draws)]
+    return [[child for child in row[: node.width] if child[0] < vocab] for node, row in zip(nodes, rows, strict=True)]

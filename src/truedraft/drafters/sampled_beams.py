@@ -28,7 +28,7 @@ from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import DrawnChildren, OpenNode, drawing_for
+from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
 from truedraft.heads.redrafter import RedrafterRunner
 
 _DRAWS = 4
@@ -59,7 +59,7 @@ class _Node:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _BeamTree:
     """The tree of one request while it is drawn, level by level."""
 
     request: DraftRequest
@@ -72,7 +72,7 @@ class _Growing:
     kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT
 
     def open_nodes(self, depth: int, width: int) -> list[OpenNode]:
-        return [OpenNode(self.noise, depth, number * width, width, True) for number in range(len(self.open))]
+        return [OpenNode(self.noise, depth, number * width, width) for number in range(len(self.open))]
 
 
 class SampledBeams:
@@ -107,7 +107,7 @@ class SampledBeams:
             hidden: `[requests, width]`: the vectors from which their last tokens were drawn.
             drawn: `[requests]`: those tokens, on the target's device.
         """
-        trees = [_Growing(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
+        trees = [_BeamTree(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
         context = self._runner.context(hidden)
         state = self._runner.advance(None, drawn)
         level = trees
@@ -122,7 +122,7 @@ class SampledBeams:
             state = self._runner.advance(state[transfers.upload([node.row for node in opened], hidden.device)], tokens)
         return [_proposal(tree) for tree in trees]
 
-    def _draw_level(self, level: Sequence[_Growing], depth: int, logits: Tensor) -> None:
+    def _draw_level(self, level: Sequence[_BeamTree], depth: int, logits: Tensor) -> None:
         """Draw the children of all open nodes, and keep the best of each tree."""
         width = self._beams if depth == 0 else min(self._beams, _DRAWS)
         start = 0
@@ -132,8 +132,10 @@ class SampledBeams:
             drawing = drawing_for(params, max(2, width))
             nodes = [tree.open_nodes(depth, min(width, tree.budget.width)) for tree in trees]
             rows = slice(start, start + sum(map(len, nodes)))
-            children, probs = drawing.draw(logits[rows], params, list(itertools.chain.from_iterable(nodes)))
+            together = list(itertools.chain.from_iterable(nodes))
+            tokens, probs = drawing.draw(logits[rows], params, together)  # [nodes, draws], [nodes, vocab]
             assert probs is not None, "greedy requests are not drawn for"
+            children = fetch_children(tokens, probs, together, probs.shape[-1])
             noise = _noise_of(children, nodes, depth, probs) if drawing.kind is DrawKind.COUPLED else None
             for tree, own in zip(trees, nodes, strict=True):
                 here = slice(start - rows.start, start - rows.start + len(own))
@@ -142,9 +144,9 @@ class SampledBeams:
 
     def _keep(
         self,
-        tree: _Growing,
+        tree: _BeamTree,
         depth: int,
-        children: Sequence[DrawnChildren],
+        children: Sequence[Sequence[Child]],
         probs: Tensor,
         noise: Sequence[Sequence[float]] | None,
         first_row: int,
@@ -163,7 +165,7 @@ class SampledBeams:
                 scored = _coupled_scores(tree, parent, drawn, noise[number])
             found += [
                 _Node(token, parent, depth + 1, score, mass, first_row + number)
-                for token, (score, mass) in zip(drawn.tokens, scored, strict=True)
+                for (token, _), (score, mass) in zip(drawn, scored, strict=True)
             ]
         found.sort(key=lambda node: -node.score)  # stable: earlier draws of a node stay before later ones
         first = len(tree.nodes)
@@ -176,7 +178,7 @@ def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
 
 
 def _perturbed_scores(
-    tree: _Growing, parent: int, drawn: DrawnChildren, depth: int, number: int
+    tree: _BeamTree, parent: int, drawn: Sequence[Child], depth: int, number: int
 ) -> list[tuple[float, float]]:
     """Perturbed log probabilities of a node's children in the order of their draws, and their path's log masses."""
     if parent < 0:
@@ -185,7 +187,7 @@ def _perturbed_scores(
         mass, score = tree.nodes[parent].mass, tree.nodes[parent].score
     scored = []
     left = 1.0
-    for index, probability in enumerate(drawn.probabilities):
+    for index, (_, probability) in enumerate(drawn):
         if index:
             uniform = tree.noise.uniform(Purpose.DRAFT, depth, _SCORES + number * _SIBLINGS + index)
             later = math.log(-math.log(uniform)) - mass - math.log(max(left, 1e-300))
@@ -196,23 +198,23 @@ def _perturbed_scores(
 
 
 def _noise_of(
-    children: Sequence[DrawnChildren], nodes: Sequence[Sequence[OpenNode]], depth: int, probs: Tensor
+    children: Sequence[Sequence[Child]], nodes: Sequence[Sequence[OpenNode]], depth: int, probs: Tensor
 ) -> list[list[float]]:
     """The Gumbel noise of each node's children, which the target will have too; read in one transfer."""
     wanted = []
     for drawn, node in zip(children, itertools.chain.from_iterable(nodes), strict=True):
         noise = node.noise.gumbel(depth, probs.shape[-1], probs.device)
         assert noise is not None, "a greedy request has no noise"
-        wanted.append(noise[transfers.upload(drawn.tokens, noise.device)])
+        wanted.append(noise[transfers.upload([token for token, _ in drawn], noise.device)])
     return transfers.fetch(wanted)
 
 
 def _coupled_scores(
-    tree: _Growing, parent: int, drawn: DrawnChildren, noise: Sequence[float]
+    tree: _BeamTree, parent: int, drawn: Sequence[Child], noise: Sequence[float]
 ) -> list[tuple[float, float]]:
     """How far each child's log q + G lies below the largest one, summed along the path; the target has the same G."""
     score = 0.0 if parent < 0 else tree.nodes[parent].score
-    values = [math.log(max(q, 1e-300)) + g for q, g in zip(drawn.probabilities, noise, strict=True)]
+    values = [math.log(max(q, 1e-300)) + g for (_, q), g in zip(drawn, noise, strict=True)]
     return [(score + (value - values[0]), 0.0) for value in values]  # the first has exactly its parent's
 
 
@@ -222,7 +224,7 @@ def _log_add(a: float, b: float) -> float:
     return high + math.log1p(math.exp(low - high))
 
 
-def _proposal(tree: _Growing) -> Proposal:
+def _proposal(tree: _BeamTree) -> Proposal:
     """The nodes with the best scores as a proposal; a parent's score is never below its children's."""
     order = sorted(range(len(tree.nodes)), key=lambda node: (-tree.nodes[node].score, tree.nodes[node].depth, node))
     kept = order[: tree.budget.nodes]

@@ -1,0 +1,197 @@
+"""The draft tree builder: trees and chains that a draft model draws, level by level, on the host or on a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import RequestCache
+from truedraft.core import transfers
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import Draw, Proposal
+from truedraft.core.tree import TokenTree, shape_of
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.draws import OpenNode, drawing_for, fetch_children
+from truedraft.models.base import Segment
+
+
+class TreeBuilder:
+    """Builds the draft tree of one request, level by level, which is how its nodes are numbered.
+
+    What is drawn may decide how many children a node has and which nodes grow; then the host reads each level. A chain
+    that no probability cuts is as long as its budget, whatever its tokens: on a device they stay there unread, and each
+    feeds the next.
+
+    Args:
+        cache: of the draft model.
+        request: what is drafted for.
+        budget: what may be drawn.
+        noise: of the request at this step.
+        branching: draws at each node of depth 0, 1, ...
+        device: of the draft model.
+
+    Attributes:
+        drawing: how children are drawn.
+        on_device: whether the tokens stay on the device.
+        draws_alike: builders with equal ones share one computation.
+    """
+
+    def __init__(
+        self,
+        cache: RequestCache,
+        request: DraftRequest,
+        budget: Budget,
+        noise: Noise,
+        branching: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.cache = cache
+        self.request = request
+        self.budget = budget
+        self.drawing = drawing_for(request.params, max(branching))
+        self.on_device = transfers.waits(device) and is_fixed_chain(budget, branching)
+        self.draws_alike = (self.on_device, *request.params.probs_key, request.params.coupled)
+        self._noise = noise
+        self._branching = branching
+        self._depth = 0
+        self._tokens: list[Any] = []  # ids; tensors [1] where they stay on the device
+        self._parents: list[int] = []
+        self._draws: list[tuple[Draw, ...]] = [()]  # by slot
+        self._probs: list[Tensor] = []  # [nodes of a level, vocab]
+        self._rows = 0  # nodes that were drawn below
+        self._open = [-1]  # nodes whose children are drawn next; -1 is the root
+        self._fed = 0
+
+    @property
+    def missed(self) -> int:
+        """Committed tokens that the draft has not seen."""
+        return len(self.request.tokens) - self.cache.length
+
+    @property
+    def grows(self) -> bool:
+        """Whether another level is drawn."""
+        return bool(self._open)
+
+    def open_nodes(self) -> list[OpenNode]:
+        """What is drawn next; the node budget cuts by order, so before anything is drawn."""
+        width = min(self._branching[self._depth], self.budget.width)
+        first, left = len(self._tokens), self.budget.nodes - len(self._tokens)
+        return [
+            OpenNode(self._noise, self._depth, first + before, max(0, min(width, left - before)))
+            for before in range(0, len(self._open) * width, width)
+        ]
+
+    def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
+        """Hang children below the open nodes; those that may grow become open.
+
+        Args:
+            children: of each open node, tokens and their probabilities.
+            probs: `[open nodes, vocab]` that they were drawn from; None: one-hot distributions.
+        """
+        if probs is not None:
+            self._probs.append(probs)
+        opened: list[int] = []
+        for row, (parent, own) in enumerate(zip(self._open, children, strict=True), self._rows):
+            draws = []
+            for token, probability in own:
+                node = len(self._tokens)
+                self._tokens.append(token)
+                self._parents.append(parent)
+                self._draws.append(())
+                draws.append(Draw(node, -1 if probs is None else row, self.drawing.kind))
+                # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
+                if probability >= self.budget.min_probability:
+                    opened.append(node)
+            self._draws[parent + 1] = tuple(draws)
+        self._rows += len(self._open)
+        self._depth += 1
+        grows = self._depth < self.budget.depth and len(self._tokens) < self.budget.nodes
+        self._open = opened if grows else []
+
+    def segment(self) -> Segment:
+        """The nodes not yet fed, with logits at those that are open."""
+        written, self._fed = self._fed, len(self._tokens)
+        rows = [node - written for node in self._open]
+        return Segment(self.cache, self._ids(written), shape_of(tuple(self._parents)), rows, written)
+
+    def proposal(self) -> Proposal:
+        """What was drawn."""
+        if not self._tokens:
+            return Proposal.empty()
+        tree = TokenTree(self._ids(0), shape_of(tuple(self._parents)))
+        if not self.on_device:
+            tree.learn(self._tokens)
+        return Proposal(tree, tuple(self._draws), torch.cat(self._probs) if self._probs else None)
+
+    def _ids(self, first: int) -> Tensor:
+        """Tokens of the nodes from `first` on, `[nodes]`, where they lie."""
+        tokens = self._tokens[first:]
+        if not self.on_device:
+            return torch.tensor(tokens)
+        return torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+
+
+def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
+    """Whether a tree within a budget is a chain whose length no number decides."""
+    widths = branching[: budget.depth]
+    return budget.min_probability == 0.0 and all(min(width, budget.width) == 1 for width in widths)
+
+
+def draw_level(builders: Sequence[TreeBuilder], logits: Tensor) -> list[TreeBuilder]:
+    """Draw the children of all open nodes; returns the builders of trees that grow on.
+
+    Neighbours that draw alike share one computation.
+
+    Args:
+        builders: of some trees.
+        logits: `[nodes, vocab]`, the trees' open nodes one behind another.
+    """
+    start = 0
+    for _, group in itertools.groupby(builders, key=lambda builder: builder.draws_alike):
+        alike = list(group)
+        nodes = [builder.open_nodes() for builder in alike]
+        rows = slice(start, start + sum(map(len, nodes)))
+        _draw_alike(alike, nodes, logits[rows])
+        start = rows.stop
+    return [builder for builder in builders if builder.grows]
+
+
+def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNode]], logits: Tensor) -> None:
+    """Draw the open nodes of each builder, from logits `[nodes, vocab]`, in one computation."""
+    first, together = builders[0], list(itertools.chain.from_iterable(nodes))
+    tokens, probs = first.drawing.draw(logits, first.request.params, together)  # [nodes, draws], [nodes, vocab]
+    children: Sequence[Sequence[tuple[int | Tensor, float]]]
+    if first.on_device:
+        children = _unread_children(tokens, probs)
+    else:
+        looked_at = None
+        if any(builder.budget.min_probability > 0.0 for builder in builders):
+            looked_at = torch.softmax(logits.float(), dim=-1) if probs is None else probs  # [nodes, vocab]
+        children = fetch_children(tokens, looked_at, together, logits.shape[-1])
+    start = 0
+    for builder, own in zip(builders, nodes, strict=True):
+        rows = slice(start, start + len(own))
+        builder.add(children[rows], None if probs is None else probs[rows])
+        start = rows.stop
+
+
+def _unread_children(tokens: Tensor, probs: Tensor | None) -> list[list[tuple[Tensor, float]]]:
+    """The one child of each node, `[1]` on the device.
+
+    Where the logits are broken nothing was drawn, and the host does not know it: token 0 stands in, drawn from the
+    distribution that is one-hot there, so a rule judges it as rightly as any other.
+
+    Args:
+        tokens: `[nodes, 1]` from `Drawing.draw`.
+        probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
+    """
+    if probs is not None:
+        broken = tokens == probs.shape[-1]  # [nodes, 1]
+        probs.masked_fill_(broken, 0.0)[:, :1].masked_fill_(broken, 1.0)
+        tokens = tokens.masked_fill(broken, 0)
+    return [[(token, 1.0)] for token in tokens[:, 0].split(1)]
