@@ -122,7 +122,7 @@ class _Row:
 
 
 def _choose_here(probs: Sequence[Tensor], places: Sequence[Place], count: int) -> Tensor:
-    """See `coupled_choices`: for each row the tokens that may win, then the scores of all of them at once."""
+    """For each row the tokens that may win, then the scores of all of them at once."""
     given = [row for dist in probs for row in dist.detach().numpy()]
     chosen = np.empty((len(given), count), np.int64)
     rows = [_Row(dist, place, gumbel_key(*place), out) for dist, place, out in zip(given, places, chosen, strict=True)]

@@ -137,7 +137,7 @@ def is_greedy(noise: Noise, vocab: int, device: torch.device) -> bool:
 
 
 def gumbel_key(noise: Noise, depth: int) -> int | None:
-    """See `KeyedNoise.gumbel_key`; None for noise of any other kind."""
+    """The key of the Gumbel noise of a position; None where there is none, and for noise of any other kind."""
     return noise.gumbel_key(depth) if isinstance(noise, KeyedNoise) else None
 
 
@@ -182,7 +182,7 @@ def _finalise_each(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _open_units(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """See `open_unit`."""
+    """Numbers strictly between 0 and 1, from the upper 52 bits."""
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
