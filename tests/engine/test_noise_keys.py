@@ -89,12 +89,12 @@ def test_no_noise_serves_two_decisions(
 def test_each_draw_and_each_judgement_has_a_number(
     target: MarkovWithEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a recorder that sees too little is noticed, too. Numbers are made for all drafted tokens, tried or not."""
+    """So a recorder that sees too little is noticed, too."""
     answer, record = answered(monkeypatch, target, DraftModel(draft(), 4), SpeculativeSampling(), SAMPLED)
     purposes = [read.purpose for reads in record.reads.values() for read in reads]
     stats = answer.stats
     assert purposes.count(Purpose.DRAFT) == stats.draft_tokens
-    assert purposes.count(Purpose.ACCEPT) == stats.draft_tokens
+    assert purposes.count(Purpose.ACCEPT) == sum(stats.tried_per_position)
     assert purposes.count(Purpose.RECOVERED) + purposes.count(Purpose.BONUS) == 40 - stats.accepted_tokens
 
 
