@@ -135,7 +135,6 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Deterministic candidates."""
         return frozenset({DrawKind.DETERMINISTIC})
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:

@@ -19,11 +19,9 @@ class NoDrafter(Drafter):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """None."""
         return frozenset()
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """Empty proposals."""
         return [Proposal.empty() for _ in batch]

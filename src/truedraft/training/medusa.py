@@ -49,7 +49,6 @@ class MedusaTrainingConfig(HeadTrainingConfig):
     law_share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded or written."""
         super().__post_init__()
         for name in ("heads", "layers"):
             check_whole(name, getattr(self, name), 1)

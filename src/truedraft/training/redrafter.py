@@ -67,7 +67,6 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
     self_fed: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded or written."""
         super().__post_init__()
         check_whole("length", self.length, 1)
         check_whole("layers", self.layers, 0)
