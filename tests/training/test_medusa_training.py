@@ -392,7 +392,7 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, w
         ({"stage": 3}, "stage must be 1 .* or 2"),
         ({"epochs": 0.0}, "epochs must be a number above 0"),
         ({"steps": 0}, "steps must be a whole number of 1 or more"),
-        ({"law_share": 2.0}, r"law_share must lie in \[0, 1\]"),
+        ({"law_share": 2.0}, r"law_share must be a number in \[0, 1\]"),
         ({"seed": -1}, "seed must be a whole number of 0 or more"),
         ({"place_decay": 0.0}, "place_decay must lie in"),
     ],

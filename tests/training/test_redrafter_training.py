@@ -281,7 +281,7 @@ def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, tar
         ({"loss": "kl=x"}, "is not a positive number"),
         ({"laws": "guessed"}, "unknown kind of distributions 'guessed'; .*valid: computed, stored"),
         ({"laws": "stored", "loss": "ce"}, "laws need not be stored for the loss 'ce'"),
-        ({"self_fed": 1.5}, r"self_fed must lie in \[0, 1\]"),
+        ({"self_fed": 1.5}, r"self_fed must be a number in \[0, 1\]"),
         ({"place_decay": 0.0}, "place_decay must lie in"),
         ({"epochs": -1.0}, "epochs must be a number above 0"),
     ],

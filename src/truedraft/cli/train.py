@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from truedraft.cli.failures import DONE, INTERRUPTED, error_record
 from truedraft.cli.session import ReportOptions
 from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
-from truedraft.options import MachineOptions, flag, group, option
+from truedraft.options import MachineOptions, check_positive, flag, group, option
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
@@ -287,7 +286,7 @@ def draft(options: DraftOptions) -> int:
         return _clean(job, options.report)
     budget = _time_budget(options.run)
     run, lengths = options.run, _lengths(options.run)
-    _check_rate("learning_rate", run.learning_rate)
+    check_positive("learning_rate", run.learning_rate)
     if not job.data:
         raise DataError("there is nothing to train on; name at least one text file with --data FILE")
     _check_folder(job, job.out / _WORK / "checkpoint.pt")
@@ -358,8 +357,8 @@ def medusa(options: MedusaOptions) -> int:
         from truedraft.training.optimizer import OptimizerConfig
 
         second, sizes = options.joint, dataclasses.asdict(options.size)
-        rate = _check_rate("backbone_rate", second.backbone_rate)
-        backbone = OptimizerConfig(rate, rate, matrix_weight_decay=0.0)
+        check_positive("backbone_rate", second.backbone_rate)
+        backbone = OptimizerConfig(second.backbone_rate, second.backbone_rate, matrix_weight_decay=0.0)
         joint = JointConfig(steps=second.joint_steps, lora_rank=second.lora_rank, backbone=backbone)
         law_share = options.run.law_share
         return MedusaTrainingConfig(**common, **sizes, stage=options.stage, law_share=law_share, joint=joint)
@@ -415,14 +414,14 @@ def _train_heads(
         from truedraft.training.optimizer import OptimizerConfig
 
         text, run = options.text, options.run
-        rate = _check_rate("learning_rate", run.learning_rate)
+        check_positive("learning_rate", run.learning_rate)
         common = {
             "tokens": text.tokens,
             "prompt_tokens": text.prompt_tokens,
             "writing": WritingConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
             "epochs": run.epochs,
             "steps": run.steps,
-            "optimizer": OptimizerConfig(rate, rate),
+            "optimizer": OptimizerConfig(run.learning_rate, run.learning_rate),
             "place_decay": run.place_decay,
             "seed": run.seed,
             "device": str(pick_device(options.machine.device)),
@@ -484,17 +483,6 @@ def _time_budget(run: RunOptions) -> TimeBudget:
     from truedraft.training.workspace import TimeBudget
 
     return TimeBudget(run.minutes)
-
-
-def _check_rate(field: str, rate: float) -> float:
-    """A learning rate that moves something.
-
-    Raises:
-        OptionError: this one does not.
-    """
-    if not 0.0 < rate < math.inf:
-        raise OptionError(f"must be a number above 0, got {rate}", field=field)
-    return rate
 
 
 def _check_folder(job: JobOptions, work: Path) -> None:

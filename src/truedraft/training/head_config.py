@@ -15,7 +15,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
 from truedraft.heads import Head
 from truedraft.heads.base import HeadConfig
-from truedraft.options import check_whole
+from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.loop import CHECKPOINT_EVERY_S
 from truedraft.training.losses import DistillationLoss
@@ -65,8 +65,7 @@ class JointConfig:
         """Refuse what cannot work."""
         for name in ("steps", "tokens_per_step", "length"):
             check_whole(f"joint.{name}", getattr(self, name), 1)
-        if not 0.0 < self.heads_share < math.inf:
-            raise OptionError(f"must be a number above 0, got {self.heads_share}", field="joint.heads_share")
+        check_positive("joint.heads_share", self.heads_share)
         check_share("joint.decay_share", self.decay_share)
         if self.lora_rank is not None:
             check_whole("joint.lora_rank", self.lora_rank, 0)
@@ -159,8 +158,7 @@ class HeadTrainingConfig(ABC):
         check_whole("seed", self.seed, 0)
         if self.steps is not None:
             check_whole("steps", self.steps, 1)
-        if not 0.0 < self.epochs < math.inf:
-            raise OptionError(f"must be a number above 0, got {self.epochs}", field="epochs")
+        check_positive("epochs", self.epochs)
         check_share("decay_share", self.decay_share)
         if not 0.0 < self.place_decay <= 1.0:
             raise OptionError(f"must lie in (0, 1], got {self.place_decay}", field="place_decay")
@@ -255,13 +253,3 @@ _POSITIVE = (
     "tokens", "prompt_tokens", "tree_prompts", "test_prompts", "positions_per_step", "window", "evaluate_every",
     "evaluated_positions",
 )  # fmt: skip
-
-
-def check_share(name: str, value: float) -> None:
-    """Refuse what does not lie in [0, 1].
-
-    Raises:
-        OptionError: names it.
-    """
-    if not 0.0 <= value <= 1.0:
-        raise OptionError(f"must lie in [0, 1], got {value}", field=name)

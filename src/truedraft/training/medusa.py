@@ -11,10 +11,10 @@ from truedraft.drafters.calibration import COUNTED, FACT, LIKELIEST, Calibration
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.options import check_whole
+from truedraft.options import check_share, check_whole
 from truedraft.planning import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig, check_share
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 from truedraft.drafters.redrafter import Redrafter
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord, RedrafterConfig, RedrafterHead
-from truedraft.options import check_whole
+from truedraft.options import check_share, check_whole
 from truedraft.planning import BUDGETS, TREE_TEMPERATURES, BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig, check_share
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import HeldOutAccuracy
 from truedraft.training.losses import DistillationLoss, loss_from_spec
 from truedraft.training.self_distillation import SelfFeeding
