@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.models.packed_linear import PackedLinear, can_pack
@@ -153,7 +154,7 @@ class Head(nn.Module, ABC):
         """
         path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
         about = {"kind": self.kind, "version": _VERSION, "target": target}
-        about |= {"dtype": str(dtype).removeprefix("torch."), **asdict(self.config)}  # type: ignore[call-overload]
+        about |= {"dtype": dtype_name(dtype), **asdict(self.config)}  # type: ignore[call-overload]
         weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in self.state_dict().items()}
         try:
             path.mkdir(parents=True, exist_ok=True)

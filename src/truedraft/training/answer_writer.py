@@ -17,8 +17,7 @@ from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.base import DraftRequest, Features, StepOutcome
-from truedraft.drafters.none import NoDrafter
+from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
