@@ -10,7 +10,7 @@ import torch
 
 from truedraft.models.architecture import LlamaShape, save_llama
 from truedraft.training.data import Curriculum
-from truedraft.training.language_models import PretrainConfig, pretraining_loop
+from truedraft.training.drafts import PretrainConfig, pretraining_loop
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.tokenizer import save_tokenizer, train_tokenizer
 

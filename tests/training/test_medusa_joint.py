@@ -20,8 +20,9 @@ from truedraft.training import joint
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import JointConfig
 from truedraft.training.head_objective import HeadLoss
-from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.heads import train_heads
 from truedraft.training.joint import Backbone, JointModel, JointObjective, rank_for
+from truedraft.training.loop import Callbacks
 from truedraft.training.losses import ForwardKL
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig

@@ -26,7 +26,8 @@ from truedraft.training import loop as loop_module
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import schedule_of
 from truedraft.training.head_objective import heads_optimizer
-from truedraft.training.heads import Callbacks, HeadJob, train_heads
+from truedraft.training.heads import HeadJob, train_heads
+from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets

@@ -18,7 +18,8 @@ from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees
 from truedraft.training import evaluate
 from truedraft.training.answer_writer import WritingConfig
-from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.heads import train_heads
+from truedraft.training.loop import Callbacks
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
 from truedraft.training.redrafter import RedrafterTrainingConfig

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
     from truedraft.training.head_config import HeadTrainingConfig
-    from truedraft.training.heads import Callbacks
-    from truedraft.training.loop import Saved, StepRecord
+    from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.workspace import TimeBudget
 
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
@@ -291,7 +290,7 @@ def draft(options: DraftOptions) -> int:
         raise DataError("there is nothing to train on; name at least one text file with --data FILE")
     _check_folder(job, job.out / _WORK / "checkpoint.pt")
 
-    def train(terminal: Terminal, told: Callbacks) -> Any:
+    def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
         from truedraft.training.data import Curriculum
         from truedraft.training.drafts import DraftConfig, train_draft
@@ -306,19 +305,7 @@ def draft(options: DraftOptions) -> int:
             seed=run.seed,
             device=str(pick_device(options.machine.device)),
         )
-        with terminal.progress("training", run.steps) as progress:
-            return train_draft(
-                job.model,
-                job.data,
-                job.out,
-                config,
-                held_out=job.held_out,
-                on_step=_on_step(progress),
-                on_note=told.on_note,
-                on_plan=told.on_plan,
-                on_checkpoint=told.on_checkpoint,
-                budget=budget,
-            )
+        return train_draft(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
     return _run("draft", options, train)
 
@@ -339,13 +326,6 @@ def _lengths(run: DraftRunOptions) -> tuple[int, int]:
             raise OptionError(f"must be a multiple of {option_}, got {step} and {length}", field="tokens_per_step")
         found.append(length)
     return found[0], found[1]
-
-
-def _on_step(progress: Progress) -> Callable[[StepRecord], None]:
-    def show(record: StepRecord) -> None:
-        progress(record.step + 1, ", ".join(f"{name} {value:.3f}" for name, value in record.values.items()))
-
-    return show
 
 
 def medusa(options: MedusaOptions) -> int:
@@ -407,7 +387,7 @@ def _train_heads(
     _check_folder(job, job.out / _WORK)
     _check_stage(job, stage)
 
-    def train(terminal: Terminal, told: Callbacks) -> Any:
+    def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
         from truedraft.training.answer_writer import WritingConfig
         from truedraft.training.heads import train_heads
@@ -426,11 +406,9 @@ def _train_heads(
             "seed": run.seed,
             "device": str(pick_device(options.machine.device)),
         }
-        with _Bars(terminal) as bars:
-            told = dataclasses.replace(told, on_progress=bars.show)
-            return train_heads(
-                job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
-            )
+        return train_heads(
+            job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
+        )
 
     return _run(kind, options, train)
 
@@ -438,14 +416,14 @@ def _train_heads(
 def _run(
     kind: str,
     options: DraftOptions | MedusaOptions | RedrafterOptions,
-    train: Callable[[Terminal, Callbacks], Any],
+    train: Callable[[Callbacks], Any],
 ) -> int:
     """Train, report, and give the exit status.
 
     Args:
         kind: of drafter, as it is typed.
         options: as they were typed.
-        train: is given the terminal, and whom to tell.
+        train: is given whom to tell.
 
     Raises:
         TruedraftError: it cannot be trained.
@@ -453,15 +431,14 @@ def _run(
     from truedraft.cli import train_report
     from truedraft.cli.session import quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.heads import Callbacks
+    from truedraft.training.loop import Callbacks
 
     set_threads(options.machine.threads)
     terminal, job = Terminal(), options.job
     note = _notes(terminal)
-    told = Callbacks(on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
     try:
-        with quiet_hub():
-            result = train(terminal, told)
+        with quiet_hub(), _Bars(terminal) as bars:
+            result = train(Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal)))
     except KeyboardInterrupt as stop:
         terminal.end_line()
         say(how_to_go_on(job, keeps_answers=kind != "draft"))

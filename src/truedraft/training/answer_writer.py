@@ -22,7 +22,7 @@ from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.training.identity import identity_of
+from truedraft.training.loop import identity_of
 from truedraft.training.prompts import prompts_hash
 from truedraft.training.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
 

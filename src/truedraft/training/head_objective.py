@@ -22,8 +22,15 @@ from truedraft.core.top_k import stable_topk
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Head
 from truedraft.models.lm_head import LmHead
-from truedraft.training.identity import Identity, identity_of, weights_fingerprint
-from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
+from truedraft.training.loop import (
+    Identity,
+    Measurement,
+    Phase,
+    RunFolder,
+    TrainingLoop,
+    identity_of,
+    weights_fingerprint,
+)
 from truedraft.training.losses import DistillationLoss, gradient_in_chunks
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.self_distillation import (

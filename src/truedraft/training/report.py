@@ -15,7 +15,7 @@ from safetensors import safe_open
 from truedraft.drafters.calibration import PROMISED_ON
 from truedraft.machine import describe_machine
 from truedraft.training.evaluate import EngineEvaluation, PairReport
-from truedraft.training.identity import typed_command
+from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
 
 _TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)"}
