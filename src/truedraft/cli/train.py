@@ -15,6 +15,15 @@ from truedraft.cli.session import ReportOptions
 from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import MachineOptions, check_positive, flag, group, option
+from truedraft.training.options import (
+    DraftSizeOptions,
+    MedusaRunOptions,
+    MedusaSizeOptions,
+    RedrafterRunOptions,
+    RedrafterSizeOptions,
+    TextOptions,
+    WritingOptions,
+)
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
@@ -49,8 +58,6 @@ DRAFT_NAMES = _NAMES | {
 HEAD_NAMES = _NAMES | {
     "schedule.stable_steps": "the steps (--steps, --epochs) before the decay",
     "schedule.decay_steps": "the steps (--steps, --epochs) of the decay",
-    "temperatures": "--temperature",
-    "rnn": "--recurrent",
     "joint.steps": "--joint-steps",
     "joint.lora_rank": "--lora-rank",
     "joint.backbone.matrix_rate": "--backbone-rate",
@@ -116,115 +123,10 @@ class DraftRunOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class DraftSizeOptions:
-    """How large a draft model is."""
+class HeadRateOptions(RunOptions):
+    """The same, and how fast heads learn."""
 
-    start_from: Path | None = option(None, "A draft to train further; it keeps its size.", "DIR")
-    layers: int = option(2, "Layers.", "N", least=1)
-    width: int = option(128, "Width of a layer.", "N", least=1)
-    heads: int = option(2, "Query heads.", "N", least=1)
-    kv_heads: int = option(1, "Key and value heads.", "N", least=1)
-    intermediate: int = option(512, "Width inside the MLP.", "N", least=1)
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """What the target writes for heads to learn from."""
-
-    tokens: int = option(400_000, "Tokens that the target writes to train on, about.", "N")
-    prompt_tokens: int = option(64, "Tokens of a prompt.", "N")
-    answer_tokens: int = option(192, "The most tokens of an answer.", "N")
-    temperature: tuple[float, ...] = option(
-        (0.0, 1.0),
-        "Of the answers; may be repeated, then they are taken in turn.",
-        "T",
-        shown_default="0 and 1 in turn",
-    )
-
-
-@dataclass(frozen=True)
-class HeadRunOptions(RunOptions):
-    """How heads are trained."""
-
-    epochs: float = option(2.5, "Passes over what the target wrote.", "X")
-    steps: int | None = option(None, "Updates of the heads, in place of --epochs.", "N")
     learning_rate: float = option(0.01, "The highest rate of the heads.", "RATE")
-    place_decay: float = option(0.8, "By how much each place counts less than the one before.", "X")
-    seed: int = option(0, "Decides the text, the order of it, and new weights.", "S")
-
-
-@dataclass(frozen=True)
-class MedusaRunOptions(HeadRunOptions):
-    """The same for Medusa heads."""
-
-    law_share: float = option(
-        1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
-    )
-
-
-@dataclass(frozen=True)
-class RedrafterRunOptions(HeadRunOptions):
-    """The same for a recurrent head."""
-
-    loss: str = option(
-        "kl",
-        "kl, reverse-kl, tv or jsd learn the target's distributions, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
-        "LOSS",
-    )
-    laws: str = option(
-        "computed",
-        "computed: whole, by the LM head at each step. stored: once, as the 64 likeliest tokens and the mass of the "
-        "rest, for large vocabularies.",
-        "KIND",
-    )
-    self_fed: float = option(
-        0.0,
-        "At this share of the positions the head reads its own guesses; 0 reads the text's tokens alone.",
-        "SHARE",
-    )
-
-
-@dataclass(frozen=True)
-class MedusaSizeOptions:
-    """What Medusa heads are."""
-
-    heads: int = option(4, "How many tokens after the next are guessed.", "N")
-    layers: int = option(1, "Residual blocks of a head.", "N")
-    tied: bool = option(
-        True, "Heads end in the target's LM head, or each in an output of its own.", "", name="--tied/--free"
-    )
-    reads_token: bool = option(
-        True,
-        "Heads also read the token that was drawn from their vector, or the vector alone, as Medusa's own.",
-        "",
-        name="--reads-token/--vector-only",
-    )
-    start_from: Path | None = option(None, "Heads to train further; in stage 2 they are warm already.", "DIR")
-
-
-@dataclass(frozen=True)
-class RedrafterSizeOptions:
-    """What a recurrent head is."""
-
-    length: int = option(5, "How many tokens after the next are guessed in training.", "T")
-    state: int | None = option(None, "Entries of the recurrent state.", "N", shown_default="the target's width")
-    layers: int = option(2, "Residual blocks of a head.", "N")
-    tied: bool = option(
-        True, "The head ends in the target's LM head, or in an output of its own.", "", name="--tied/--free"
-    )
-    exit_width: int | None = option(
-        None,
-        "Entries of what enters the blocks and the output; others than the target's width only with --free.",
-        "N",
-        shown_default="the target's width",
-    )
-    recurrent: bool = option(
-        True,
-        "The state is recurrent, or the plain sum of the embeddings so far.",
-        "",
-        name="--recurrent/--summed",
-    )
-    start_from: Path | None = option(None, "A head to train further.", "DIR")
 
 
 @dataclass(frozen=True)
@@ -258,12 +160,19 @@ class MedusaOptions:
 
     job: JobOptions = group(_WHAT)
     text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
     size: MedusaSizeOptions = group(_HEADS)
-    run: MedusaRunOptions = group(_RUN)
+    run: HeadRateOptions = group(_RUN)
+    learning: MedusaRunOptions = group(_RUN)
     joint: JointOptions = group("Stage 2")
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
-    stage: int = option(1, "1: heads of a frozen target. 2: the target learns too.", "1|2", heading=_WHAT)
+    stage: int = option(
+        1,
+        "1: heads of a frozen target. 2: the target learns too; heads to start from are warm already.",
+        "1|2",
+        heading=_WHAT,
+    )
 
 
 @dataclass(frozen=True)
@@ -272,8 +181,10 @@ class RedrafterOptions:
 
     job: JobOptions = group(_WHAT)
     text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
     size: RedrafterSizeOptions = group(_HEADS)
-    run: RedrafterRunOptions = group(_RUN)
+    run: HeadRateOptions = group(_RUN)
+    learning: RedrafterRunOptions = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
@@ -336,12 +247,11 @@ def medusa(options: MedusaOptions) -> int:
         from truedraft.training.medusa import MedusaTrainingConfig
         from truedraft.training.optimizer import OptimizerConfig
 
-        second, sizes = options.joint, dataclasses.asdict(options.size)
+        second = options.joint
         check_positive("backbone_rate", second.backbone_rate)
         backbone = OptimizerConfig(second.backbone_rate, second.backbone_rate, matrix_weight_decay=0.0)
         joint = JointConfig(steps=second.joint_steps, lora_rank=second.lora_rank, backbone=backbone)
-        law_share = options.run.law_share
-        return MedusaTrainingConfig(**common, **sizes, stage=options.stage, law_share=law_share, joint=joint)
+        return MedusaTrainingConfig(**common, stage=options.stage, joint=joint)
 
     return _train_heads("medusa", options, config, options.stage)
 
@@ -355,10 +265,7 @@ def redrafter(options: RedrafterOptions) -> int:
     def config(common: dict[str, Any]) -> HeadTrainingConfig:
         from truedraft.training.redrafter import RedrafterTrainingConfig
 
-        sizes, run = dataclasses.asdict(options.size), options.run
-        return RedrafterTrainingConfig(
-            **common, rnn=sizes.pop("recurrent"), **sizes, loss=run.loss, laws=run.laws, self_fed=run.self_fed
-        )
+        return RedrafterTrainingConfig(**common)
 
     return _train_heads("redrafter", options, config)
 
@@ -374,7 +281,7 @@ def _train_heads(
     Args:
         kind: as it is typed.
         options: likewise.
-        config: of its training, from the fields that all kinds have.
+        config: of its training, from the fields that are options.
         stage: 2 trains the target, too.
 
     Raises:
@@ -393,17 +300,14 @@ def _train_heads(
         from truedraft.training.heads import train_heads
         from truedraft.training.optimizer import OptimizerConfig
 
-        text, run = options.text, options.run
-        check_positive("learning_rate", run.learning_rate)
-        common = {
-            "tokens": text.tokens,
-            "prompt_tokens": text.prompt_tokens,
-            "writing": WritingConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
-            "epochs": run.epochs,
-            "steps": run.steps,
-            "optimizer": OptimizerConfig(run.learning_rate, run.learning_rate),
-            "place_decay": run.place_decay,
-            "seed": run.seed,
+        rate, writing = options.run.learning_rate, dataclasses.asdict(options.writing)
+        check_positive("learning_rate", rate)
+        common: dict[str, Any] = {
+            **dataclasses.asdict(options.text),
+            **dataclasses.asdict(options.size),
+            **dataclasses.asdict(options.learning),
+            "writing": WritingConfig(**writing, seed=max(0, options.learning.seed)),
+            "optimizer": OptimizerConfig(rate, rate),
             "device": str(pick_device(options.machine.device)),
         }
         return train_heads(

@@ -51,6 +51,7 @@ from truedraft.training.losses import (
     distillation_gradient,
 )
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
+from truedraft.training.options import DraftSizeOptions
 from truedraft.training.report import Card, base_name, made_by, pair_facts, served_facts, training_facts
 from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
@@ -103,19 +104,13 @@ class StreamObjective:
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(DraftSizeOptions):
     """What decides the draft, but for the target and the data.
 
     The default loss is half forward KL, which learns from everything the target knows, and half total variation,
     which is what speculative sampling pays for.
     """
 
-    width: int = 128
-    layers: int = 2
-    heads: int = 2
-    kv_heads: int = 1
-    intermediate: int = 512
-    start_from: Path | None = None  # a folder with a draft to train on; then the sizes above are not used
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
     schedule: WarmupStableDecay = field(default_factory=lambda: WarmupStableDecay(20, 800, 200))
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(2e-3, 2e-3))

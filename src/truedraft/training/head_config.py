@@ -20,6 +20,7 @@ from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.loop import CHECKPOINT_EVERY_S
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
 from truedraft.training.prompts import PromptCounts
 from truedraft.training.self_distillation import SelfDistillationData, text_tokens
 from truedraft.training.targets import ComputedTarget, DistillationTarget
@@ -87,31 +88,23 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class HeadTrainingConfig(ABC):
+class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: numbers that all kinds have in common, and what each kind says for itself.
 
     A kind of heads is a module (`head`), the sizes of it, a loss towards the target's distributions, and how trained
     heads are calibrated and drafted with; all else is the same for all.
 
     Attributes:
-        tied: whether heads end in the target's own LM head.
-        tokens: about how many tokens the target writes to train on.
-        prompt_tokens: of a prompt.
         writing: how the target writes.
         tree_prompts: held-out prompts whose answers trees are counted on, and accuracy is measured on.
         test_prompts: held-out prompts that acceptance is measured on.
-        place_decay: by how much each place counts less than the one before; see `HeadLoss`.
         optimizer: peak rates and decays.
-        epochs: passes over what the target wrote; fractions are possible.
-        steps: updates; None counts them by `epochs`.
         decay_share: of the steps, at the end, in which the rate decays.
         positions_per_step: positions of one update, about.
         window: neighbouring positions that are read together; they share distributions, but say less than scattered
             ones.
         evaluate_every: steps between two measurements on held-out answers.
         evaluated_positions: of such a measurement, about.
-        start_from: a folder with heads for this target, to begin with.
-        seed: of the order of the data, of new weights, and of what the target writes.
         device: where training runs.
         checkpoint_every_s: seconds between two checkpoints.
         stage: 1 trains the heads of a frozen target; 2 trains both, after the heads were warmed up so; then
@@ -129,23 +122,15 @@ class HeadTrainingConfig(ABC):
     )
     """Fields that decide the heads, beside the text, whose hash counts, and the schedule."""
 
-    tied: bool = True
-    tokens: int = 400_000
-    prompt_tokens: int = 64
     writing: WritingConfig = field(default_factory=WritingConfig)
     tree_prompts: int = 64
     test_prompts: int = 32
-    place_decay: float = 0.8
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(0.01, 0.01))
-    epochs: float = 2.5
-    steps: int | None = None
     decay_share: float = 0.7
     positions_per_step: int = 2048
     window: int = 8
     evaluate_every: int = 50
     evaluated_positions: int = 2000
-    start_from: Path | None = None
-    seed: int = 0
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
     stage: int = 1
