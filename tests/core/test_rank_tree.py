@@ -61,13 +61,13 @@ def test_any_first_nodes_are_a_tree() -> None:
         cut = tree.first(nodes)
         assert (len(cut), cut.paths) == (nodes, tree.paths[:nodes])
     assert tree.first(100) is tree
-    assert SMALL.first(2).reach == (0.6, 0.3)
+    assert SMALL.first(2).survival == (0.6, 0.3)
 
 
 def test_within_keeps_shallow_and_narrow_paths() -> None:
     assert SMALL.within(1, 2).paths == ((0,), (1,))
     assert SMALL.within(2, 1).paths == ((0,), (0, 0))
-    assert SMALL.within(2, 1).reach == (0.6, 0.3)
+    assert SMALL.within(2, 1).survival == (0.6, 0.3)
     assert SMALL.within(9, 9) is SMALL
     assert len(SMALL.within(0, 5)) == 0
 

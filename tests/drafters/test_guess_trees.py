@@ -163,7 +163,7 @@ def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monke
 
 def test_acceptance_curves() -> None:
     fixed = FixedTrees({"greedy": TREE, "sampled": STAR})
-    assert fixed.acceptance_curve(GREEDY) == AcceptanceCurve(TREE.reach, (0, 1, 2, 2, 2, 3, 3))
+    assert fixed.acceptance_curve(GREEDY) == AcceptanceCurve(TREE.survival, (0, 1, 2, 2, 2, 3, 3))
     assert fixed.acceptance_curve(SAMPLED) is None, "nobody counted it"
     assert LikeliestTrees(3).acceptance_curve(GREEDY) is None and LikeliestTrees(3).counted(GREEDY) is None
     chosen = LikeliestTrees(2, tree_curves(FACTS, 2), fixed)
@@ -175,7 +175,7 @@ def test_acceptance_curves() -> None:
         "heads that were trained before there were curves"
     )
     assert chosen.acceptance_curve(SAMPLED) is None and chosen.counted(SAMPLED) is STAR
-    assert math.isclose(TREE.expected_tokens, AcceptanceCurve(TREE.reach, (0,) * 7).tokens(6))
+    assert math.isclose(TREE.expected_tokens, AcceptanceCurve(TREE.survival, (0,) * 7).tokens(6))
 
 
 def test_curves_are_read_from_facts() -> None:

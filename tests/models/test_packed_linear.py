@@ -110,7 +110,7 @@ def test_plus_changes_neither_input_nor_residual(shape: tuple[int, ...], dtype: 
 @needs_bfloat16
 @pytest.mark.parametrize("shape", [(48, 96), (384, 1024), (1024, 384)])
 def test_bfloat16_rows_do_not_depend_on_how_many_there_are(shape: tuple[int, int]) -> None:
-    """From 2 rows on; fewer than 4 are never run (`Body.least_rows`)."""
+    """From 2 rows on; fewer than 4 are never run (`Backend.least_rows`)."""
     packed = PackedLinear(drawn(*shape, dtype=torch.bfloat16))
     x, residual = drawn(64, shape[1], seed=2).bfloat16(), drawn(64, shape[0], seed=3).bfloat16()
     every, summed = packed(x), packed.plus(x, residual)

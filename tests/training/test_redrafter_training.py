@@ -100,7 +100,7 @@ def test_what_it_leaves_behind(trained, target_folder):
     checkpoint, target = RedrafterHead.load(out), load_model(target_folder)
     assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
     assert (checkpoint.config.state, checkpoint.config.length) == (24, 3)
-    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.served]
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.evaluations]
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["identity"]["self_fed"] == 0.3 and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 6
@@ -114,9 +114,9 @@ def test_what_it_leaves_behind(trained, target_folder):
 def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
     out, result, _ = trained
     target = load_model(target_folder)
-    rounds = {(each.temperature, each.about["nodes"]) for each in result.report.served}
+    rounds = {(each.temperature, each.about["nodes"]) for each in result.report.evaluations}
     assert rounds == {(t, n) for t in (0, 1) for n in (8, 32)}
-    for served in result.report.served:
+    for served in result.report.evaluations:
         params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature, seed=0)
         drafter = Redrafter.load(out, **{name: served.about[name] for name in ("nodes", "beams", "length")})
         answers = Engine(target, drafter).generate(list(prompts.test), params)

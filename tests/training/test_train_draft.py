@@ -82,7 +82,7 @@ def test_the_result_is_an_ordinary_folder_with_a_card(target_folder, data, tmp_p
     assert f"{result.report.greedy_agreement:.4f}" in card
     about = ModelCard(card).data
     assert about.base_model == target_folder.name and "draft-model" in about.tags
-    for served in result.served:
+    for served in result.evaluations:
         row = f"temperature {served.temperature:g}, 4 drafted tokens | {served.stats.mean_acceptance_length:.2f} |"
         assert f"| tokens per target call, {row}" in card
 
@@ -93,7 +93,7 @@ def test_acceptance_is_that_of_the_engine(target_folder, data, tmp_path):
     held_out = stream[-int(len(stream) * 0.05) :]
     prompts = [held_out[len(held_out) * number // 4 :][:64].tolist() for number in range(4)]
     engine = Engine(load_model(target_folder), DraftModel(load_model(tmp_path / "out"), num_speculative_tokens=4))
-    for served, temperature in zip(result.served, (0.0, 1.0), strict=True):
+    for served, temperature in zip(result.evaluations, (0.0, 1.0), strict=True):
         answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature, seed=0))
         emitted, calls = (sum(getattr(a.stats, name) for a in answers) for name in ("emitted_tokens", "target_calls"))
         assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
@@ -109,7 +109,7 @@ def test_what_the_engine_cannot_run_is_trained_for_all_the_same(target_folder, d
     result = train_draft(
         target_folder, [data], tmp_path / "out", config(steps=2), callbacks=Callbacks(on_note=notes.append)
     )
-    assert result.served == () and notes == ["the draft was not measured in the engine: it has a mixer"]
+    assert result.evaluations == () and notes == ["the draft was not measured in the engine: it has a mixer"]
 
 
 def test_text_that_is_read_too_often_is_said_and_then_refused(target_folder, tokenizer, tmp_path):
@@ -139,7 +139,7 @@ def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(target_fol
         budget=budget,
         callbacks=Callbacks(on_plan=plans.append, on_note=plans.append),
     )
-    assert 1 <= result.steps <= 12 and result.served and result.report.tokens > 0
+    assert 1 <= result.steps <= 12 and result.evaluations and result.report.tokens > 0
     assert "are free, all within 1 minutes" in plans[0]
     notes = []
     more = train_draft(

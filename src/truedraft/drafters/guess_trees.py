@@ -152,10 +152,10 @@ class FixedTrees(GuessTrees):
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """By how often each node was accepted."""
         tree = self.counted(params)
-        if not tree.reach:
+        if not tree.survival:
             return None
         depths = itertools.accumulate(map(len, tree.paths), max, initial=0)
-        return AcceptanceCurve(tree.reach, tuple(depths))
+        return AcceptanceCurve(tree.survival, tuple(depths))
 
     def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
         """The part of a request's tree that fits a budget: the first of the nodes that are not too deep or wide."""

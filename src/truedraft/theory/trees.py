@@ -70,7 +70,7 @@ class TreeChoice:
 def best_tree(acceptance: Acceptance, nodes: int, max_depth: int | None = None) -> BestTree:
     """The tree with the most expected tokens, by dynamic programming; of equals, one with fewer nodes.
 
-    Worked example: with acceptance ((0.6, 0.3),) and 3 nodes the reaches 0.6, 0.36 (below it) and 0.3 (beside it)
+    Worked example: with acceptance ((0.6, 0.3),) and 3 nodes the survivals 0.6, 0.36 (below it) and 0.3 (beside it)
     are the largest: parents (-1, -1, 0), 2.26 expected tokens.
 
     Args:

@@ -52,7 +52,7 @@ from truedraft.training.losses import (
 )
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
-from truedraft.training.report import Card, base_name, made_by, pair_facts, served_facts, training_facts
+from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
 from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
 
@@ -138,7 +138,7 @@ class DraftResult:
     steps: int
     tokens: int
     elapsed_s: float
-    served: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
+    evaluations: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
 
     def as_dict(self) -> dict[str, Any]:
         """For records."""
@@ -149,7 +149,8 @@ class DraftResult:
             "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0,
             "held_out": self.report.as_dict(),
             "served": [
-                each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in self.served
+                each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate}
+                for each in self.evaluations
             ],
         }
 
@@ -187,12 +188,12 @@ def train_draft(
     tokenizer = load_tokenizer(resolve_source(str(target)))
     with alone_in(out / WORK):
         train, test = _streams(data, held_out, tokenizer, out / WORK)
-        teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
-        draft = starting_draft(config, teacher, tokenizer)
-        config = _fitting(config, teacher, draft, told.on_note)
-        config = _planned(config, teacher, draft, train, out / WORK, budget, told.on_plan)
+        target_model = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
+        draft = starting_draft(config, target_model, tokenizer)
+        config = _fitting(config, target_model, draft, told.on_note)
+        config = _planned(config, target_model, draft, train, out / WORK, budget, told.on_plan)
         _check_amount(config, train, told.on_note)
-        loop = distillation_loop(config, teacher, draft, train, out / WORK)
+        loop = distillation_loop(config, target_model, draft, train, out / WORK)
         progress = loop.run(
             on_step=_follower(told, loop.total_steps),
             on_checkpoint=told.on_checkpoint,
@@ -202,7 +203,7 @@ def train_draft(
             told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
         save_llama(draft, out)
         copy_tokenizer(target, out)
-        result = _measured(target, teacher, test, out, config, progress, budget, told.on_note)
+        result = _measured(target, target_model, test, out, config, progress, budget, told.on_note)
         _card(target, data, draft, result, config.device).write(out)
     return result
 
@@ -220,7 +221,7 @@ def _follower(told: Callbacks, total: int) -> Callable[[StepRecord], None]:
 
 def _planned(
     config: DraftConfig,
-    teacher: PreTrainedModel,
+    target_model: PreTrainedModel,
     draft: PreTrainedModel,
     stream: NDArray[np.uint32],
     work: Path,
@@ -233,7 +234,7 @@ def _planned(
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
         return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
-        step_s, size = distillation_loop(config, teacher, copy.deepcopy(draft), stream, Path(place)).trial()
+        step_s, size = distillation_loop(config, target_model, copy.deepcopy(draft), stream, Path(place)).trial()
     steps = budget.steps(config.schedule.total_steps, step_s)
     within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
     on_plan(
@@ -260,7 +261,7 @@ def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Call
 
 def _measured(
     target: str | Path,
-    teacher: PreTrainedModel,
+    target_model: PreTrainedModel,
     held_out: NDArray[np.uint32],
     out: Path,
     config: DraftConfig,
@@ -273,13 +274,15 @@ def _measured(
     if budget.limited and progress.elapsed_s:  # a step runs both models too, and goes back through one of them
         most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
     saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
-    report = evaluate_pair(teacher, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
-    served: Sequence[EngineEvaluation] = ()
+    report = evaluate_pair(target_model, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
+    evaluations: Sequence[EngineEvaluation] = ()
     try:
-        served = _measure_in_engine(target, out, held_out, config.device, budget.left_s() if budget.limited else None)
+        evaluations = _measure_in_engine(
+            target, out, held_out, config.device, budget.left_s() if budget.limited else None
+        )
     except UnsupportedModelError as error:
         on_note(f"the draft was not measured in the engine: {error}")
-    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, served)
+    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
 
 
 def _measure_in_engine(
@@ -357,7 +360,7 @@ def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, resu
     return Card(
         title=f"A draft for {name}",
         summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
-        facts=facts | pair_facts(result.report) | served_facts(each.as_dict() for each in result.served),
+        facts=facts | pair_facts(result.report) | evaluation_facts(each.as_dict() for each in result.evaluations),
         license="other",
         notes=made_by(),
         base_model=name,
