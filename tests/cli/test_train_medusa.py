@@ -22,13 +22,6 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_TOKENS", 8)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
-    return str(file)
-
-
 def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = str(tmp_path / "heads")
     words = ("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL)

@@ -15,13 +15,6 @@ Run = Callable[..., Result]
 SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
-    return str(file)
-
-
 def test_a_trained_head_drafts(
     run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock, stock_logits
+from support.tiny_models import FAMILIES, GROUPED, SMALL, WINDOW, build, stock, stock_logits
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.stock import StockBackend
@@ -186,16 +186,6 @@ for dtype in (torch.float32, torch.bfloat16):
 
 # --- whole models of families that the fused loop does not know ---
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
 GEMMA = GROUPED | {"head_dim": 16, "sliding_window": WINDOW}
 OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": FAMILIES["gpt2"].config,

@@ -44,15 +44,6 @@ CONFIG = MedusaTrainingConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def prompts(stream):
     pieces = [stream[first : first + 12].tolist() for first in range(0, 600, 30)]

@@ -47,15 +47,6 @@ CONFIG = MedusaTrainingConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def target_folder(learned_folder):
     return learned_folder

@@ -41,15 +41,6 @@ CONFIG = RedrafterTrainingConfig(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def short_answers():
     """What is measured at the end takes most of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
