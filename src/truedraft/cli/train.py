@@ -58,6 +58,7 @@ DRAFT_NAMES = _NAMES | {
 HEAD_NAMES = _NAMES | {
     "schedule.stable_steps": "the steps (--steps, --epochs) before the decay",
     "schedule.decay_steps": "the steps (--steps, --epochs) of the decay",
+    "temperature": "--temperature",
     "joint.steps": "--joint-steps",
     "joint.lora_rank": "--lora-rank",
     "joint.backbone.matrix_rate": "--backbone-rate",
