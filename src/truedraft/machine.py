@@ -16,7 +16,8 @@ import torch
 from truedraft import __version__
 from truedraft.errors import OptionError, UnknownOptionError
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Formats of weights, by their names as they are typed and written."""
 
 
 def pick_device(name: str | torch.device) -> torch.device:
@@ -48,9 +49,9 @@ def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     name = str(name).removeprefix("torch.")
     if name == "auto":
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
-    if name not in _DTYPES:
-        raise UnknownOptionError.nearest("dtype", name, ("auto", *_DTYPES))
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise UnknownOptionError.nearest("dtype", name, ("auto", *DTYPES))
+    return DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
