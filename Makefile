@@ -101,8 +101,8 @@ bench-busy: $(STAMP)
 	rm -f $(RESULTS)/busy_core.jsonl
 	$(BIN)/python benchmarks/busy_core.py > /dev/null
 	$(BIN)/python benchmarks/busy_core.py --sizes own 110M --loads idle "a loop" > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --body fused --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --body stock --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
+	$(BIN)/python benchmarks/busy_core.py --backend fused --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
+	$(BIN)/python benchmarks/busy_core.py --backend stock --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
 
 # The same on a CUDA device, at the cost of a 7 B model.
 bench-gpu: $(STAMP)

@@ -33,7 +33,7 @@ LOADS = {
         "import torch\ntorch.set_num_threads(2)\na = torch.rand(1024, 1024)\nwhile True: a @ a"
     ),
 }
-BODIES: dict[str, dict[str, str]] = {"native": {}, "fused": {"CC": "/nowhere"}, "stock": {}}
+BACKENDS: dict[str, dict[str, str]] = {"native": {}, "fused": {"CC": "/nowhere"}, "stock": {}}
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/busy_core.jsonl"))
     parser.add_argument("--against", type=Path, help="another checkout, whose src/ is measured in turns with this one")
-    parser.add_argument("--body", choices=BODIES, default="native")
+    parser.add_argument("--backend", choices=BACKENDS, default="native")
     parser.add_argument("--sizes", nargs="+", default=["500M"], help="padding sizes, or own")
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
     parser.add_argument("--rows", type=int, default=1)
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turn-s", type=float, default=1.0)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--as-system", nargs=3, metavar=("SIZE", "THREADS", "BODY"), help=argparse.SUPPRESS)
+    parser.add_argument("--as-system", nargs=3, metavar=("SIZE", "THREADS", "BACKEND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_system:
         be_measured(options)
@@ -68,9 +68,9 @@ def be_measured(options: argparse.Namespace) -> None:
 
     from truedraft import load_model
 
-    size, threads, body = options.as_system
+    size, threads, backend = options.as_system
     torch.set_num_threads(int(threads))
-    model = load_model("embedded:target", pad_to=None if size == "own" else size, fast_paths=body != "stock")
+    model = load_model("embedded:target", pad_to=None if size == "own" else size, fast_paths=backend != "stock")
     compute = forwards_of(model, options.rows) if options.drafter is None else steps_of(model, options)
     print(json.dumps({"fast_paths": model.fast_paths, "dtype": str(model.dtype)}), flush=True)
     for line in sys.stdin:
@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "turn; step_s is the median one",
         "machine": machine(),
         "rounds": options.rounds,
-        "body": options.body,
+        "body": options.backend,
         "systems": {name: told[name] | summary(speeds[name], middle[name]) for name in systems},
     }
 
@@ -186,8 +186,8 @@ def start(folder: Path, size: str, threads: int, options: argparse.Namespace) ->
     """A system of a checkout, loaded."""
     words = ["--rows", options.rows, "--temperature", options.temperature, "--requests", options.requests]
     words += ["--drafter", options.drafter] if options.drafter else []
-    command = [sys.executable, __file__, *map(str, words), "--as-system", size, str(threads), options.body]
-    environment = os.environ | BODIES[options.body] | {"PYTHONPATH": str(folder / "src")}
+    command = [sys.executable, __file__, *map(str, words), "--as-system", size, str(threads), options.backend]
+    environment = os.environ | BACKENDS[options.backend] | {"PYTHONPATH": str(folder / "src")}
     environment.pop("OMP_NUM_THREADS", None)
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 

@@ -32,7 +32,7 @@ for _name in ("training", "certify", "bench", "server"):
     BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
 BELOW["__main__"] = {"cli"}
-TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py")
+TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py", "training/options.py")
 TORCH_FREE_PACKAGES = ("control", "theory")
 
 

@@ -11,8 +11,8 @@ import torch
 
 from truedraft.errors import TruedraftError
 from truedraft.models.architecture import LlamaShape, save_llama
+from truedraft.training import PretrainConfig, pretraining_loop
 from truedraft.training.data import Curriculum, read_stream, read_texts, write_stream
-from truedraft.training.language_models import PretrainConfig, pretraining_loop
 from truedraft.training.loop import StepRecord
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer

@@ -20,7 +20,8 @@ from recipes.stdlib.publish_heads import card_of
 from truedraft.embedded import embedded_heads
 from truedraft.heads import HeadRecord
 from truedraft.models.loading import load_model
-from truedraft.training.heads import TREE_TEXT, Callbacks, HeadJob, judge, lm_head_of, starting_head, write_tree_text
+from truedraft.training.heads import TREE_TEXT, HeadJob, judge, lm_head_of, starting_head, write_tree_text
+from truedraft.training.loop import Callbacks
 from truedraft.training.report import Effort
 from truedraft.training.workspace import WORK
 

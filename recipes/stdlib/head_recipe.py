@@ -18,7 +18,8 @@ from recipes.stdlib.sources import load_sources
 from truedraft.errors import TruedraftError
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import HeadTrainingConfig
-from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.heads import train_heads
+from truedraft.training.loop import Callbacks
 from truedraft.training.prompts import PromptSets, as_stream, cut_prompts, shipped_prompts, without_pieces
 from truedraft.training.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK

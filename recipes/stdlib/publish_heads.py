@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
 from truedraft.machine import describe_machine
-from truedraft.training.report import Card, served_facts, training_facts
+from truedraft.training.report import Card, evaluation_facts, training_facts
 
 _WEIGHTS = "heads.safetensors"
 _LOG = Path("work") / "log.jsonl"
@@ -81,7 +81,7 @@ def card_of(heads: Published, total_s: float, device: str) -> Card:
     )
     rows["from the first prompt to the last measurement"] = f"{total_s / 60:.0f} minutes"
     rows["finished"] = time.strftime("%Y-%m-%d")
-    rows |= served_facts(facts["served"])
+    rows |= evaluation_facts(facts["served"])
     return Card(
         title=heads.title,
         summary=heads.summary,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.models.architecture import LlamaShape
+from truedraft.training import PretrainConfig
 from truedraft.training.data import Curriculum
 from truedraft.training.drafts import DraftConfig
-from truedraft.training.language_models import PretrainConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 
 SETTINGS = Path(__file__).parent / "settings.json"

@@ -19,9 +19,9 @@ from recipes.stdlib.sources import load_sources
 from truedraft.errors import DataError
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm, save_llama
+from truedraft.training import PretrainConfig, pretraining_loop
 from truedraft.training.data import read_stream, write_stream
 from truedraft.training.drafts import DraftConfig, distillation_loop, starting_draft
-from truedraft.training.language_models import PretrainConfig, pretraining_loop
 from truedraft.training.loop import CHECKPOINT, Progress, StepRecord, TrainingLoop
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 

@@ -7,9 +7,10 @@ Commands and servers read both: `truedraft.cli.parameters` makes typer's paramet
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from truedraft.errors import OptionError, UnknownOptionError
@@ -188,3 +189,37 @@ def check_whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"must be a whole number of {least} or more, got {value!r}", field=name)
     return int(value)
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuse what is no number in [0, 1].
+
+    Raises:
+        OptionError: names the option and its value.
+    """
+    if not _is_number(value) or not 0.0 <= value <= 1.0:
+        raise OptionError(f"must be a number in [0, 1], got {value!r}", field=name)
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Refuse what is no finite number of 0 or more.
+
+    Raises:
+        OptionError: names the option and its value.
+    """
+    if not _is_number(value) or not 0.0 <= value < math.inf:
+        raise OptionError(f"must be a number of 0 or more, got {value!r}", field=name)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuse what is no finite number above 0.
+
+    Raises:
+        OptionError: names the option and its value.
+    """
+    if not _is_number(value) or not 0.0 < value < math.inf:
+        raise OptionError(f"must be a number above 0, got {value!r}", field=name)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

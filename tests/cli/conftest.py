@@ -30,6 +30,14 @@ def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A file to train heads on."""
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
+    return str(file)
+
+
+@pytest.fixture
 def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Cost curves of one round and a small read, kept in a folder of the test's own, which it gives."""
     effort = Effort(0.0, 1, 1)

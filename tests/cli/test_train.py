@@ -13,7 +13,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.training import drafts, evaluate
-from truedraft.training.language_models import StreamObjective
+from truedraft.training.drafts import StreamObjective
 from truedraft.training.loop import checkpoint_of
 from truedraft.training.workspace import alone_in
 

@@ -22,13 +22,6 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_TOKENS", 8)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
-    return str(file)
-
-
 def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = str(tmp_path / "heads")
     words = ("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL)
@@ -86,7 +79,7 @@ def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, 
         (("--learning-rate", "0"), "--learning-rate must be a number above 0"),
         (("--backbone-rate", "nan"), "--backbone-rate must be a number above 0"),
         (("--epochs", "-1"), "--epochs must be a number above 0"),
-        (("--law-share", "1.5"), "--law-share must lie in [0, 1]"),
+        (("--law-share", "1.5"), "--law-share must be a number in [0, 1]"),
         (("--temperature", "-1"), "--temperature must be a number, 0 or more"),
         (("--answer-tokens", "0"), "--answer-tokens must be 1 or more"),
         (("--joint-steps", "0"), "--joint-steps must be"),

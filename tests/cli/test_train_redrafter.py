@@ -15,13 +15,6 @@ Run = Callable[..., Result]
 SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
-    return str(file)
-
-
 def test_a_trained_head_drafts(
     run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +56,7 @@ def test_a_trained_head_drafts(
         (("--loss", "klx"), "unknown loss 'klx'; did you mean 'kl'?"),
         (("--laws", "store"), "unknown kind of distributions 'store'; did you mean 'stored'?"),
         (("--laws", "stored", "--loss", "ce"), "--laws need not be stored for the loss 'ce'"),
-        (("--self-fed", "2"), "--self-fed must lie in [0, 1]"),
+        (("--self-fed", "2"), "--self-fed must be a number in [0, 1]"),
         (("--place-decay", "0"), "--place-decay must lie in (0, 1]"),
         (("--exit-width", "32"), "got an exit width of 32"),
         (("--summed", "--state", "32"), "a state that sums embeddings has their 64 entries, got 32"),

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from support.trees import ancestor_mask
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TreeShape
 from truedraft.errors import OptionError
@@ -31,7 +32,7 @@ def test_the_published_tree_has_its_published_choices() -> None:
 
 @pytest.mark.parametrize("tree", [published_tree(), CHAIN, STAR, SMALL], ids=["published", "chain", "star", "small"])
 def test_shape_mask_and_paths_follow_from_the_rank_paths(tree: RankTree) -> None:
-    mask = tree.shape.ancestor_mask
+    mask = ancestor_mask(tree.shape)
     for node, path in enumerate(tree.paths):
         ancestors = [tree.paths.index(path[: length + 1]) for length in range(len(path))]
         assert tree.shape.path(node) == tuple(ancestors)
@@ -42,9 +43,9 @@ def test_shape_mask_and_paths_follow_from_the_rank_paths(tree: RankTree) -> None
 def test_chain_and_star_by_hand() -> None:
     assert CHAIN.shape == TreeShape((-1, 0, 1))
     assert CHAIN.shape.is_chain
-    assert CHAIN.shape.ancestor_mask.equal(torch.ones(3, 3, dtype=torch.bool).tril())
+    assert ancestor_mask(CHAIN.shape).equal(torch.ones(3, 3, dtype=torch.bool).tril())
     assert STAR.shape == TreeShape((-1, -1, -1, -1))
-    assert STAR.shape.ancestor_mask.equal(torch.eye(4, dtype=torch.bool))
+    assert ancestor_mask(STAR.shape).equal(torch.eye(4, dtype=torch.bool))
     assert SMALL.shape == TreeShape((-1, 0, -1, 0))
 
 
@@ -60,13 +61,13 @@ def test_any_first_nodes_are_a_tree() -> None:
         cut = tree.first(nodes)
         assert (len(cut), cut.paths) == (nodes, tree.paths[:nodes])
     assert tree.first(100) is tree
-    assert SMALL.first(2).reach == (0.6, 0.3)
+    assert SMALL.first(2).survival == (0.6, 0.3)
 
 
 def test_within_keeps_shallow_and_narrow_paths() -> None:
     assert SMALL.within(1, 2).paths == ((0,), (1,))
     assert SMALL.within(2, 1).paths == ((0,), (0, 0))
-    assert SMALL.within(2, 1).reach == (0.6, 0.3)
+    assert SMALL.within(2, 1).survival == (0.6, 0.3)
     assert SMALL.within(9, 9) is SMALL
     assert len(SMALL.within(0, 5)) == 0
 

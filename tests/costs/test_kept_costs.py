@@ -16,7 +16,7 @@ from truedraft.costs import CostStore, Effort, Measured, drafter_cost, target_co
 from truedraft.costs import store as store_module
 from truedraft.costs.store import CostKey, model_identity, versions
 from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.models.user_cache import could_not_be_kept
+from truedraft.machine import could_not_be_kept
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
 

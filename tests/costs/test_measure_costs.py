@@ -13,8 +13,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.costs import Effort, measure_drafter, measure_target
 from truedraft.costs.measuring import in_rounds
 from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.drafters.base import DraftRequest, Features, StepOutcome
-from truedraft.drafters.none import NoDrafter
+from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.errors import DrafterError, OptionError, VocabularyMismatchError
 from truedraft.testing import MarkovModel, ScriptedDrafter
 

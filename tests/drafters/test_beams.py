@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.trees import ancestor_mask
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.beams import NO_TOKEN, Beams, first_with_prefix, merge, trees_of
 
@@ -24,7 +25,7 @@ def test_the_worked_example() -> None:
     assert tree.shape.parents == (-1, 0, 1, -1, 1)
     assert merged.node_of.tolist() == [[[0, 1, 4], [0, 1, 2], [3, -1, -1]]]
     assert (len(tree), tree.shape.listed) == (5, 7)
-    assert tree.shape.ancestor_mask.int().tolist() == [
+    assert ancestor_mask(tree.shape).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -98,7 +99,7 @@ def assert_mask_is_ancestry(tree: TokenTree) -> None:
     """A node sees those whose path is a prefix of its own, and no others."""
     paths = [tree.path_tokens(node) for node in range(len(tree))]
     sees = [[paths[row][: len(path)] == path for path in paths] for row in range(len(tree))]
-    assert tree.shape.ancestor_mask.tolist() == sees
+    assert ancestor_mask(tree.shape).tolist() == sees
 
 
 @settings(deadline=None, max_examples=50)

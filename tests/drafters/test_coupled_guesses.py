@@ -7,8 +7,8 @@ import torch
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.top_k import TopK
 from truedraft.drafters.guess_trees import coupled_guesses, noise_weight
-from truedraft.models.ranking import Likeliest
 from truedraft.verification.coupled import coupled_choice
 
 VOCAB = 50
@@ -47,7 +47,7 @@ def test_a_row_depends_on_itself_alone_and_the_logits_stay() -> None:
 def test_without_noise_they_are_the_heads_own() -> None:
     logits = logits_of(2, 4)
     made = coupled_guesses(logits, [1.0] * 4, [KeyedNoise(1, 2, 3, greedy=True)] * 4, 9)
-    expected = Likeliest.of(logits.flatten(0, 1), 9).view(2, 4)
+    expected = TopK.of(logits.flatten(0, 1), 9).view(2, 4)
     assert made.ids.equal(expected.ids) and made.log_probs.equal(expected.log_probs)
 
 
@@ -70,6 +70,6 @@ def test_they_are_right_more_often_than_guesses_that_do_not_hear_the_noise(tempe
     shared = [noise.gumbel(0, VOCAB, probs.device) for noise in noises(rows)]
     chosen = coupled_choice(probs, torch.stack([own for own in shared if own is not None]))
     hearing = coupled_guesses(heads, [temperature] * rows, noises(rows), 4).ids[0]
-    blind = Likeliest.of(heads[0], 4).ids
+    blind = TopK.of(heads[0], 4).ids
     hits = [(guess == chosen[:, None]).any(dim=-1).sum().item() for guess in (hearing, blind)]
     assert hits[0] > 1.1 * hits[1]

@@ -13,6 +13,7 @@ from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.survival import Survival
+from truedraft.core.top_k import TopK
 from truedraft.drafters.calibration import Calibration, tree_curves
 from truedraft.drafters.guess_trees import (
     MOST_NODES,
@@ -23,7 +24,6 @@ from truedraft.drafters.guess_trees import (
     trees_for,
 )
 from truedraft.errors import CompositionError, ModelError, OptionError
-from truedraft.models.ranking import Likeliest
 from truedraft.theory import AcceptanceCurve
 
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
@@ -33,12 +33,12 @@ COUPLED = SamplingParams(temperature=1.0, coupled=True)
 FACTS = {"trees": {"greedy": {"likeliest": {"nodes": [1, 4], "tokens": [1.5, 1.8]}}, "sampled": {"nodes": 3}}}
 
 
-def guesses(*rows: list[list[float]]) -> Likeliest:
+def guesses(*rows: list[list[float]]) -> TopK:
     """Of each row the heads' probabilities; ids are 100 row + 10 head + rank."""
     probabilities = torch.tensor(rows).transpose(0, 1)  # [depth, rows, ranks]
     depth, count, ranks = probabilities.shape
     row, head, rank = torch.arange(count)[:, None], torch.arange(depth)[:, None, None], torch.arange(ranks)
-    return Likeliest(100 * row + 10 * head + rank, probabilities.log())
+    return TopK(100 * row + 10 * head + rank, probabilities.log())
 
 
 SURE = [[0.9, 0.05], [0.8, 0.1], [0.7, 0.1]]
@@ -123,7 +123,7 @@ def test_each_request_has_its_own_budget_and_the_tree_that_it_gets_alone(ways: G
         assert all(len(children) <= budget.width for children in tree.shape.children)
         wanted = ways.wanted(params, budget)
         alone = guesses(*rows[: number + 1])  # no deeper or wider than it wants
-        cut = Likeliest(alone.ids[: wanted.depth, -1:, : wanted.width], alone.log_probs[: wanted.depth, -1:])
+        cut = TopK(alone.ids[: wanted.depth, -1:, : wanted.width], alone.log_probs[: wanted.depth, -1:])
         assert ways.trees(cut, [(params, budget)])[0].token_list == tree.token_list
 
 
@@ -163,7 +163,7 @@ def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monke
 
 def test_acceptance_curves() -> None:
     fixed = FixedTrees({"greedy": TREE, "sampled": STAR})
-    assert fixed.acceptance_curve(GREEDY) == AcceptanceCurve(TREE.reach, (0, 1, 2, 2, 2, 3, 3))
+    assert fixed.acceptance_curve(GREEDY) == AcceptanceCurve(TREE.survival, (0, 1, 2, 2, 2, 3, 3))
     assert fixed.acceptance_curve(SAMPLED) is None, "nobody counted it"
     assert LikeliestTrees(3).acceptance_curve(GREEDY) is None and LikeliestTrees(3).counted(GREEDY) is None
     chosen = LikeliestTrees(2, tree_curves(FACTS, 2), fixed)
@@ -175,7 +175,7 @@ def test_acceptance_curves() -> None:
         "heads that were trained before there were curves"
     )
     assert chosen.acceptance_curve(SAMPLED) is None and chosen.counted(SAMPLED) is STAR
-    assert math.isclose(TREE.expected_tokens, AcceptanceCurve(TREE.reach, (0,) * 7).tokens(6))
+    assert math.isclose(TREE.expected_tokens, AcceptanceCurve(TREE.survival, (0,) * 7).tokens(6))
 
 
 def test_curves_are_read_from_facts() -> None:

@@ -376,7 +376,7 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(
     drafter = Medusa.load(tmp_path)
     curve, older = drafter.acceptance_curve(GREEDY), drafter.acceptance_curve(SAMPLED)
     assert curve is not None and curve.marginal_gains == pytest.approx((0.5, 0.3)) and curve.depths == (0, 1, 2)
-    assert older is not None and older.marginal_gains == TREE.reach, (
+    assert older is not None and older.marginal_gains == TREE.survival, (
         "where it was not measured, the counted tree stands in"
     )
     facts["trees"]["greedy"]["likeliest"]["tokens"] = [1.5]

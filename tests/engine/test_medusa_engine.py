@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy import stats
 
+from support.answers import assert_ends_inside_blocks
 from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
@@ -225,15 +226,7 @@ def test_greedy_sampled_and_coupled_requests_share_a_batch(target: MarkovWithHea
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
-    """A length, a stop id and the context, each with tokens of a block behind it."""
-    plain = Engine(target).generate(PROMPTS[0], SamplingParams(max_tokens=40)).token_ids
-    engine = Engine(target, drafter_of(target))
-    for count in range(1, 12):
-        assert engine.generate(PROMPTS[0], SamplingParams(max_tokens=count)).token_ids == plain[:count]
-    for stop in set(plain):
-        answer = engine.generate(PROMPTS[0], SamplingParams(max_tokens=40, stop_token_ids=(stop,)))
-        assert answer.token_ids == plain[: plain.index(stop)]
-    assert engine.generate([1] * 155, SamplingParams(max_tokens=40)).finish_reason == "length"
+    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target)), PROMPTS[0])
 
 
 # --- requests that come and go ---

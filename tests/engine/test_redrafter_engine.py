@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.answers import assert_ends_inside_blocks
+from support.beam_schemes import beams_scheme, proposal_after
 from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.drafters import Redrafter
-from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.heads import HeadRecord
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import SpeculativeSampling
-from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
+from truedraft.verification.exact import Prefix, distance, emitted_dist, target_dist
 
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
 CALIBRATED = {"survival": {"greedy": SHARPENED, "sampled": SHARPENED}}
@@ -67,35 +67,6 @@ def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
 def small() -> tuple[MarkovWithEmbedding, RedrafterHead]:
     world = MarkovWithEmbedding.random(4, seed=3, sharpness=1.0)
     return world, random_redrafter(world, length=2, layers=1, spread=3.0)
-
-
-def proposal_after(drafter: Redrafter, world: MarkovWithEmbedding, before: Sequence[int]) -> Proposal:
-    """What is proposed when the last of some tokens was just drawn, for a sampled request."""
-    request = DraftRequest(0, SamplingParams(temperature=1.0), [0, *before])
-    drafter.begin(request)
-    vector = world.vector_after([0, *before][:-1])[None]
-    drafter.observe([request], [StepOutcome(Proposal.empty(), (), (0,), vector)])
-    return drafter.propose([request], [drafter.limits], [KeyedNoise(0, 0, 0)])[0]
-
-
-def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
-    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
-    drafter.check(world)
-
-    @cache
-    def proposed(before: Prefix) -> Proposal:
-        return proposal_after(drafter, world, before)
-
-    def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        tree = proposed(prefix[: len(prefix) - len(drafted)]).tree
-        slot = 0
-        for token in drafted:
-            slot = 1 + next(node for node in tree.shape.children[slot] if tree.token_list[node] == token)
-        eye = torch.eye(world.vocab_size, dtype=torch.float64)
-        children = tree.shape.children[slot]
-        return [PlannedDraw(-1, eye[tree.token_list[node]], DrawKind.DETERMINISTIC) for node in children]
-
-    return scheme
 
 
 @pytest.mark.parametrize("facts", [{}, CALIBRATED], ids=["raw", "calibrated"])
@@ -243,11 +214,4 @@ def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding)
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithEmbedding) -> None:
-    plain = Engine(target).generate(PROMPTS[0], SamplingParams(max_tokens=40)).token_ids
-    engine = Engine(target, drafter_of(target))
-    for count in range(1, 12):
-        assert engine.generate(PROMPTS[0], SamplingParams(max_tokens=count)).token_ids == plain[:count]
-    for stop in set(plain):
-        answer = engine.generate(PROMPTS[0], SamplingParams(max_tokens=40, stop_token_ids=(stop,)))
-        assert answer.token_ids == plain[: plain.index(stop)]
-    assert engine.generate([1] * 155, SamplingParams(max_tokens=40)).finish_reason == "length"
+    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target)), PROMPTS[0])

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 import torch
 
+from support.beam_schemes import beams_scheme
 from support.head_models import MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
-from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.stats import Counters
 from truedraft.drafters import Redrafter
-from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.heads.redrafter import RedrafterHead
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
+from truedraft.verification.exact import Prefix, distance, emitted_dist, target_dist
 from truedraft.verification.specs import rule_from_spec
 
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
@@ -43,30 +40,6 @@ def head() -> RedrafterHead:
 # --- the distribution ---
 
 
-def chosen_beams(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
-    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
-    drafter.check(world)
-
-    @cache
-    def proposed(before: Prefix) -> Proposal:
-        request = DraftRequest(0, SamplingParams(temperature=1.0), [0, *before])
-        drafter.begin(request)
-        vector = world.vector_after([0, *before][:-1])[None]
-        drafter.observe([request], [StepOutcome(Proposal.empty(), (), (0,), vector)])
-        return drafter.propose([request], [drafter.limits], [KeyedNoise(0, 0, 0)])[0]
-
-    def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        tree = proposed(prefix[: len(prefix) - len(drafted)]).tree
-        slot = 0
-        for token in drafted:
-            slot = 1 + next(node for node in tree.shape.children[slot] if tree.token_list[node] == token)
-        eye = torch.eye(world.vocab_size, dtype=torch.float64)
-        children = tree.shape.children[slot]
-        return [PlannedDraw(-1, eye[tree.token_list[node]], DrawKind.DETERMINISTIC) for node in children]
-
-    return scheme
-
-
 def off_by(rule: Rule, beams: int, length: int) -> float:
     world = MarkovWithEmbedding.random(4, seed=3, sharpness=1.0)
     small = random_redrafter(world, length=2, layers=1, spread=3.0)
@@ -75,7 +48,7 @@ def off_by(rule: Rule, beams: int, length: int) -> float:
     def dist(prefix: Prefix) -> torch.Tensor:
         return world.probs_after((0, *prefix))
 
-    return distance(emitted_dist(rule, dist, chosen_beams(world, drafter), 4), target_dist(dist, 4))
+    return distance(emitted_dist(rule, dist, beams_scheme(world, drafter), 4), target_dist(dist, 4))
 
 
 @pytest.mark.parametrize(("beams", "length"), [(1, 2), (3, 1), (3, 2)])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
+from support.answers import count_moves
 from support.tiny_models import (
     CONTEXT,
     FAMILIES,
@@ -24,7 +25,6 @@ from support.tiny_models import (
     stock_logits,
 )
 from truedraft import Engine, SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.drafters import Drafter, DraftModel, NoDrafter, PromptLookup
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
@@ -88,20 +88,6 @@ def test_greedy_equals_transformers(family: str, drafter: str, monkeypatch: pyte
         assert total.accepted_per_position[-1] > 0
     if drafter == "draft tree":
         assert moved, "no path through a later sibling was accepted, so nothing was moved in the cache"
-
-
-def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Collects the paths whose commit moves entries."""
-    moved: list[tuple[int, ...]] = []
-    commit = RequestCache.commit
-
-    def watched(self: RequestCache, path: Sequence[int]) -> None:
-        if list(path) != list(range(len(path))):
-            moved.append(tuple(path))
-        commit(self, path)
-
-    monkeypatch.setattr(RequestCache, "commit", watched)
-    return moved
 
 
 def test_helper_builds_the_same_weights_each_time() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from support.answers import count_moves
 from support.backends import graph_backend
 from support.head_models import fitted_heads, random_heads
 from support.tiny_models import FAMILIES, PROMPTS, VOCAB, build, llama, packed, reference, stock
 from truedraft import Engine, SamplingParams
-from truedraft.cache import RequestCache
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import Medusa
@@ -65,20 +64,6 @@ def test_greedy_equals_transformers(family: str, tree: str, monkeypatch: pytest.
     assert 0.15 < total.accepted_per_position[0] / total.tried_per_position[0] < 0.98
     assert total.accepted_per_position[-1] > 0
     assert bool(moved) == (tree != "chain"), "no path through a later sibling was accepted"
-
-
-def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Collects the paths whose commit moves entries of a cache."""
-    moved: list[tuple[int, ...]] = []
-    commit = RequestCache.commit
-
-    def watched(self: RequestCache, path: Sequence[int]) -> None:
-        if list(path) != list(range(len(path))):
-            moved.append(tuple(path))
-        commit(self, path)
-
-    monkeypatch.setattr(RequestCache, "commit", watched)
-    return moved
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])

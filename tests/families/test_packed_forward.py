@@ -21,7 +21,7 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, packed, stock, stock_logits
+from support.tiny_models import FAMILIES, GROUPED, SMALL, VOCAB, WINDOW, build, packed, stock, stock_logits
 from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
@@ -161,16 +161,6 @@ def test_a_row_seen_by_a_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert worst_difference(packed("llama"), stock("llama")) > 0.1
 
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
 OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2 with a soft cap": lambda: Gemma2Config(
         **GROUPED, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=5.0

@@ -11,6 +11,7 @@ from transformers import Gemma2Config, LlamaConfig
 from support.backends import fused_backend, graph_backend, native_backend
 from support.head_models import MarkovWithHead, hidden_of, random_heads
 from support.tiny_models import build
+from truedraft.core.top_k import stable_topk
 from truedraft.heads.medusa import MedusaRunner
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built
@@ -19,7 +20,6 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.padding import PaddedSize, pad_model
-from truedraft.models.ranking import largest_ids
 
 NATIVE = built(torch.bfloat16).library is not None
 PACKS = can_pack(torch.device("cpu"), torch.bfloat16)
@@ -61,7 +61,7 @@ def test_it_ranks_what_the_modules_rank(body: BackendMaker, layers: int, tied: b
     for used in (4, 2):
         runner = MedusaRunner(heads, model, used)
         for depth, ranks in ((used, 7), (1, 1), (used, 211)):
-            expected = largest_ids(logits[:depth].flatten(0, 1), ranks).view(depth, len(TOKENS), ranks)
+            expected = stable_topk(logits[:depth].flatten(0, 1), ranks).view(depth, len(TOKENS), ranks)
             # Orders may differ where two logits are within rounding of each other.
             made = runner.likeliest(hidden, depth, ranks, drawn)
             assert (made.ids == expected).float().mean() > 0.98

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.trees import ancestor_mask
 from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
@@ -70,7 +71,7 @@ def defined(length: int, shape: TreeShape, written: int, span: int, pattern: Att
     nodes = len(shape)
     seen = torch.zeros(nodes, span, dtype=torch.bool)
     seen[:, :length] = True
-    seen[:, length : length + nodes] = shape.ancestor_mask
+    seen[:, length : length + nodes] = ancestor_mask(shape)
     positions = torch.tensor([length - 1 + depth for depth in shape.depths])
     keys = torch.cat([torch.arange(length), positions])
     seen[:, : length + nodes] &= keys >= pattern.first(positions)[:, None]

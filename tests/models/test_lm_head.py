@@ -20,6 +20,7 @@ from transformers import (
 from support.backends import fused_backend, graph_backend, native_backend
 from support.tiny_models import CONTEXT, FAMILIES, VOCAB, build, stock
 from truedraft import load_model
+from truedraft.core.top_k import stable_topk
 from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import BackendMaker
@@ -31,7 +32,6 @@ from truedraft.models.lm_head import LmHead, LogitFinish
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.padding import PaddedSize, pad_model
-from truedraft.models.ranking import largest_ids
 from truedraft.testing import MarkovModel
 
 SMALL: dict[str, Any] = {
@@ -109,8 +109,8 @@ def test_bodies_rank_alike_and_each_row_for_itself(backend: BackendMaker, dtype:
     assert_head_gives_the_logits(model, exactly=backend is native_backend)
     vectors = run(model).hidden
     logits = model.unembed(vectors)
-    assert model.likeliest(vectors, 10).ids.equal(largest_ids(logits, 10))
-    assert model.likeliest(vectors, VOCAB).ids.equal(largest_ids(logits, VOCAB))
+    assert model.likeliest(vectors, 10).ids.equal(stable_topk(logits, 10))
+    assert model.likeliest(vectors, VOCAB).ids.equal(stable_topk(logits, VOCAB))
     if dtype is torch.bfloat16 and backend is not graph_backend:
         for row in range(len(vectors)):
             assert model.unembed(vectors[row : row + 1]).equal(logits[row : row + 1])
@@ -153,7 +153,7 @@ def test_many_rows_and_two_threads() -> None:
     finally:
         torch.set_num_threads(1)
     assert two.equal(one)
-    assert made.ids.equal(largest_ids(one, 5))
+    assert made.ids.equal(stable_topk(one, 5))
     expected = one.float().log_softmax(dim=-1).gather(-1, made.ids)
     torch.testing.assert_close(made.log_probs, expected, rtol=1e-5, atol=1e-5)
 

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from support.tiny_models import FAMILIES, VOCAB, WINDOW, build, stock, stock_logits
+from support.tiny_models import FAMILIES, GROUPED, SMALL, WINDOW, build, stock, stock_logits
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.stock import StockBackend
@@ -110,7 +110,7 @@ def test_plus_changes_neither_input_nor_residual(shape: tuple[int, ...], dtype: 
 @needs_bfloat16
 @pytest.mark.parametrize("shape", [(48, 96), (384, 1024), (1024, 384)])
 def test_bfloat16_rows_do_not_depend_on_how_many_there_are(shape: tuple[int, int]) -> None:
-    """From 2 rows on; fewer than 4 are never run (`Body.least_rows`)."""
+    """From 2 rows on; fewer than 4 are never run (`Backend.least_rows`)."""
     packed = PackedLinear(drawn(*shape, dtype=torch.bfloat16))
     x, residual = drawn(64, shape[1], seed=2).bfloat16(), drawn(64, shape[0], seed=3).bfloat16()
     every, summed = packed(x), packed.plus(x, residual)
@@ -186,16 +186,6 @@ for dtype in (torch.float32, torch.bfloat16):
 
 # --- whole models of families that the fused loop does not know ---
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
 GEMMA = GROUPED | {"head_dim": 16, "sliding_window": WINDOW}
 OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": FAMILIES["gpt2"].config,

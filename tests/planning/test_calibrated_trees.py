@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from truedraft.core.survival import Survival
+from truedraft.core.top_k import TopK
 from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.heads.redrafter import RedrafterRunner
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
-from truedraft.models.ranking import Likeliest
 from truedraft.planning.beam_trees import beam_survival, tokens_of_beams
 from truedraft.planning.guesses import HeadGuesses
 from truedraft.planning.head_trees import compare, replay_likeliest
@@ -97,8 +97,8 @@ class Flattened(RedrafterRunner):
 
     sharpness = 1.0
 
-    def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> Likeliest:
-        return Likeliest.of(self.logits(context, state).float() * self.sharpness, ranks)
+    def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> TopK:
+        return TopK.of(self.logits(context, state).float() * self.sharpness, ranks)
 
 
 def test_beams(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness: float) -> None:

@@ -183,7 +183,7 @@ def test_promises_at_several_budgets() -> None:
 def test_a_path_that_no_step_followed_has_reach_0() -> None:
     table = random_table(length=400)
     tree = with_survival(table, RankTree(((0,), (3,), (3, 3), (3, 3, 3))), 4)
-    assert tree.reach[0] > 0.3 and tree.reach[3] < 0.02
+    assert tree.survival[0] > 0.3 and tree.survival[3] < 0.02
 
 
 def test_nothing_to_count_or_to_look_up() -> None:

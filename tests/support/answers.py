@@ -8,6 +8,8 @@ from itertools import chain
 
 import pytest
 
+from truedraft import Engine, SamplingParams
+from truedraft.cache.request import RequestCache
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
@@ -92,3 +94,28 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     patch.setattr(Request, "emit", recording_emit)
     patch.setattr(Request, "finish", checking_finish)
     yield
+
+
+def assert_ends_inside_blocks(plain: Engine, drafting: Engine, prompt: list[int]) -> None:
+    """A length, a stop id and a context of 160 tokens end greedy answers, each with tokens of a block behind it."""
+    expected = plain.generate(prompt, SamplingParams(max_tokens=40)).token_ids
+    for count in range(1, 12):
+        assert drafting.generate(prompt, SamplingParams(max_tokens=count)).token_ids == expected[:count]
+    for stop in set(expected):
+        answer = drafting.generate(prompt, SamplingParams(max_tokens=40, stop_token_ids=(stop,)))
+        assert answer.token_ids == expected[: expected.index(stop)]
+    assert drafting.generate([1] * 155, SamplingParams(max_tokens=40)).finish_reason == "length"
+
+
+def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Collects the paths whose commit moves entries of a cache."""
+    moved: list[tuple[int, ...]] = []
+    commit = RequestCache.commit
+
+    def watched(self: RequestCache, path: Sequence[int]) -> None:
+        if list(path) != list(range(len(path))):
+            moved.append(tuple(path))
+        commit(self, path)
+
+    monkeypatch.setattr(RequestCache, "commit", watched)
+    return moved

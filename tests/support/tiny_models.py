@@ -34,14 +34,15 @@ CONTEXT = 256
 WINDOW = 8
 
 _NO_SPECIAL_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_COMMON: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT,
     **_NO_SPECIAL_IDS,
 }
+GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
+_COMMON = SMALL | {"max_position_embeddings": CONTEXT}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 64, "num_key_value_heads": 2}
 
 

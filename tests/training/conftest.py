@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from truedraft.models.architecture import LlamaShape, save_llama
+from truedraft.models.architecture import LlamaShape, new_llama, save_llama
+from truedraft.models.lm_head import LmHead
 from truedraft.training.data import Curriculum
-from truedraft.training.language_models import PretrainConfig, pretraining_loop
+from truedraft.training.drafts import PretrainConfig, pretraining_loop
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.self_distillation import CollatedBatch
 from truedraft.training.tokenizer import save_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
@@ -25,9 +27,9 @@ SHAPE = LlamaShape(vocab_size=300, width=32, layers=2, heads=2, kv_heads=1, inte
 CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=128)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Bitwise claims are made for a fixed number of threads."""
+    """Bitwise claims are made for a fixed number of threads, also of what the tests of a file share."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -71,3 +73,23 @@ def learned_folder(tmp_path_factory, tokenizer, stream) -> Path:
     save_llama(loop.model, folder)
     save_tokenizer(tokenizer, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def lm_head():
+    """Of a model with a vocabulary of 50 and vectors of 16 entries."""
+    shape = LlamaShape(50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
+    model = new_llama(shape, seed=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)  # distributions far from uniform
+    return LmHead.of(model)
+
+
+@pytest.fixture
+def packed():
+    """Made-up places of a text for that head."""
+    noise = torch.Generator().manual_seed(2)
+    places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
+    return CollatedBatch(
+        torch.randn(33, 16, generator=noise), torch.randint(0, 50, (33,), generator=noise), places, np.arange(33)
+    )

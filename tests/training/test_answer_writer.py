@@ -20,15 +20,6 @@ PROMPTS = [[5 + number, 40, 7 * number + 1, 33] for number in range(8)]
 FILES = ("train.jsonl", "train.hidden", "train.json")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model(target_folder):
     return load_model(target_folder)

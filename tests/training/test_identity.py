@@ -9,10 +9,8 @@ import pytest
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.training.data import Curriculum
-from truedraft.training.drafts import DraftConfig
-from truedraft.training.identity import identity_of, weights_fingerprint
-from truedraft.training.language_models import PretrainConfig, pretraining_loop
-from truedraft.training.loop import CHECKPOINT
+from truedraft.training.drafts import DraftConfig, PretrainConfig, pretraining_loop
+from truedraft.training.loop import CHECKPOINT, identity_of, weights_fingerprint
 from truedraft.training.losses import ForwardKL
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 

@@ -20,8 +20,9 @@ from truedraft.training import joint
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import JointConfig
 from truedraft.training.head_objective import HeadLoss
-from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.heads import train_heads
 from truedraft.training.joint import Backbone, JointModel, JointObjective, rank_for
+from truedraft.training.loop import Callbacks
 from truedraft.training.losses import ForwardKL
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
@@ -41,15 +42,6 @@ CONFIG = MedusaTrainingConfig(
     checkpoint_every_s=0.0,
     joint=WHOLE,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
-from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import losses
 from truedraft.training.head_objective import HeadLoss, HeadsObjective
@@ -18,25 +16,7 @@ from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.self_distillation import CollatedBatch, text_tokens
 from truedraft.training.targets import ComputedTarget
 
-SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 HEADS, DECAY = 3, 0.8
-
-
-@pytest.fixture(scope="module")
-def lm_head():
-    model = new_llama(SHAPE, seed=1)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # distributions far from uniform
-    return LmHead.of(model)
-
-
-@pytest.fixture
-def packed():
-    noise = torch.Generator().manual_seed(2)
-    places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
-    return CollatedBatch(
-        torch.randn(33, 16, generator=noise), torch.randint(0, 50, (33,), generator=noise), places, np.arange(33)
-    )
 
 
 def new_heads(tied: bool, lm_head: LmHead, layers: int = 1) -> MedusaHeads:

@@ -26,7 +26,8 @@ from truedraft.training import loop as loop_module
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import schedule_of
 from truedraft.training.head_objective import heads_optimizer
-from truedraft.training.heads import Callbacks, HeadJob, train_heads
+from truedraft.training.heads import HeadJob, train_heads
+from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
@@ -44,15 +45,6 @@ CONFIG = MedusaTrainingConfig(
     evaluate_every=3,
     checkpoint_every_s=0.0,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def test_what_it_leaves_behind(trained, target_folder):
     target = load_model(target_folder)
     assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
     assert checkpoint.record.trees.keys() == {"greedy", "sampled"}
-    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.served]
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.evaluations]
     for kind, tree in checkpoint.record.facts["trees"].items():
         compared = tree["compared"]
         best = max(compared, key=lambda way: compared[way], default="calibrated")
@@ -111,7 +103,7 @@ def test_what_it_leaves_behind(trained, target_folder):
 def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
     out, result, _ = trained
     target = load_model(target_folder)
-    for served in result.report.served:
+    for served in result.report.evaluations:
         params = SamplingParams(max_tokens=64, temperature=served.temperature, seed=0)  # half of the context
         kept, about = MedusaHeads.load(out), served.about
         chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
@@ -345,7 +337,7 @@ def test_within_minutes_it_writes_trains_and_measures_less_and_goes_on_with_what
     )
     assert result.effort.steps == 1 and 2 <= result.effort.written_tokens / 16 < 24
     assert any("in the time given the target wrote" in note for note in notes)
-    assert result.report.served and (tmp_path / "README.md").is_file()
+    assert result.report.evaluations and (tmp_path / "README.md").is_file()
     text = (tmp_path / "work" / "train.jsonl").read_bytes()
     again = train_heads(
         target_folder, prompts, tmp_path, CONFIG, budget=TimeBudget(60), callbacks=Callbacks(on_note=notes.append)
@@ -363,7 +355,7 @@ def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):
     assert (card.data.library_name, card.data.pipeline_tag) == ("truedraft", "text-generation")
     count = sum(weight.numel() for weight in weights(out).values())
     assert f"| parameters | {count:,} |" in card.text and f"| steps | {result.effort.steps} |" in card.text
-    for each in result.report.served:
+    for each in result.report.evaluations:
         about, length = each.about, each.stats.mean_acceptance_length
         name = f"temperature {each.temperature:g}, {about['nodes']} nodes, {about['trees']} trees"
         assert f"{name} | {length:.2f} (promised {about['promised']:.2f}) |" in card.text
@@ -392,7 +384,7 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, w
         ({"stage": 3}, "stage must be 1 .* or 2"),
         ({"epochs": 0.0}, "epochs must be a number above 0"),
         ({"steps": 0}, "steps must be a whole number of 1 or more"),
-        ({"law_share": 2.0}, r"law_share must lie in \[0, 1\]"),
+        ({"law_share": 2.0}, r"law_share must be a number in \[0, 1\]"),
         ({"seed": -1}, "seed must be a whole number of 0 or more"),
         ({"place_decay": 0.0}, "place_decay must lie in"),
     ],

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
-from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.models.lm_head import LmHead
 from truedraft.training import losses
 from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
 from truedraft.training.losses import loss_from_spec
@@ -16,24 +14,7 @@ from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.self_distillation import CollatedBatch, SelfFeeding, text_tokens
 from truedraft.training.targets import ComputedTarget
 
-SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 LENGTH, DECAY = 3, 0.7
-
-
-@pytest.fixture(scope="module")
-def lm_head():
-    model = new_llama(SHAPE, seed=1)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # distributions far from uniform
-    return LmHead.of(model)
-
-
-@pytest.fixture
-def packed():
-    noise = torch.Generator().manual_seed(2)
-    places = torch.cat([torch.arange(0, 9), torch.arange(12, 30)])  # two windows
-    tokens = torch.randint(0, 50, (33,), generator=noise)
-    return CollatedBatch(torch.randn(33, 16, generator=noise), tokens, places, np.arange(33))
 
 
 def head_of(**sizes) -> RedrafterHead:

@@ -18,7 +18,8 @@ from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees
 from truedraft.training import evaluate
 from truedraft.training.answer_writer import WritingConfig
-from truedraft.training.heads import Callbacks, train_heads
+from truedraft.training.heads import train_heads
+from truedraft.training.loop import Callbacks
 from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.prompts import PromptSets
 from truedraft.training.redrafter import RedrafterTrainingConfig
@@ -37,15 +38,6 @@ CONFIG = RedrafterTrainingConfig(
     evaluate_every=3,
     checkpoint_every_s=0.0,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_all():
-    """Bitwise claims are made for a fixed number of threads, also of what the tests share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,7 +91,7 @@ def test_what_it_leaves_behind(trained, target_folder):
     checkpoint, target = RedrafterHead.load(out), load_model(target_folder)
     assert checkpoint.record.fingerprint == target.fingerprint and checkpoint.record.target_name == str(target_folder)
     assert (checkpoint.config.state, checkpoint.config.length) == (24, 3)
-    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.served]
+    assert checkpoint.record.facts["served"] == [each.as_dict() for each in result.report.evaluations]
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["identity"]["self_fed"] == 0.3 and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 6
@@ -113,9 +105,9 @@ def test_what_it_leaves_behind(trained, target_folder):
 def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, prompts):
     out, result, _ = trained
     target = load_model(target_folder)
-    rounds = {(each.temperature, each.about["nodes"]) for each in result.report.served}
+    rounds = {(each.temperature, each.about["nodes"]) for each in result.report.evaluations}
     assert rounds == {(t, n) for t in (0, 1) for n in (8, 32)}
-    for served in result.report.served:
+    for served in result.report.evaluations:
         params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature, seed=0)
         drafter = Redrafter.load(out, **{name: served.about[name] for name in ("nodes", "beams", "length")})
         answers = Engine(target, drafter).generate(list(prompts.test), params)
@@ -281,7 +273,7 @@ def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, tar
         ({"loss": "kl=x"}, "is not a positive number"),
         ({"laws": "guessed"}, "unknown kind of distributions 'guessed'; .*valid: computed, stored"),
         ({"laws": "stored", "loss": "ce"}, "laws need not be stored for the loss 'ce'"),
-        ({"self_fed": 1.5}, r"self_fed must lie in \[0, 1\]"),
+        ({"self_fed": 1.5}, r"self_fed must be a number in \[0, 1\]"),
         ({"place_decay": 0.0}, "place_decay must lie in"),
         ({"epochs": -1.0}, "epochs must be a number above 0"),
     ],

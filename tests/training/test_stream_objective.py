@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.training import losses
-from truedraft.training.language_models import StreamObjective
+from truedraft.training.drafts import StreamObjective
 from truedraft.training.losses import CrossEntropy, ForwardKL, Mixture, TotalVariation
 
 SHAPE = LlamaShape(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)

@@ -135,10 +135,10 @@ def test_it_is_trained_measured_and_saved(trained, learned_folder):
     out, result = trained
     kept = LinearHead.load(out)
     assert kept.record.fingerprint == load_model(learned_folder).fingerprint
-    assert kept.record.facts["served"] == [each.as_dict() for each in result.report.served]
+    assert kept.record.facts["served"] == [each.as_dict() for each in result.report.evaluations]
     assert kept.record.facts["seen"] > 0 and result.effort.steps == 40
     assert kept.linear.weight.abs().sum() > 0 and "linear:FOLDER" in (out / "README.md").read_text()
-    assert result.report.served[0].stats.accepted_tokens > 10
+    assert result.report.evaluations[0].stats.accepted_tokens > 10
 
 
 def test_it_drafts_and_changes_no_answer(trained, learned_folder, prompts):

@@ -26,7 +26,7 @@ from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama,
 from truedraft.training import drafts, evaluate
 from truedraft.training.data import Curriculum
 from truedraft.training.drafts import DraftConfig, train_draft
-from truedraft.training.loop import checkpoint_of
+from truedraft.training.loop import Callbacks, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from truedraft.training.workspace import TimeBudget
@@ -56,7 +56,11 @@ def data(tmp_path, tokenizer, stream):
 def test_distillation_raises_alpha(target_folder, data, tmp_path):
     alphas = []
     result = train_draft(
-        target_folder, [data], tmp_path / "out", config(), on_step=lambda r: alphas.append(r.values["alpha"])
+        target_folder,
+        [data],
+        tmp_path / "out",
+        config(),
+        callbacks=Callbacks(on_step=lambda r: alphas.append(r.values["alpha"])),
     )
     assert sum(alphas[-5:]) / 5 > sum(alphas[:5]) / 5 + 0.15
     assert result.report.alpha > alphas[0] + 0.15
@@ -78,7 +82,7 @@ def test_the_result_is_an_ordinary_folder_with_a_card(target_folder, data, tmp_p
     assert f"{result.report.greedy_agreement:.4f}" in card
     about = ModelCard(card).data
     assert about.base_model == target_folder.name and "draft-model" in about.tags
-    for served in result.served:
+    for served in result.evaluations:
         row = f"temperature {served.temperature:g}, 4 drafted tokens | {served.stats.mean_acceptance_length:.2f} |"
         assert f"| tokens per target call, {row}" in card
 
@@ -89,7 +93,7 @@ def test_acceptance_is_that_of_the_engine(target_folder, data, tmp_path):
     held_out = stream[-int(len(stream) * 0.05) :]
     prompts = [held_out[len(held_out) * number // 4 :][:64].tolist() for number in range(4)]
     engine = Engine(load_model(target_folder), DraftModel(load_model(tmp_path / "out"), num_speculative_tokens=4))
-    for served, temperature in zip(result.served, (0.0, 1.0), strict=True):
+    for served, temperature in zip(result.evaluations, (0.0, 1.0), strict=True):
         answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature, seed=0))
         emitted, calls = (sum(getattr(a.stats, name) for a in answers) for name in ("emitted_tokens", "target_calls"))
         assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
@@ -102,8 +106,10 @@ def test_what_the_engine_cannot_run_is_trained_for_all_the_same(target_folder, d
 
     monkeypatch.setattr(drafts, "load_model", refuse)
     notes = []
-    result = train_draft(target_folder, [data], tmp_path / "out", config(steps=2), on_note=notes.append)
-    assert result.served == () and notes == ["the draft was not measured in the engine: it has a mixer"]
+    result = train_draft(
+        target_folder, [data], tmp_path / "out", config(steps=2), callbacks=Callbacks(on_note=notes.append)
+    )
+    assert result.evaluations == () and notes == ["the draft was not measured in the engine: it has a mixer"]
 
 
 def test_text_that_is_read_too_often_is_said_and_then_refused(target_folder, tokenizer, tmp_path):
@@ -113,7 +119,9 @@ def test_text_that_is_read_too_often_is_said_and_then_refused(target_folder, tok
     count = len(tokenizer.encode("x = 1\n" * 60, add_special_tokens=False))
     steps = -(-5 * count // 64)
     some = replace(often, schedule=WarmupStableDecay(1, steps, 1))
-    train_draft(target_folder, [tmp_path / "short.txt"], tmp_path / "a", some, on_note=notes.append)
+    train_draft(
+        target_folder, [tmp_path / "short.txt"], tmp_path / "a", some, callbacks=Callbacks(on_note=notes.append)
+    )
     assert len(notes) == 1 and f"reads {64 * (steps + 1):,}, each of them" in notes[0]
     many = replace(often, schedule=WarmupStableDecay(1, 50 * steps, 1))
     with pytest.raises(DataError, match="beyond 40 times it learns nothing more: give more text, or fewer steps"):
@@ -124,12 +132,24 @@ def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(target_fol
     clock, plans = iter(range(0, 10**9, 5)), []
     budget = TimeBudget(1.0, lambda: float(next(clock)))
     result = train_draft(
-        target_folder, [data], tmp_path / "out", config(), budget=budget, on_plan=plans.append, on_note=plans.append
+        target_folder,
+        [data],
+        tmp_path / "out",
+        config(),
+        budget=budget,
+        callbacks=Callbacks(on_plan=plans.append, on_note=plans.append),
     )
-    assert 1 <= result.steps <= 12 and result.served and result.report.tokens > 0
+    assert 1 <= result.steps <= 12 and result.evaluations and result.report.tokens > 0
     assert "are free, all within 1 minutes" in plans[0]
     notes = []
-    more = train_draft(target_folder, [data], tmp_path / "out", config(), budget=TimeBudget(60), on_note=notes.append)
+    more = train_draft(
+        target_folder,
+        [data],
+        tmp_path / "out",
+        config(),
+        budget=TimeBudget(60),
+        callbacks=Callbacks(on_note=notes.append),
+    )
     begun = checkpoint_of(tmp_path / "out" / "work")[1]
     assert more.steps == begun["schedule.stable_steps"] + begun["schedule.decay_steps"] <= 40 and notes == []
 
@@ -164,9 +184,11 @@ def test_interrupted_and_called_again_it_goes_on(target_folder, data, tmp_path):
         checkpoint_every_s=0.0,
     )
     with pytest.raises(KilledError):
-        train_draft(target_folder, [data], tmp_path / "out", small, on_step=kill)
+        train_draft(target_folder, [data], tmp_path / "out", small, callbacks=Callbacks(on_step=kill))
     steps = []
-    train_draft(target_folder, [data], tmp_path / "out", small, on_step=lambda r: steps.append(r.step))
+    train_draft(
+        target_folder, [data], tmp_path / "out", small, callbacks=Callbacks(on_step=lambda r: steps.append(r.step))
+    )
     assert steps == [7, 8, 9]  # the checkpoint of step 7 was still to be written
 
 
@@ -178,7 +200,7 @@ def test_start_from_an_earlier_draft(target_folder, data, tmp_path):
         [data],
         tmp_path / "two",
         config(steps=2, start_from=tmp_path / "one"),
-        on_step=lambda r: alphas.append(r.values["alpha"]),
+        callbacks=Callbacks(on_step=lambda r: alphas.append(r.values["alpha"])),
     )
     assert alphas[0] > 0.4  # a new draft begins below 0.2
 
@@ -259,7 +281,7 @@ def test_sizes_that_make_no_model_are_refused(sizes, message):
 def test_sequences_longer_than_the_context_are_cut_and_that_is_said(target_folder, data, tmp_path):
     notes = []
     long = replace(config(steps=2), curriculum=Curriculum(256, 512, 512, 512))
-    train_draft(target_folder, [data], tmp_path / "out", long, on_note=notes.append)
+    train_draft(target_folder, [data], tmp_path / "out", long, callbacks=Callbacks(on_note=notes.append))
     assert notes == ["the context is 128 tokens, so training uses sequences of 128, and of 128 while the rate decays"]
 
 

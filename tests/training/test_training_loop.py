@@ -13,7 +13,7 @@ import torch
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape
 from truedraft.training.data import Curriculum
-from truedraft.training.language_models import PretrainConfig, pretraining_loop
+from truedraft.training.drafts import PretrainConfig, pretraining_loop
 from truedraft.training.loop import CHECKPOINT, LOG, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 

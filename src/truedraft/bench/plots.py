@@ -217,7 +217,7 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     """Draw a tree as `stem`.png and `stem`.svg: the root above, below it the nodes level by level, labelled by rank.
 
     Args:
-        tree: at least one node; with `reach` the nodes are coloured and sized by it.
+        tree: at least one node; with `survival` the nodes are coloured and sized by it.
         stem: path without suffix; its folder exists.
         heading: above the picture.
         under: what its figures were measured on, below it.
@@ -272,17 +272,17 @@ def _places(tree: RankTree) -> list[float]:
 
 def _scale_of(tree: RankTree) -> ScalarMappable | None:
     """From probability to colour, by its logarithm: it falls by about a factor with each level and rank."""
-    if not tree.reach:
+    if not tree.survival:
         return None
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-    return ScalarMappable(LogNorm(_TICKS[0], 1.0, clip=True), LinearSegmentedColormap.from_list("reach", _SHADES))
+    return ScalarMappable(LogNorm(_TICKS[0], 1.0, clip=True), LinearSegmentedColormap.from_list("survival", _SHADES))
 
 
-def _shade(reach: float) -> float:
+def _shade(survival: float) -> float:
     """Where a probability lies on the scale, from 0 to 1."""
-    return 1.0 - math.log(max(reach, _TICKS[0])) / math.log(_TICKS[0])
+    return 1.0 - math.log(max(survival, _TICKS[0])) / math.log(_TICKS[0])
 
 
 def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
@@ -294,7 +294,7 @@ def _draw_edges(axes: Axes, tree: RankTree, places: list[float]) -> None:
         below = tree.shape.depths[node]
         left, right = places[parent + 1], places[node + 1]
         points = [(left, below - 1), (left, below - 0.45), (right, below - 0.75), (right, below)]
-        width = 0.6 + (2.4 * tree.reach[node] if tree.reach else 0.0)
+        width = 0.6 + (2.4 * tree.survival[node] if tree.survival else 0.0)
         curve = Curve(points, [Curve.MOVETO, *[Curve.CURVE4] * 3])
         axes.add_patch(PathPatch(curve, facecolor="none", edgecolor=_BRANCH, linewidth=width, zorder=1))
 
@@ -305,15 +305,15 @@ def _draw_nodes(axes: Axes, tree: RankTree, places: list[float], scale: ScalarMa
     axes.annotate("last token", (places[0], 0), xytext=(8, 2), textcoords="offset points", fontsize=8, va="center")
     for node, path in enumerate(tree.paths):
         spot = (places[node + 1], tree.shape.depths[node])
-        shade = 0.0 if scale is None else _shade(tree.reach[node])
+        shade = 0.0 if scale is None else _shade(tree.survival[node])
         size = across * (1.0 if scale is None else _SMALLEST + (1 - _SMALLEST) * shade)
         face = _FILL if scale is None else scale.cmap(shade)
         ink = "white" if shade > _WHITE_FROM else "black"
         axes.scatter(*spot, s=size**2, color=[face], edgecolors=_EDGE, linewidths=0.6, zorder=2)
         axes.annotate(str(path[-1]), spot, fontsize=0.56 * size, color=ink, ha="center", va="center_baseline", zorder=3)
-        if tree.reach and len(tree) <= _WITH_NUMBERS:
+        if tree.survival and len(tree) <= _WITH_NUMBERS:
             beside = (0.55 * across + 2, 0)
-            number = f"{tree.reach[node]:.2f}"
+            number = f"{tree.survival[node]:.2f}"
             axes.annotate(number, spot, xytext=beside, textcoords="offset points", fontsize=8, va="center")
 
 
@@ -323,7 +323,7 @@ def _name_levels(axes: Axes, tree: RankTree) -> None:
     axes.annotate("in circles: the rank of\nthe head's guess, from 0", (left, 0), fontsize=8.5, va="center", ha="left")
     for depth in range(1, tree.depth + 1):
         name = f"{_NAMES[depth - 1] if depth <= len(_NAMES) else f'{depth}th'} token"
-        if tree.reach:
+        if tree.survival:
             nodes = [node for node, each in enumerate(tree.shape.depths) if each == depth]
-            name += f"\naccepted: {math.fsum(tree.reach[node] for node in nodes):.2f}"
+            name += f"\naccepted: {math.fsum(tree.survival[node] for node in nodes):.2f}"
         axes.annotate(name, (left, depth), fontsize=8.5, va="center", ha="left")

@@ -34,7 +34,7 @@ class DraftedTree:
 
     Attributes:
         system: who drafted them.
-        tree: its nodes, with `reach` where they were counted; where trees are chosen at each step, the tree that was
+        tree: its nodes, with `survival` where they were counted; where trees are chosen at each step, the tree that was
             counted for the same heads.
         measured: mean acceptance length in the benchmark; None where it did not run.
         product: what the tree would promise if heads erred independently; None where that was not kept with them.
@@ -141,7 +141,7 @@ def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: Sa
         facts = each.engine.drafter.tree_facts(params)
         if facts is None:
             continue
-        counted = facts.accuracy is not None and bool(facts.tree.reach)
+        counted = facts.accuracy is not None and bool(facts.tree.survival)
         product = expected_tokens_if_independent(facts.tree.paths, facts.accuracy or ()) if counted else None
         tokens = None if facts.curve is None else facts.curve.tokens(facts.nodes)
         chosen = None if facts.fixed else ChosenTrees(facts.nodes, tokens)

@@ -40,6 +40,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.probs import most_likely, probs_from_logits
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Engine
+from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
 from truedraft.verification.coupled import coupled_choice
 
@@ -131,11 +132,6 @@ class EqualityInFloat32(Check):
             context.tell(1.0)
             return []
         return Equality().run(replace(context, stack=self._load()))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def as_greedy(params: SamplingParams) -> SamplingParams:

@@ -24,6 +24,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.engine.scheduler import Scheduler
+from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
 
 _LEEWAY = 4.0
@@ -187,12 +188,12 @@ class Rounding:
             f"{self.mean_total_variation:.2g} on average and {self.largest_total_variation:.2g} at most, "
             f"over {self.positions} places"
         )
-        return told if self.is_rounding else f"{told}; that is more than rounding in {_name(self.dtype)} does"
+        return told if self.is_rounding else f"{told}; that is more than rounding in {dtype_name(self.dtype)} does"
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON record."""
         return {
-            "dtype": _name(self.dtype),
+            "dtype": dtype_name(self.dtype),
             "bitwise": self.bitwise,
             "is_rounding": self.is_rounding,
             "positions": self.positions,
@@ -291,10 +292,6 @@ def compare_shapes(
 def _differences(a: Tensor, b: Tensor) -> Tensor:
     """Absolute differences; equal infinities do not differ, and what is no number differs without bound."""
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs().nan_to_num(nan=torch.inf))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------------------------- texts in several shapes

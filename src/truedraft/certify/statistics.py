@@ -103,7 +103,7 @@ class Statistics(Check):
         summary = (
             f"{sample.tokens:,} tokens, {sample.judged:,} of them at nodes with a draft, {len(sample.tests)} tests: "
             f"smallest p-value after Holm {adjusted[smallest]:.2g}"
-            f" ({worst.name}, {worst.excess:+.4f}); a total variation of {detectable:.3f} in any of these directions "
+            f" ({worst.name}, {worst.excess:+.4f}); a total variation of {detectable:.3f} on any of these events "
             "would have been found"
         )
         if sample.impossible:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +14,22 @@ from truedraft.cli.failures import DONE, INTERRUPTED, error_record
 from truedraft.cli.session import ReportOptions
 from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
-from truedraft.options import MachineOptions, flag, group, option
+from truedraft.options import MachineOptions, check_positive, flag, group, option
+from truedraft.training.options import (
+    DraftSizeOptions,
+    MedusaRunOptions,
+    MedusaSizeOptions,
+    RedrafterRunOptions,
+    RedrafterSizeOptions,
+    TextOptions,
+    WritingOptions,
+)
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
     from truedraft.training.head_config import HeadTrainingConfig
-    from truedraft.training.heads import Callbacks
-    from truedraft.training.loop import Saved, StepRecord
+    from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.workspace import TimeBudget
 
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
@@ -51,8 +58,7 @@ DRAFT_NAMES = _NAMES | {
 HEAD_NAMES = _NAMES | {
     "schedule.stable_steps": "the steps (--steps, --epochs) before the decay",
     "schedule.decay_steps": "the steps (--steps, --epochs) of the decay",
-    "temperatures": "--temperature",
-    "rnn": "--recurrent",
+    "temperature": "--temperature",
     "joint.steps": "--joint-steps",
     "joint.lora_rank": "--lora-rank",
     "joint.backbone.matrix_rate": "--backbone-rate",
@@ -118,115 +124,10 @@ class DraftRunOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class DraftSizeOptions:
-    """How large a draft model is."""
+class HeadRateOptions(RunOptions):
+    """The same, and how fast heads learn."""
 
-    start_from: Path | None = option(None, "A draft to train further; it keeps its size.", "DIR")
-    layers: int = option(2, "Layers.", "N", least=1)
-    width: int = option(128, "Width of a layer.", "N", least=1)
-    heads: int = option(2, "Query heads.", "N", least=1)
-    kv_heads: int = option(1, "Key and value heads.", "N", least=1)
-    intermediate: int = option(512, "Width inside the MLP.", "N", least=1)
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """What the target writes for heads to learn from."""
-
-    tokens: int = option(400_000, "Tokens that the target writes to train on, about.", "N")
-    prompt_tokens: int = option(64, "Tokens of a prompt.", "N")
-    answer_tokens: int = option(192, "The most tokens of an answer.", "N")
-    temperature: tuple[float, ...] = option(
-        (0.0, 1.0),
-        "Of the answers; may be repeated, then they are taken in turn.",
-        "T",
-        shown_default="0 and 1 in turn",
-    )
-
-
-@dataclass(frozen=True)
-class HeadRunOptions(RunOptions):
-    """How heads are trained."""
-
-    epochs: float = option(2.5, "Passes over what the target wrote.", "X")
-    steps: int | None = option(None, "Updates of the heads, in place of --epochs.", "N")
     learning_rate: float = option(0.01, "The highest rate of the heads.", "RATE")
-    place_decay: float = option(0.8, "By how much each place counts less than the one before.", "X")
-    seed: int = option(0, "Decides the text, the order of it, and new weights.", "S")
-
-
-@dataclass(frozen=True)
-class MedusaRunOptions(HeadRunOptions):
-    """The same for Medusa heads."""
-
-    law_share: float = option(
-        1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
-    )
-
-
-@dataclass(frozen=True)
-class RedrafterRunOptions(HeadRunOptions):
-    """The same for a recurrent head."""
-
-    loss: str = option(
-        "kl",
-        "kl, reverse-kl, tv or jsd learn the target's distributions, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
-        "LOSS",
-    )
-    laws: str = option(
-        "computed",
-        "computed: whole, by the LM head at each step. stored: once, as the 64 likeliest tokens and the mass of the "
-        "rest, for large vocabularies.",
-        "KIND",
-    )
-    self_fed: float = option(
-        0.0,
-        "At this share of the positions the head reads its own guesses; 0 reads the text's tokens alone.",
-        "SHARE",
-    )
-
-
-@dataclass(frozen=True)
-class MedusaSizeOptions:
-    """What Medusa heads are."""
-
-    heads: int = option(4, "How many tokens after the next are guessed.", "N")
-    layers: int = option(1, "Residual blocks of a head.", "N")
-    tied: bool = option(
-        True, "Heads end in the target's LM head, or each in an output of its own.", "", name="--tied/--free"
-    )
-    reads_token: bool = option(
-        True,
-        "Heads also read the token that was drawn from their vector, or the vector alone, as Medusa's own.",
-        "",
-        name="--reads-token/--vector-only",
-    )
-    start_from: Path | None = option(None, "Heads to train further; in stage 2 they are warm already.", "DIR")
-
-
-@dataclass(frozen=True)
-class RedrafterSizeOptions:
-    """What a recurrent head is."""
-
-    length: int = option(5, "How many tokens after the next are guessed in training.", "T")
-    state: int | None = option(None, "Entries of the recurrent state.", "N", shown_default="the target's width")
-    layers: int = option(2, "Residual blocks of a head.", "N")
-    tied: bool = option(
-        True, "The head ends in the target's LM head, or in an output of its own.", "", name="--tied/--free"
-    )
-    exit_width: int | None = option(
-        None,
-        "Entries of what enters the blocks and the output; others than the target's width only with --free.",
-        "N",
-        shown_default="the target's width",
-    )
-    recurrent: bool = option(
-        True,
-        "The state is recurrent, or the plain sum of the embeddings so far.",
-        "",
-        name="--recurrent/--summed",
-    )
-    start_from: Path | None = option(None, "A head to train further.", "DIR")
 
 
 @dataclass(frozen=True)
@@ -260,12 +161,19 @@ class MedusaOptions:
 
     job: JobOptions = group(_WHAT)
     text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
     size: MedusaSizeOptions = group(_HEADS)
-    run: MedusaRunOptions = group(_RUN)
+    run: HeadRateOptions = group(_RUN)
+    learning: MedusaRunOptions = group(_RUN)
     joint: JointOptions = group("Stage 2")
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
-    stage: int = option(1, "1: heads of a frozen target. 2: the target learns too.", "1|2", heading=_WHAT)
+    stage: int = option(
+        1,
+        "1: heads of a frozen target. 2: the target learns too; heads to start from are warm already.",
+        "1|2",
+        heading=_WHAT,
+    )
 
 
 @dataclass(frozen=True)
@@ -274,8 +182,10 @@ class RedrafterOptions:
 
     job: JobOptions = group(_WHAT)
     text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
     size: RedrafterSizeOptions = group(_HEADS)
-    run: RedrafterRunOptions = group(_RUN)
+    run: HeadRateOptions = group(_RUN)
+    learning: RedrafterRunOptions = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
@@ -287,12 +197,12 @@ def draft(options: DraftOptions) -> int:
         return _clean(job, options.report)
     budget = _time_budget(options.run)
     run, lengths = options.run, _lengths(options.run)
-    _check_rate("learning_rate", run.learning_rate)
+    check_positive("learning_rate", run.learning_rate)
     if not job.data:
         raise DataError("there is nothing to train on; name at least one text file with --data FILE")
     _check_folder(job, job.out / _WORK / "checkpoint.pt")
 
-    def train(terminal: Terminal, told: Callbacks) -> Any:
+    def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
         from truedraft.training.data import Curriculum
         from truedraft.training.drafts import DraftConfig, train_draft
@@ -307,19 +217,7 @@ def draft(options: DraftOptions) -> int:
             seed=run.seed,
             device=str(pick_device(options.machine.device)),
         )
-        with terminal.progress("training", run.steps) as progress:
-            return train_draft(
-                job.model,
-                job.data,
-                job.out,
-                config,
-                held_out=job.held_out,
-                on_step=_on_step(progress),
-                on_note=told.on_note,
-                on_plan=told.on_plan,
-                on_checkpoint=told.on_checkpoint,
-                budget=budget,
-            )
+        return train_draft(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
     return _run("draft", options, train)
 
@@ -342,13 +240,6 @@ def _lengths(run: DraftRunOptions) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _on_step(progress: Progress) -> Callable[[StepRecord], None]:
-    def show(record: StepRecord) -> None:
-        progress(record.step + 1, ", ".join(f"{name} {value:.3f}" for name, value in record.values.items()))
-
-    return show
-
-
 def medusa(options: MedusaOptions) -> int:
     """Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring."""
 
@@ -357,12 +248,11 @@ def medusa(options: MedusaOptions) -> int:
         from truedraft.training.medusa import MedusaTrainingConfig
         from truedraft.training.optimizer import OptimizerConfig
 
-        second, sizes = options.joint, dataclasses.asdict(options.size)
-        rate = _check_rate("backbone_rate", second.backbone_rate)
-        backbone = OptimizerConfig(rate, rate, matrix_weight_decay=0.0)
+        second = options.joint
+        check_positive("backbone_rate", second.backbone_rate)
+        backbone = OptimizerConfig(second.backbone_rate, second.backbone_rate, matrix_weight_decay=0.0)
         joint = JointConfig(steps=second.joint_steps, lora_rank=second.lora_rank, backbone=backbone)
-        law_share = options.run.law_share
-        return MedusaTrainingConfig(**common, **sizes, stage=options.stage, law_share=law_share, joint=joint)
+        return MedusaTrainingConfig(**common, stage=options.stage, joint=joint)
 
     return _train_heads("medusa", options, config, options.stage)
 
@@ -376,10 +266,7 @@ def redrafter(options: RedrafterOptions) -> int:
     def config(common: dict[str, Any]) -> HeadTrainingConfig:
         from truedraft.training.redrafter import RedrafterTrainingConfig
 
-        sizes, run = dataclasses.asdict(options.size), options.run
-        return RedrafterTrainingConfig(
-            **common, rnn=sizes.pop("recurrent"), **sizes, loss=run.loss, laws=run.laws, self_fed=run.self_fed
-        )
+        return RedrafterTrainingConfig(**common)
 
     return _train_heads("redrafter", options, config)
 
@@ -395,7 +282,7 @@ def _train_heads(
     Args:
         kind: as it is typed.
         options: likewise.
-        config: of its training, from the fields that all kinds have.
+        config: of its training, from the fields that are options.
         stage: 2 trains the target, too.
 
     Raises:
@@ -408,30 +295,25 @@ def _train_heads(
     _check_folder(job, job.out / _WORK)
     _check_stage(job, stage)
 
-    def train(terminal: Terminal, told: Callbacks) -> Any:
+    def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
         from truedraft.training.answer_writer import WritingConfig
         from truedraft.training.heads import train_heads
         from truedraft.training.optimizer import OptimizerConfig
 
-        text, run = options.text, options.run
-        rate = _check_rate("learning_rate", run.learning_rate)
-        common = {
-            "tokens": text.tokens,
-            "prompt_tokens": text.prompt_tokens,
-            "writing": WritingConfig(text.answer_tokens, text.temperature, seed=max(0, run.seed)),
-            "epochs": run.epochs,
-            "steps": run.steps,
+        rate, writing = options.run.learning_rate, dataclasses.asdict(options.writing)
+        check_positive("learning_rate", rate)
+        common: dict[str, Any] = {
+            **dataclasses.asdict(options.text),
+            **dataclasses.asdict(options.size),
+            **dataclasses.asdict(options.learning),
+            "writing": WritingConfig(**writing, seed=max(0, options.learning.seed)),
             "optimizer": OptimizerConfig(rate, rate),
-            "place_decay": run.place_decay,
-            "seed": run.seed,
             "device": str(pick_device(options.machine.device)),
         }
-        with _Bars(terminal) as bars:
-            told = dataclasses.replace(told, on_progress=bars.show)
-            return train_heads(
-                job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
-            )
+        return train_heads(
+            job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
+        )
 
     return _run(kind, options, train)
 
@@ -439,14 +321,14 @@ def _train_heads(
 def _run(
     kind: str,
     options: DraftOptions | MedusaOptions | RedrafterOptions,
-    train: Callable[[Terminal, Callbacks], Any],
+    train: Callable[[Callbacks], Any],
 ) -> int:
     """Train, report, and give the exit status.
 
     Args:
         kind: of drafter, as it is typed.
         options: as they were typed.
-        train: is given the terminal, and whom to tell.
+        train: is given whom to tell.
 
     Raises:
         TruedraftError: it cannot be trained.
@@ -454,15 +336,14 @@ def _run(
     from truedraft.cli import train_report
     from truedraft.cli.session import quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.heads import Callbacks
+    from truedraft.training.loop import Callbacks
 
     set_threads(options.machine.threads)
     terminal, job = Terminal(), options.job
     note = _notes(terminal)
-    told = Callbacks(on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
     try:
-        with quiet_hub():
-            result = train(terminal, told)
+        with quiet_hub(), _Bars(terminal) as bars:
+            result = train(Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal)))
     except KeyboardInterrupt as stop:
         terminal.end_line()
         say(how_to_go_on(job, keeps_answers=kind != "draft"))
@@ -484,17 +365,6 @@ def _time_budget(run: RunOptions) -> TimeBudget:
     from truedraft.training.workspace import TimeBudget
 
     return TimeBudget(run.minutes)
-
-
-def _check_rate(field: str, rate: float) -> float:
-    """A learning rate that moves something.
-
-    Raises:
-        OptionError: this one does not.
-    """
-    if not 0.0 < rate < math.inf:
-        raise OptionError(f"must be a number above 0, got {rate}", field=field)
-    return rate
 
 
 def _check_folder(job: JobOptions, work: Path) -> None:

@@ -38,7 +38,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
         *(
             f"tokens per target call, measured in the engine at temperature {each.temperature:g} with "
             f"{each.about['num_speculative_tokens']} drafted tokens: {each.stats.mean_acceptance_length:.2f}"
-            for each in result.served
+            for each in result.evaluations
         ),
     )
     for line in lines:
@@ -77,7 +77,7 @@ def _heads(terminal: Terminal, heads: HeadReport) -> None:
     _say(terminal, f"promised and independent: on {heads.promised_on}; other text brings more or less")
     columns = ("temperature", "nodes", "trees", "measured", "promised", "independent")
     table = Table(*columns, box=None, pad_edge=False)
-    for each in heads.served:
+    for each in heads.evaluations:
         counted, about = trees["sampled" if each.temperature else "greedy"], each.about
         products = {promise["nodes"]: f"{promise['product']:.2f}" for promise in counted["promises"]}
         table.add_row(
@@ -105,7 +105,7 @@ def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
     _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")
     _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
     table = Table("temperature", "nodes", "beams", "tokens per target call", "promised", box=None, pad_edge=False)
-    for each in head.served:
+    for each in head.evaluations:
         about = each.about
         promised = "-" if about["promised"] is None else f"{about['promised']:.2f}"
         found = f"{each.stats.mean_acceptance_length:.2f}", promised

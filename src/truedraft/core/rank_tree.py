@@ -41,7 +41,7 @@ class RankTree:
 
     Attributes:
         paths: one for each node.
-        reach: for each node the probability that it is accepted, as counted; empty where nobody counted.
+        survival: for each node the probability that it is accepted, as counted; empty where nobody counted.
 
     Raises:
         OptionError: a path comes twice, before its parent, or holds a negative rank; or there are not as many
@@ -49,7 +49,7 @@ class RankTree:
     """
 
     paths: tuple[RankPath, ...]
-    reach: tuple[float, ...] = ()
+    survival: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Every path has its parent before it."""
@@ -61,8 +61,8 @@ class RankTree:
                     "list each path of ranks, from 0, once and after the path that it continues"
                 )
             known.add(path)
-        if self.reach and len(self.reach) != len(self.paths):
-            raise OptionError(f"{len(self.paths)} rank paths need as many probabilities, got {len(self.reach)}")
+        if self.survival and len(self.survival) != len(self.paths):
+            raise OptionError(f"{len(self.paths)} rank paths need as many probabilities, got {len(self.survival)}")
 
     def __len__(self) -> int:
         """Number of nodes."""
@@ -100,14 +100,15 @@ class RankTree:
 
     def first(self, nodes: int) -> RankTree:
         """The tree of the first `nodes` paths."""
-        return self if nodes >= len(self) else RankTree(self.paths[:nodes], self.reach[:nodes])
+        return self if nodes >= len(self) else RankTree(self.paths[:nodes], self.survival[:nodes])
 
     def within(self, depth: int, width: int) -> RankTree:
         """Only paths of at most `depth` ranks, each below `width`."""
         kept = [i for i, path in enumerate(self.paths) if len(path) <= depth and max(path) < width]
         if len(kept) == len(self):
             return self
-        return RankTree(tuple(self.paths[i] for i in kept), tuple(self.reach[i] for i in kept) if self.reach else ())
+        survival = tuple(self.survival[i] for i in kept) if self.survival else ()
+        return RankTree(tuple(self.paths[i] for i in kept), survival)
 
     @cached_property
     def shape(self) -> TreeShape:
@@ -148,12 +149,12 @@ class RankTree:
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens per target call that the counts promise: 1 + the sum of `reach`. NaN where nobody counted."""
-        return 1.0 + math.fsum(self.reach) if self.reach or not self.paths else math.nan
+        """Tokens per target call that the counts promise: 1 + the sum of `survival`. NaN where nobody counted."""
+        return 1.0 + math.fsum(self.survival) if self.survival or not self.paths else math.nan
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `RankTree.of` reads it again."""
-        return {"paths": [list(path) for path in self.paths], "reach": list(self.reach)}
+        return {"paths": [list(path) for path in self.paths], "reach": list(self.survival)}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RankTree:

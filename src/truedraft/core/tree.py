@@ -72,17 +72,6 @@ class TreeShape:
         """Tokens of all paths from the root to a leaf, one behind another: what a list of them would have to check."""
         return sum(self.depths[leaf] for leaf in self.leaves)
 
-    @cached_property
-    def ancestor_mask(self) -> Tensor:
-        """Which node sees which: bool `[nodes, nodes]`, True where the column is the row's node or its ancestor."""
-        if self.is_chain:
-            return torch.ones(len(self), len(self), dtype=torch.bool).tril()
-        mask = torch.eye(len(self.parents), dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
-
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root's child down to `node`."""
         path: list[int] = []

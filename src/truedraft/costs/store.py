@@ -17,9 +17,8 @@ import torch
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
-from truedraft.machine import this_machine
+from truedraft.machine import cache_folder, could_not_be_kept, this_machine
 from truedraft.models.base import LanguageModel
-from truedraft.models.user_cache import cache_folder, could_not_be_kept
 
 Value = TypeVar("Value")
 _FORMAT = 1

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from truedraft.core.probs import draw
     from truedraft.core.proposal import Draw, DrawKind, Proposal
     from truedraft.core.tree import TokenTree
-    from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+    from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
-    from truedraft.drafters.none import NoDrafter
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.redrafter import Redrafter
     from truedraft.drafters.specs import from_spec
@@ -31,7 +30,7 @@ _HOMES = {
     "DrawKind": "core.proposal",
     "Features": "drafters.base",
     "Medusa": "drafters.medusa",
-    "NoDrafter": "drafters.none",
+    "NoDrafter": "drafters.base",
     "Noise": "core.noise",
     "PromptLookup": "drafters.prompt_lookup",
     "Proposal": "core.proposal",

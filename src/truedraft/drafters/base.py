@@ -1,4 +1,4 @@
-"""The contract of a drafter."""
+"""The contract of a drafter, and the one that never drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NoReturn, overload
 
 from torch import Tensor
 
-from truedraft.core.budget import Budget
+from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
@@ -224,3 +224,19 @@ class Drafter(ABC):
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request is over; give back what was held for it. Also called for requests that failed."""
+
+
+class NoDrafter(Drafter):
+    """Never guesses. The step is then plain decoding, by the same code."""
+
+    name: ClassVar[str] = "none"
+    limits: Budget = NO_DRAFT
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset()
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        return [Proposal.empty() for _ in batch]

@@ -32,11 +32,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.core import transfers
-from truedraft.core.probs import first_by_value
 from truedraft.core.survival import Scores, as_they_are
+from truedraft.core.top_k import TopK, stable_topk
 from truedraft.core.tree import TokenTree, shape_of
 from truedraft.heads.redrafter import RedrafterRunner
-from truedraft.models.ranking import Likeliest
 
 NO_TOKEN = -1
 """Behind the end of a beam that is shorter than others."""
@@ -111,7 +110,7 @@ def beam_search(
             parents = first * beams + come_from
 
 
-def _continued(beams: Beams, found: Likeliest, score: Scores) -> tuple[Beams, Tensor]:
+def _continued(beams: Beams, found: TopK, score: Scores) -> tuple[Beams, Tensor]:
     """The best of all beams with one token more, and the beam `[requests, beams]` that each comes from.
 
     Args:
@@ -122,7 +121,7 @@ def _continued(beams: Beams, found: Likeliest, score: Scores) -> tuple[Beams, Te
     requests, count, length = beams.tokens.shape
     gains = score(_possible(found.log_probs).view(requests, count, count), length + 1)
     totals = (beams.scores[:, :, -1:] + gains).flatten(1)
-    chosen = first_by_value(totals, count)  # [requests, beams]: beam * beams + rank
+    chosen = stable_topk(totals, count)  # [requests, beams]: beam * beams + rank
     come_from = chosen // count
     before = come_from[:, :, None].expand(-1, -1, length)
     newest = found.ids.view(requests, -1).gather(1, chosen)[:, :, None]
@@ -183,7 +182,7 @@ def merge(beams: Beams, nodes: int) -> MergedBeams:
     place = torch.arange(count * length, device=tokens.device)
     holder = first + (place - place % count)  # the place of the first beam with this prefix
     own = (holder == place) & (tokens != NO_TOKEN)
-    places = first_by_value(scores.masked_fill(~own, -torch.inf), min(nodes, count * length))
+    places = stable_topk(scores.masked_fill(~own, -torch.inf), min(nodes, count * length))
     kept = own.gather(1, places)
     number = torch.full_like(tokens, -1)
     rows = torch.arange(places.shape[1], device=tokens.device).expand_as(places)

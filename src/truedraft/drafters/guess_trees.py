@@ -18,10 +18,10 @@ from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.survival import Survival
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
 from truedraft.errors import CompositionError, OptionError
-from truedraft.models.ranking import Likeliest
 from truedraft.theory import AcceptanceCurve
 
 MOST_RANKS = 64
@@ -68,7 +68,7 @@ class GuessTrees(ABC):
         """
 
     @abstractmethod
-    def trees(self, guesses: Likeliest, requests: Sequence[Wanted]) -> list[TokenTree]:
+    def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
         """A tree for each request.
 
         Args:
@@ -136,7 +136,7 @@ class FixedTrees(GuessTrees):
         tree = self._fitting(params, budget)
         return Budget(tree.depth, tree.width, len(tree))
 
-    def trees(self, guesses: Likeliest, requests: Sequence[Wanted]) -> list[TokenTree]:
+    def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
         found = []
         for row, (params, budget) in enumerate(requests):
             tree = self._fitting(params, budget)
@@ -152,10 +152,10 @@ class FixedTrees(GuessTrees):
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """By how often each node was accepted."""
         tree = self.counted(params)
-        if not tree.reach:
+        if not tree.survival:
             return None
         depths = itertools.accumulate(map(len, tree.paths), max, initial=0)
-        return AcceptanceCurve(tree.reach, tuple(depths))
+        return AcceptanceCurve(tree.survival, tuple(depths))
 
     def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
         """The part of a request's tree that fits a budget: the first of the nodes that are not too deep or wide."""
@@ -225,13 +225,13 @@ class LikeliestTrees(GuessTrees):
         nodes = budget.nodes
         return Budget(min(budget.depth, self._heads, nodes), min(budget.width, MOST_RANKS, nodes), nodes)
 
-    def trees(self, guesses: Likeliest, requests: Sequence[Wanted]) -> list[TokenTree]:
+    def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
         found: dict[int, TokenTree] = {}
         alike: dict[tuple[Budget, Survival | None], list[int]] = {}
         for row, (params, budget) in enumerate(requests):
             fixed = self._tree_of(params)
             if fixed is not None:
-                own = Likeliest(guesses.ids[:, row : row + 1], guesses.log_probs[:, row : row + 1])
+                own = TopK(guesses.ids[:, row : row + 1], guesses.log_probs[:, row : row + 1])
                 found[row] = fixed.trees(own, [(params, budget)])[0]
             else:
                 alike.setdefault((self.wanted(params, budget), self._calibration(params)), []).append(row)
@@ -289,7 +289,7 @@ def _likeliest(ids: NDArray[Any], log_probs: NDArray[Any], nodes: int, survival:
     return [TokenTree.of_ids(of_row, shape) for of_row, shape in zip(tokens, chosen.shapes, strict=True)]
 
 
-def _on_host(guesses: Likeliest) -> tuple[NDArray[Any], NDArray[Any]]:
+def _on_host(guesses: TopK) -> tuple[NDArray[Any], NDArray[Any]]:
     """Ids, int64, and log probabilities, float32, `[depth, requests, ranks]`; read from a device at once."""
     ids, log_probs = guesses.ids, guesses.log_probs
     if not transfers.waits(ids.device):
@@ -298,7 +298,7 @@ def _on_host(guesses: Likeliest) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.array(read[0], np.int64).reshape(ids.shape), np.array(read[1], np.float32).reshape(ids.shape)
 
 
-def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequence[Noise], ranks: int) -> Likeliest:
+def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequence[Noise], ranks: int) -> TopK:
     """The likeliest choices of a target that draws by coupled noise, as far as heads know (arXiv 2408.07978).
 
     The target's choice is argmax(log p + G), with noise G that is known before anything is drafted (DESIGN section 2).
@@ -327,7 +327,7 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
             gumbel = own.gumbel(head, vocab, logits.device)
             if gumbel is not None:
                 scores[head, row].add_(gumbel, alpha=noise_weight(temperature))
-    return Likeliest.of(scores.flatten(0, 1), ranks).view(depth, rows)
+    return TopK.of(scores.flatten(0, 1), ranks).view(depth, rows)
 
 
 def noise_weight(temperature: float) -> float:

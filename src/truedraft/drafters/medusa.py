@@ -16,6 +16,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest, SizePlan, TreeFacts
 from truedraft.drafters.calibration import PROMISED_ON, kind_of
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for
@@ -23,7 +24,6 @@ from truedraft.drafters.head import HeadDrafter
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel
-from truedraft.models.ranking import Likeliest
 from truedraft.theory import AcceptanceCurve
 
 DEFAULT_NODES = 16
@@ -135,7 +135,6 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Deterministic candidates."""
         return frozenset({DrawKind.DETERMINISTIC})
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
@@ -199,7 +198,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
             if vector is not None and not extent.is_zero:
                 yield _Asked(place, request.params, own, allowed, extent, vector, request.tokens[-1])
 
-    def _guess(self, asked: Sequence[_Asked]) -> Likeliest:
+    def _guess(self, asked: Sequence[_Asked]) -> TopK:
         """Guesses `[depth, requests, ranks]` for requests, those that are coupled last; on a device they stay there."""
         runner, target = self._running
         depth = max(each.extent.depth for each in asked)
@@ -219,7 +218,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
             return found[0] if len(found) == 1 else _side_by_side(found)
 
 
-def _side_by_side(guesses: Sequence[Likeliest]) -> Likeliest:
+def _side_by_side(guesses: Sequence[TopK]) -> TopK:
     """Guesses `[depth, some requests, ranks]` of equal depth and ranks as those of all the requests."""
     ids = torch.cat([each.ids for each in guesses], dim=1)
-    return Likeliest(ids, torch.cat([each.log_probs for each in guesses], dim=1))
+    return TopK(ids, torch.cat([each.log_probs for each in guesses], dim=1))

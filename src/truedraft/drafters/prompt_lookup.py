@@ -41,7 +41,6 @@ class PromptLookup(Drafter):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Deterministic candidates."""
         return frozenset({DrawKind.DETERMINISTIC})
 
     def begin(self, request: DraftRequest) -> None:
@@ -66,7 +65,6 @@ class PromptLookup(Drafter):
         return Proposal.deterministic(TokenTree.chain(_copy(request.tokens, start, length)))
 
     def end(self, request: DraftRequest) -> None:
-        """Drop the index."""
         self._indexes.pop(request.id, None)
 
 

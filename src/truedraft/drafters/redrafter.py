@@ -118,7 +118,6 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Deterministic candidates, or draws without replacement."""
         return frozenset({DrawKind.WITHOUT_REPLACEMENT if self.sampled else DrawKind.DETERMINISTIC})
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:

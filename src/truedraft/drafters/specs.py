@@ -94,7 +94,7 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
 
 
 def _none(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.none import NoDrafter
+    from truedraft.drafters.base import NoDrafter
 
     return NoDrafter()
 

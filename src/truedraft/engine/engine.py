@@ -12,8 +12,7 @@ import torch
 from truedraft.control import Controller, FixedBudget
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.drafters.base import Drafter
-from truedraft.drafters.none import NoDrafter
+from truedraft.drafters.base import Drafter, NoDrafter
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.batch import Batch

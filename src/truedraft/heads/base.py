@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.machine import DTYPES, dtype_name
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.models.packed_linear import PackedLinear, can_pack
@@ -38,7 +39,6 @@ _TINY = 1e-20  # an embedding of zeros stays one
 _AGAIN = "fetch or train the heads again"  # what to do about a damaged file
 _VERSION = 1
 _CONFIG, _WEIGHTS = "config.json", "heads.safetensors"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class HeadConfig(Protocol):
@@ -153,7 +153,7 @@ class Head(nn.Module, ABC):
         """
         path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
         about = {"kind": self.kind, "version": _VERSION, "target": target}
-        about |= {"dtype": str(dtype).removeprefix("torch."), **asdict(self.config)}  # type: ignore[call-overload]
+        about |= {"dtype": dtype_name(dtype), **asdict(self.config)}  # type: ignore[call-overload]
         weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in self.state_dict().items()}
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ class Head(nn.Module, ABC):
         try:
             config = cls.sizes(**{each.name: about[each.name] for each in fields(cls.sizes)})
             name, fingerprint = str(about["target"]["name"]), str(about["target"]["fingerprint"])
-            dtype = _DTYPES[about["dtype"]]
+            dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
             raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error
         heads = cls._with_weights(path / _WEIGHTS, config, dtype)

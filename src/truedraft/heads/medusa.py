@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
     Head,
@@ -27,7 +28,6 @@ from truedraft.heads.base import (
     scaled_embedding,
 )
 from truedraft.models.base import HeadRun, LanguageModel
-from truedraft.models.ranking import Likeliest
 
 _FACTS = "facts"  # beside the trees
 
@@ -210,7 +210,7 @@ class MedusaRunner:
         return _Plain(self._used, self._target)
 
     @torch.inference_mode()
-    def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> Likeliest:
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> TopK:
         """The guesses of the first `depth` heads.
 
         Args:
@@ -249,9 +249,9 @@ class _Plain:
         self._later = [[_placed([head.linears[j]], target) for head in heads] for j in range(1, layers)]
         self._outputs = [_placed([head.output], target) for head in heads if head.output is not None]
 
-    def __call__(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+    def __call__(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
         if self._outputs:
-            return Likeliest.of(self.logits(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
+            return TopK.of(self.logits(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
         return self._target.likeliest(self._leaving(hidden, depth).flatten(0, 1), ranks).view(depth, len(hidden))
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:

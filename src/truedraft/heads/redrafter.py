@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 
+from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
     LEAST_ROWS,
@@ -24,7 +25,6 @@ from truedraft.heads.base import (
     scaled_embedding,
 )
 from truedraft.models.base import LanguageModel
-from truedraft.models.ranking import Likeliest
 
 _SIZES = ("width", "vocab_size", "state", "exit_width", "length")
 _TABLE_BYTES = 64 << 20
@@ -243,14 +243,14 @@ class RedrafterRunner:
         read = scaled_embedding(embedded) if self._scaled else embedded
         return read if self._token is None else _in_rows(self._token, read)
 
-    def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> Likeliest:
+    def likeliest(self, context: Tensor, state: Tensor, ranks: int) -> TopK:
         """The likeliest next tokens `[rows, ranks]` of contexts and states `[rows, ...]`."""
         if self._shared is not None:
             return self._shared(self._entering(context, state), 1, ranks).view(len(state))
         leaving = self._leaving(context, state)
         if self._output is None:
             return self._target.likeliest(leaving, ranks)
-        return Likeliest.of(self._own_logits(leaving), ranks)
+        return TopK.of(self._own_logits(leaving), ranks)
 
     def logits(self, context: Tensor, state: Tensor) -> Tensor:
         """The logits `[rows, vocab]` of the next token, for contexts and states `[rows, ...]`."""

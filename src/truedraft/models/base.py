@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.cache import RequestCache
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.ranking import Likeliest
 from truedraft.text.tokenizer import Tokenizer
 
-HeadRun: TypeAlias = Callable[[Tensor, int, int], Likeliest]
+HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
 """For vectors `[rows, head_width]`, so many heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
 
 
@@ -141,13 +141,13 @@ class LanguageModel(ABC):
         """
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could share")
 
-    def likeliest(self, vectors: Tensor, count: int) -> Likeliest:
+    def likeliest(self, vectors: Tensor, count: int) -> TopK:
         """The `count` likeliest ids by the logits of `unembed`, `[rows, count]`; a row does not depend on the others.
 
         Raises:
             UnsupportedModelError: as `unembed`.
         """
-        return Likeliest.of(self.unembed(vectors), count)
+        return TopK.of(self.unembed(vectors), count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]]) -> HeadRun | None:
         """Residual heads x + SiLU(W x + b) that end in the LM head, where the model has a faster way than `likeliest`.

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.cache import RequestCache
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.backends.base import BackendMaker
@@ -24,7 +25,6 @@ from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_lo
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import probe_patterns, rows_depend_on_their_number
-from truedraft.models.ranking import Likeliest
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
 
@@ -166,9 +166,9 @@ class HuggingFaceModel(LanguageModel):
         return self._unembed(vectors)
 
     @torch.inference_mode()
-    def likeliest(self, vectors: Tensor, count: int) -> Likeliest:
+    def likeliest(self, vectors: Tensor, count: int) -> TopK:
         if self._finish.cap is not None:  # backends know a factor alone
-            return Likeliest.of(self.unembed(vectors), count)
+            return TopK.of(self.unembed(vectors), count)
         self._check_finish()
         with self._lock:
             return self._backend.likeliest(vectors, count, self.vocab_size, self._finish.factor)
@@ -181,7 +181,7 @@ class HuggingFaceModel(LanguageModel):
         if heads is None:
             return None
 
-        def run(hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+        def run(hidden: Tensor, depth: int, ranks: int) -> TopK:
             with self._lock:
                 return heads(hidden, depth, ranks)
 

@@ -50,11 +50,9 @@ class MarkovModel(LanguageModel):
         return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
 
     def new_cache(self) -> RequestCache:
-        """An empty cache for one request."""
         return self.pool.acquire()
 
     def release_cache(self, cache: RequestCache) -> None:
-        """Take a cache back."""
         self.pool.release(cache)
 
     def probs_after(self, tokens: Sequence[int]) -> Tensor:

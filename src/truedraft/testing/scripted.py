@@ -39,7 +39,6 @@ class ScriptedDrafter(Drafter):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Deterministic candidates."""
         return frozenset({DrawKind.DETERMINISTIC})
 
     def propose(
@@ -53,11 +52,9 @@ class ScriptedDrafter(Drafter):
         return proposals
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Keep what was observed."""
         self.outcomes.extend((request.id, outcome) for request, outcome in zip(batch, outcomes, strict=True))
 
     def end(self, request: DraftRequest) -> None:
-        """Note the end."""
         self.ended.append(request.id)
 
 
@@ -72,7 +69,6 @@ class ScriptedController(Controller):
         self._budgets = list(budgets)
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        """For each request the next budget of the list."""
         drafters = (next(iter(view.limits)) for view in views)
         return [
             Decision(name, self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]) for name in drafters

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from truedraft.core.top_k import TopK
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.models.ranking import Likeliest
 
 Changed = TypeVar("Changed")
 
@@ -77,6 +77,6 @@ def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
         model,
         forward=forward,
         unembed=unembed,
-        likeliest=lambda vectors, count: Likeliest.of(unembed(vectors), count),
+        likeliest=lambda vectors, count: TopK.of(unembed(vectors), count),
         shared_heads=lambda blocks: None,  # a faster way would not know which ids are kept
     )

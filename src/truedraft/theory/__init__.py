@@ -2,21 +2,24 @@
 
 from truedraft.theory.acceptance_curve import AcceptanceCurve, SizeOption, best_length, best_option, size_options
 from truedraft.theory.chains import (
+    GoodputChoice,
     acceptance_rate,
     best_gamma,
+    best_length_under_load,
     expected_tokens,
     expected_tokens_by_position,
+    goodput,
     least_coupled_acceptance,
     least_speedup,
     operations_factor,
     pays,
+    predicted_speedup,
     replay_factor,
     replayed_tokens,
     speedup,
     total_variation,
 )
 from truedraft.theory.cost_curves import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
-from truedraft.theory.speedup import GoodputChoice, best_length_under_load, goodput, predicted_speedup
 from truedraft.theory.trees import (
     BestTree,
     TreeChoice,

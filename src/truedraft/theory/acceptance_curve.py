@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from truedraft.errors import OptionError
-from truedraft.theory.arguments import check_share, check_whole
-from truedraft.theory.speedup import predicted_speedup
+from truedraft.options import check_share, check_whole
+from truedraft.theory.chains import predicted_speedup
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class AcceptanceCurve:
         """
         kept = [(0, 1.0)]
         for nodes, tokens in sorted(points):
-            check_whole("nodes of a point", nodes, lowest=0)
+            check_whole("nodes of a point", nodes, least=0)
             if not 0.0 <= tokens <= 1.0 + nodes + 1e-9:
                 raise OptionError(f"{nodes} nodes bring 0 to {nodes + 1} tokens per target call, got {tokens!r}")
             if nodes == 0 or tokens <= kept[-1][1]:
@@ -83,7 +83,7 @@ class AcceptanceCurve:
             OptionError: an argument is out of range.
         """
         check_share("alpha", alpha)
-        check_whole("limit", length, lowest=0)
+        check_whole("limit", length, least=0)
         return cls(tuple(alpha**place for place in range(1, length + 1)), tuple(range(length + 1)))
 
     @property
@@ -93,7 +93,7 @@ class AcceptanceCurve:
 
     def tokens(self, nodes: int) -> float:
         """Tokens per target call with so many nodes; with all of them where there are fewer."""
-        check_whole("nodes", nodes, lowest=0)
+        check_whole("nodes", nodes, least=0)
         return 1.0 + math.fsum(self.marginal_gains[:nodes])
 
 

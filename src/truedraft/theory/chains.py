@@ -1,22 +1,29 @@
 """How likely a drafted token is accepted, and what chains of drafted tokens bring: closed forms.
 
 Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
-a forward over gamma + 1 tokens costs as much as one over a single token; `theory.speedup` drops that assumption and
-takes measured costs. Probabilities are sequences of plain numbers over one vocabulary: this package needs no torch.
+a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` and `goodput` drop that
+assumption and take measured costs. Probabilities are sequences of plain numbers over one vocabulary: this package needs
+no torch.
 
 Trace replay (DESIGN section 4): the first k drafted tokens are accepted with probability sum over x_1..x_k of
 prod min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor
 of a token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average for one token, but its product is
 not for several. At temperature 0 the factor is 1 or 0 and replay is exact.
+
+Measured costs must come from curves measured before, without the engine: a prediction that reads the run it predicts
+predicts nothing. What they say is called "predicted" everywhere. Goodput is what a whole batch emits per second (Liu et
+al., arXiv 2406.14066). A batch that keeps the machine busy leaves no free rows for guesses, so the best length falls as
+the batch grows, down to 0, which is plain decoding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from truedraft.errors import OptionError
-from truedraft.theory.arguments import check_not_negative, check_positive, check_share, check_whole
+from truedraft.options import check_not_negative, check_positive, check_share, check_whole
 
 
 def acceptance_rate(p: Sequence[float], q: Sequence[float], lenience: float = 1.0) -> float:
@@ -115,7 +122,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
         OptionError: an argument is out of range.
     """
     check_share("alpha", alpha)
-    check_whole("gamma", gamma, lowest=0)
+    check_whole("gamma", gamma, least=0)
     # The sum itself, not the quotient: near alpha = 1 the quotient loses its digits.
     return expected_tokens_by_position([alpha] * gamma)
 
@@ -205,8 +212,73 @@ def best_gamma(alpha: float, c: float, limit: int = 64) -> int:
     Raises:
         OptionError: an argument is out of range.
     """
-    check_whole("limit", limit, lowest=0)
+    check_whole("limit", limit, least=0)
     return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))
+
+
+def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: float) -> float:
+    """tau V(1) / (V(nodes + 1) + draft cost): the factor over plain decoding that the costs allow.
+
+    Args:
+        tau: mean acceptance length: tokens emitted per target call, the recovered or bonus token included.
+        plain_s: V(1), seconds of the target's forward over one token of each request.
+        verify_s: V(nodes + 1), seconds of its forward over the root and all nodes.
+        draft_s: seconds of drafting one proposal, catch-up included.
+
+    Raises:
+        OptionError: an argument is out of range.
+    """
+    check_not_negative("tau", tau)
+    check_positive("plain_s", plain_s)
+    check_positive("verify_s", verify_s)
+    check_not_negative("draft_s", draft_s)
+    return tau * plain_s / (verify_s + draft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputChoice:
+    """How many tokens to draft for each request of a batch.
+
+    Attributes:
+        length: drafted tokens of each request; 0 is plain decoding.
+        tokens_per_s: expected goodput.
+    """
+
+    length: int
+    tokens_per_s: float
+
+
+def goodput(alphas: Sequence[float], length: int, step_s: float) -> float:
+    """Tokens per second that a batch emits: the sum of its requests' expected tokens over the step's seconds.
+
+    Args:
+        alphas: acceptance rate of each request, a fraction.
+        length: tokens drafted for each; 0 emits one token for each request.
+        step_s: seconds of one step: drafting and the target's forward over len(alphas) * (length + 1) rows.
+
+    Raises:
+        OptionError: an empty batch, or an argument out of range.
+    """
+    if not alphas:
+        raise OptionError("goodput needs the acceptance rate of at least one request, got none")
+    check_positive("step_s", step_s)
+    return sum(expected_tokens(alpha, length) for alpha in alphas) / step_s
+
+
+def best_length_under_load(alphas: Sequence[float], step_s: Callable[[int], float], limit: int = 16) -> GoodputChoice:
+    """The length of 0 to `limit` with the largest goodput, the shortest of several.
+
+    Args:
+        alphas: acceptance rate of each request of the batch, a fraction.
+        step_s: seconds of one step of this batch by the length, 0 included.
+        limit: longest draft to consider.
+
+    Raises:
+        OptionError: an empty batch, or an argument or a cost out of range.
+    """
+    check_whole("limit", limit, least=0)
+    choices = [GoodputChoice(length, goodput(alphas, length, step_s(length))) for length in range(limit + 1)]
+    return max(choices, key=lambda choice: choice.tokens_per_s)
 
 
 def _check_probs(p: Sequence[float], q: Sequence[float]) -> None:

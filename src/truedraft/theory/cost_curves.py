@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from truedraft.errors import OptionError
-from truedraft.theory.arguments import check_not_negative, check_whole, numbers, record
+from truedraft.options import check_not_negative, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class CostCurve:
         Raises:
             OptionError: the record is no curve.
         """
-        fields = record(data, "a cost curve", ("sizes", "seconds"))
-        return cls(numbers(fields["sizes"]), numbers(fields["seconds"]))
+        fields = _record(data, "a cost curve", ("sizes", "seconds"))
+        return cls(_numbers(fields["sizes"]), _numbers(fields["seconds"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +165,11 @@ class CostSurface:
         Raises:
             OptionError: the record is no surface.
         """
-        fields = record(data, "a cost surface", ("rows", "contexts", "seconds"))
+        fields = _record(data, "a cost surface", ("rows", "contexts", "seconds"))
         if not isinstance(fields["seconds"], list):
             raise OptionError(f"the seconds of a cost surface must be a list of lists, got {fields['seconds']!r}")
-        lines = tuple(numbers(line) for line in fields["seconds"])
-        return cls(numbers(fields["rows"]), numbers(fields["contexts"]), lines)
+        lines = tuple(_numbers(line) for line in fields["seconds"])
+        return cls(_numbers(fields["rows"]), _numbers(fields["contexts"]), lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class TargetCost:
         """
         if not contexts:
             raise OptionError("a forward needs the context of at least one request, got none")
-        check_whole("rows", rows, lowest=len(contexts))
+        check_whole("rows", rows, least=len(contexts))
         each = rows / len(contexts)
         attention = sum(self.attention(each, context) for context in contexts)
         return self.base(rows) + attention + (len(contexts) - 1) * self.request_s
@@ -261,7 +261,7 @@ class TargetCost:
         Raises:
             OptionError: the record is no cost of a target.
         """
-        fields = record(data, "the cost of a target", ("base", "attention", "request_s"))
+        fields = _record(data, "the cost of a target", ("base", "attention", "request_s"))
         base, attention = CostCurve.from_dict(fields["base"]), CostSurface.from_dict(fields["attention"])
         return cls(base, attention, fields["request_s"])
 
@@ -282,8 +282,8 @@ class DraftPoint:
 
     def __post_init__(self) -> None:
         """Refuse what was not measured."""
-        check_whole("depth", self.depth, lowest=1)
-        check_whole("nodes", self.nodes, lowest=1)
+        check_whole("depth", self.depth, least=1)
+        check_whole("nodes", self.nodes, least=1)
         check_not_negative("seconds", self.seconds)
 
 
@@ -309,7 +309,7 @@ class DraftCost:
         Raises:
             OptionError: a negative depth.
         """
-        check_whole("depth", depth, lowest=0)
+        check_whole("depth", depth, least=0)
         return self._curve([(point.depth, point.seconds) for point in self.points], depth)
 
     def of_nodes(self, nodes: int) -> float:
@@ -320,7 +320,7 @@ class DraftCost:
         Raises:
             OptionError: a negative number of nodes.
         """
-        check_whole("nodes", nodes, lowest=0)
+        check_whole("nodes", nodes, least=0)
         deepest = {point.nodes: point.seconds for point in self.points}
         return self._curve(list(deepest.items()), nodes)
 
@@ -338,7 +338,7 @@ class DraftCost:
         Raises:
             OptionError: the record is no cost of a drafter.
         """
-        points = record(data, "the cost of a drafter", ("points",))["points"]
+        points = _record(data, "the cost of a drafter", ("points",))["points"]
         if not isinstance(points, list) or not all(isinstance(each, list) and len(each) == 3 for each in points):
             raise OptionError(f"the points of a draft cost are lists of depth, nodes and seconds, got {points!r}")
         return cls(tuple(DraftPoint(*each) for each in points))
@@ -404,3 +404,26 @@ def _check_seconds(seconds: Sequence[float], count: int) -> None:
     falls = any(later < earlier for earlier, later in itertools.pairwise(seconds))
     if len(seconds) != count or falls or not all(0.0 <= each < math.inf for each in seconds):
         raise OptionError(f"a cost curve needs {count} seconds of 0 or more that never fall, got {list(seconds)}")
+
+
+def _record(data: object, what: str, names: Sequence[str]) -> dict[str, Any]:
+    """A JSON object with exactly these names.
+
+    Raises:
+        OptionError: it is no object, or has other names.
+    """
+    if not isinstance(data, dict) or set(data) != set(names):
+        found = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise OptionError(f"{what} must be an object with {', '.join(names)}, got {found}")
+    return data
+
+
+def _numbers(data: object) -> tuple[float, ...]:
+    """A JSON list of numbers.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(data, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in data):
+        raise OptionError(f"a list of numbers is needed, got {data!r}")
+    return tuple(map(float, data))

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from truedraft.errors import OptionError
-from truedraft.theory.arguments import check_share, check_whole
-from truedraft.theory.speedup import predicted_speedup
+from truedraft.options import check_share, check_whole
+from truedraft.theory.chains import predicted_speedup
 
 Acceptance = Sequence[Sequence[float]]
 
@@ -70,7 +70,7 @@ class TreeChoice:
 def best_tree(acceptance: Acceptance, nodes: int, max_depth: int | None = None) -> BestTree:
     """The tree with the most expected tokens, by dynamic programming; of equals, one with fewer nodes.
 
-    Worked example: with acceptance ((0.6, 0.3),) and 3 nodes the reaches 0.6, 0.36 (below it) and 0.3 (beside it)
+    Worked example: with acceptance ((0.6, 0.3),) and 3 nodes the survivals 0.6, 0.36 (below it) and 0.3 (beside it)
     are the largest: parents (-1, -1, 0), 2.26 expected tokens.
 
     Args:
@@ -195,7 +195,7 @@ def _row(acceptance: Acceptance, depth: int) -> Sequence[float]:
 
 def _depth_limit(acceptance: Acceptance, nodes: int, max_depth: int | None) -> int:
     """The longest path there can be; refuses what is no table of acceptance."""
-    check_whole("nodes", nodes, lowest=0)
+    check_whole("nodes", nodes, least=0)
     if not acceptance:
         raise OptionError("acceptance needs at least one row, got none")
     for row in acceptance:
@@ -207,7 +207,7 @@ def _depth_limit(acceptance: Acceptance, nodes: int, max_depth: int | None) -> i
             )
     limit = nodes if len(acceptance) == 1 else min(nodes, len(acceptance))
     if max_depth is not None:
-        check_whole("max_depth", max_depth, lowest=0)
+        check_whole("max_depth", max_depth, least=0)
         limit = min(limit, max_depth)
     return limit
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from truedraft.training.answer_writer import WritingConfig
-    from truedraft.training.drafts import DraftConfig, DraftResult, train_draft
+    from truedraft.training.drafts import DraftConfig, DraftResult, PretrainConfig, pretraining_loop, train_draft
     from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
-    from truedraft.training.heads import Callbacks, train_heads
-    from truedraft.training.language_models import PretrainConfig, pretraining_loop
+    from truedraft.training.heads import train_heads
+    from truedraft.training.loop import Callbacks
     from truedraft.training.losses import distill, loss_from_spec
     from truedraft.training.medusa import MedusaTrainingConfig
     from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Calibrated": "head_config",
-    "Callbacks": "heads",
+    "Callbacks": "loop",
     "DraftConfig": "drafts",
     "DraftResult": "drafts",
     "HeadReport": "report",
@@ -33,7 +33,7 @@ _HOMES = {
     "JointConfig": "head_config",
     "MedusaTrainingConfig": "medusa",
     "OptimizerConfig": "optimizer",
-    "PretrainConfig": "language_models",
+    "PretrainConfig": "drafts",
     "PromptSets": "prompts",
     "RedrafterTrainingConfig": "redrafter",
     "TimeBudget": "workspace",
@@ -41,7 +41,7 @@ _HOMES = {
     "WritingConfig": "answer_writer",
     "distill": "losses",
     "loss_from_spec": "losses",
-    "pretraining_loop": "language_models",
+    "pretraining_loop": "drafts",
     "train_draft": "drafts",
     "train_heads": "heads",
 }

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.base import DraftRequest, Features, StepOutcome
-from truedraft.drafters.none import NoDrafter
+from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.training.identity import identity_of
+from truedraft.training.loop import identity_of
+from truedraft.training.options import WritingOptions
 from truedraft.training.prompts import prompts_hash
 from truedraft.training.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
 
@@ -34,12 +34,10 @@ _CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the
 
 
 @dataclass(frozen=True)
-class WritingConfig:
+class WritingConfig(WritingOptions):
     """How a target writes.
 
     Attributes:
-        answer_tokens: most tokens of an answer.
-        temperatures: taken in turn, prompt by prompt; 0 is greedy.
         batch: answers written at once; decides the speed only.
         seed: of the noise; answer number i has noise of its own, whatever was written before.
 
@@ -47,8 +45,6 @@ class WritingConfig:
         OptionError: a value out of its range.
     """
 
-    answer_tokens: int = 192
-    temperatures: tuple[float, ...] = (0.0, 1.0)
     batch: int = 64
     seed: int = 0
 

@@ -1,11 +1,14 @@
-"""`truedraft train draft`: a small Llama that learns a target's distributions on given text."""
+"""Training whole language models on streams of text: towards a target's distributions, or towards the text itself.
+
+The first is how drafts are distilled, `truedraft train draft`; the second makes the embedded target, and a first start
+for its draft.
+"""
 
 from __future__ import annotations
 
 import copy
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,20 +29,30 @@ from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
-from truedraft.training.identity import LENGTHS, WARMUP, identity_of, weights_fingerprint
-from truedraft.training.language_models import StreamObjective
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,
+    LENGTHS,
+    WARMUP,
+    Callbacks,
     Progress,
     RunFolder,
-    Saved,
     StepRecord,
     TrainingLoop,
     checkpoint_of,
+    identity_of,
+    weights_fingerprint,
 )
-from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation
+from truedraft.training.losses import (
+    CrossEntropy,
+    DistillationLoss,
+    ForwardKL,
+    Mixture,
+    TotalVariation,
+    distillation_gradient,
+)
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
-from truedraft.training.report import Card, base_name, made_by, pair_facts, served_facts, training_facts
+from truedraft.training.options import DraftSizeOptions
+from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
 from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
 
@@ -58,20 +71,46 @@ _LONGEST_CONTEXT = 2048  # of a draft whose target names no limit
 _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
 
 
+class StreamObjective:
+    """Trains a model towards a target's distributions along a text; without a target, towards the text itself.
+
+    The logits' gradient is computed chunk by chunk in float32 and handed to the model in one backward pass.
+
+    Args:
+        model: in training.
+        loss: between the distributions.
+        target: learned from; None where the loss looks at the text alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, loss: DistillationLoss, target: PreTrainedModel | None = None) -> None:
+        self._model = model
+        self._loss = loss
+        self._target = target
+
+    def accumulate(self, batch: torch.Tensor, scale: float) -> dict[str, float]:
+        """Add `scale` times the gradient of the mean loss over the batch [sequences, length + 1].
+
+        Answers with the mean loss and, with a target, `alpha` of the batch's first chunk.
+        """
+        inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
+        target = None
+        if self._target is not None:
+            with torch.no_grad():
+                target = self._target(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+        logits = self._model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # [tokens, vocab]
+        gradient, values = distillation_gradient(logits, target, labels, self._loss, scale)
+        logits.backward(gradient)
+        return values
+
+
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(DraftSizeOptions):
     """What decides the draft, but for the target and the data.
 
     The default loss is half forward KL, which learns from everything the target knows, and half total variation,
     which is what speculative sampling pays for.
     """
 
-    width: int = 128
-    layers: int = 2
-    heads: int = 2
-    kv_heads: int = 1
-    intermediate: int = 512
-    start_from: Path | None = None  # a folder with a draft to train on; then the sizes above are not used
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
     schedule: WarmupStableDecay = field(default_factory=lambda: WarmupStableDecay(20, 800, 200))
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(2e-3, 2e-3))
@@ -99,7 +138,7 @@ class DraftResult:
     steps: int
     tokens: int
     elapsed_s: float
-    served: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
+    evaluations: Sequence[EngineEvaluation] = ()  # by the engine; empty where it cannot run the target
 
     def as_dict(self) -> dict[str, Any]:
         """For records."""
@@ -110,7 +149,8 @@ class DraftResult:
             "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0,
             "held_out": self.report.as_dict(),
             "served": [
-                each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate} for each in self.served
+                each.as_dict() | {"draft_acceptance_rate": each.stats.draft_acceptance_rate}
+                for each in self.evaluations
             ],
         }
 
@@ -122,10 +162,7 @@ def train_draft(
     config: DraftConfig | None = None,
     *,
     held_out: Sequence[Path] = (),
-    on_step: Callable[[StepRecord], None] | None = None,
-    on_note: Callable[[str], None] = warnings.warn,
-    on_plan: Callable[[str], None] = lambda sentence: None,
-    on_checkpoint: Callable[[Saved], None] = lambda saved: None,
+    callbacks: Callbacks | None = None,
     budget: TimeBudget | None = None,
 ) -> DraftResult:
     """Distil a draft for the target into the folder `out`, an ordinary model folder.
@@ -138,10 +175,7 @@ def train_draft(
         out: the folder to write.
         config: sizes, loss, schedule.
         held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
-        on_step: called after every step.
-        on_note: called with a sentence where something is done otherwise than asked for.
-        on_plan: called with a sentence on the disk and the time that it will take.
-        on_checkpoint: called after each checkpoint.
+        callbacks: who is told, and of what.
         budget: the time for all of it, measuring included; None is as long as it takes.
 
     Raises:
@@ -150,29 +184,44 @@ def train_draft(
         OptionError: `out` holds a training with another configuration, or another process is training there.
         TrainingError: the loss is not finite.
     """
-    config, budget = config or DraftConfig(), budget or TimeBudget()
+    config, budget, told = config or DraftConfig(), budget or TimeBudget(), callbacks or Callbacks()
     tokenizer = load_tokenizer(resolve_source(str(target)))
     with alone_in(out / WORK):
         train, test = _streams(data, held_out, tokenizer, out / WORK)
-        teacher = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
-        draft = starting_draft(config, teacher, tokenizer)
-        config = _fitting(config, teacher, draft, on_note)
-        config = _planned(config, teacher, draft, train, out / WORK, budget, on_plan)
-        _check_amount(config, train, on_note)
-        loop = distillation_loop(config, teacher, draft, train, out / WORK)
-        progress = loop.run(on_step=on_step, on_checkpoint=on_checkpoint, time_is_up=lambda: budget.over(_TRAINED))
+        target_model = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
+        draft = starting_draft(config, target_model, tokenizer)
+        config = _fitting(config, target_model, draft, told.on_note)
+        config = _planned(config, target_model, draft, train, out / WORK, budget, told.on_plan)
+        _check_amount(config, train, told.on_note)
+        loop = distillation_loop(config, target_model, draft, train, out / WORK)
+        progress = loop.run(
+            on_step=_follower(told, loop.total_steps),
+            on_checkpoint=told.on_checkpoint,
+            time_is_up=lambda: budget.over(_TRAINED),
+        )
         if progress.step < loop.total_steps:
-            on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+            told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
         save_llama(draft, out)
         copy_tokenizer(target, out)
-        result = _measured(target, teacher, test, out, config, progress, budget, on_note)
+        result = _measured(target, target_model, test, out, config, progress, budget, told.on_note)
         _card(target, data, draft, result, config.device).write(out)
     return result
 
 
+def _follower(told: Callbacks, total: int) -> Callable[[StepRecord], None]:
+    """Reports the steps of a training."""
+
+    def follow(record: StepRecord) -> None:
+        told.on_step(record)
+        remark = ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
+        told.on_progress("training", record.step + 1, total, remark)
+
+    return follow
+
+
 def _planned(
     config: DraftConfig,
-    teacher: PreTrainedModel,
+    target_model: PreTrainedModel,
     draft: PreTrainedModel,
     stream: NDArray[np.uint32],
     work: Path,
@@ -185,7 +234,7 @@ def _planned(
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
         return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
-        step_s, size = distillation_loop(config, teacher, copy.deepcopy(draft), stream, Path(place)).trial()
+        step_s, size = distillation_loop(config, target_model, copy.deepcopy(draft), stream, Path(place)).trial()
     steps = budget.steps(config.schedule.total_steps, step_s)
     within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
     on_plan(
@@ -212,7 +261,7 @@ def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Call
 
 def _measured(
     target: str | Path,
-    teacher: PreTrainedModel,
+    target_model: PreTrainedModel,
     held_out: NDArray[np.uint32],
     out: Path,
     config: DraftConfig,
@@ -225,13 +274,15 @@ def _measured(
     if budget.limited and progress.elapsed_s:  # a step runs both models too, and goes back through one of them
         most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
     saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
-    report = evaluate_pair(teacher, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
-    served: Sequence[EngineEvaluation] = ()
+    report = evaluate_pair(target_model, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
+    evaluations: Sequence[EngineEvaluation] = ()
     try:
-        served = _measure_in_engine(target, out, held_out, config.device, budget.left_s() if budget.limited else None)
+        evaluations = _measure_in_engine(
+            target, out, held_out, config.device, budget.left_s() if budget.limited else None
+        )
     except UnsupportedModelError as error:
         on_note(f"the draft was not measured in the engine: {error}")
-    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, served)
+    return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
 
 
 def _measure_in_engine(
@@ -309,7 +360,7 @@ def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, resu
     return Card(
         title=f"A draft for {name}",
         summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
-        facts=facts | pair_facts(result.report) | served_facts(each.as_dict() for each in result.served),
+        facts=facts | pair_facts(result.report) | evaluation_facts(each.as_dict() for each in result.evaluations),
         license="other",
         notes=made_by(),
         base_model=name,
@@ -363,3 +414,37 @@ def _streams(
         return train, read_stream(folder / "held_out.bin")
     cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
     return train[:cut], train[cut:]
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Everything that decides the weights, but for the data and the last bits of floating point."""
+
+    shape: LlamaShape
+    schedule: WarmupStableDecay
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    seed: int = 0
+    device: str = "cpu"
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S
+
+
+def pretraining_loop(config: PretrainConfig, stream: NDArray[np.uint32], folder: Path) -> TrainingLoop:
+    """A new model and the loop that trains it; `loop.run()` starts, or resumes from the folder's checkpoint.
+
+    The folder may be given the checkpoint of another run's stable stretch, as long as that is not longer than
+    this one's: the run then branches from there.
+    """
+    model = new_llama(config.shape, seed=config.seed)
+    model.to(config.device)
+    use_training_attention(model)
+    phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
+    identity = identity_of(config, data_sha256=stream_hash(stream))
+    return TrainingLoop(
+        model,
+        MixedOptimizer(model, config.optimizer),
+        StreamObjective(model, CrossEntropy()),
+        phases,
+        config.schedule,
+        RunFolder(folder, identity, config.device, config.checkpoint_every_s),
+    )

@@ -15,11 +15,12 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
 from truedraft.heads import Head
 from truedraft.heads.base import HeadConfig
-from truedraft.options import check_whole
+from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.loop import CHECKPOINT_EVERY_S
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
 from truedraft.training.prompts import PromptCounts
 from truedraft.training.self_distillation import SelfDistillationData, text_tokens
 from truedraft.training.targets import ComputedTarget, DistillationTarget
@@ -65,8 +66,7 @@ class JointConfig:
         """Refuse what cannot work."""
         for name in ("steps", "tokens_per_step", "length"):
             check_whole(f"joint.{name}", getattr(self, name), 1)
-        if not 0.0 < self.heads_share < math.inf:
-            raise OptionError(f"must be a number above 0, got {self.heads_share}", field="joint.heads_share")
+        check_positive("joint.heads_share", self.heads_share)
         check_share("joint.decay_share", self.decay_share)
         if self.lora_rank is not None:
             check_whole("joint.lora_rank", self.lora_rank, 0)
@@ -88,31 +88,23 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class HeadTrainingConfig(ABC):
+class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: numbers that all kinds have in common, and what each kind says for itself.
 
     A kind of heads is a module (`head`), the sizes of it, a loss towards the target's distributions, and how trained
     heads are calibrated and drafted with; all else is the same for all.
 
     Attributes:
-        tied: whether heads end in the target's own LM head.
-        tokens: about how many tokens the target writes to train on.
-        prompt_tokens: of a prompt.
         writing: how the target writes.
         tree_prompts: held-out prompts whose answers trees are counted on, and accuracy is measured on.
         test_prompts: held-out prompts that acceptance is measured on.
-        place_decay: by how much each place counts less than the one before; see `HeadLoss`.
         optimizer: peak rates and decays.
-        epochs: passes over what the target wrote; fractions are possible.
-        steps: updates; None counts them by `epochs`.
         decay_share: of the steps, at the end, in which the rate decays.
         positions_per_step: positions of one update, about.
         window: neighbouring positions that are read together; they share distributions, but say less than scattered
             ones.
         evaluate_every: steps between two measurements on held-out answers.
         evaluated_positions: of such a measurement, about.
-        start_from: a folder with heads for this target, to begin with.
-        seed: of the order of the data, of new weights, and of what the target writes.
         device: where training runs.
         checkpoint_every_s: seconds between two checkpoints.
         stage: 1 trains the heads of a frozen target; 2 trains both, after the heads were warmed up so; then
@@ -130,23 +122,15 @@ class HeadTrainingConfig(ABC):
     )
     """Fields that decide the heads, beside the text, whose hash counts, and the schedule."""
 
-    tied: bool = True
-    tokens: int = 400_000
-    prompt_tokens: int = 64
     writing: WritingConfig = field(default_factory=WritingConfig)
     tree_prompts: int = 64
     test_prompts: int = 32
-    place_decay: float = 0.8
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(0.01, 0.01))
-    epochs: float = 2.5
-    steps: int | None = None
     decay_share: float = 0.7
     positions_per_step: int = 2048
     window: int = 8
     evaluate_every: int = 50
     evaluated_positions: int = 2000
-    start_from: Path | None = None
-    seed: int = 0
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
     stage: int = 1
@@ -159,8 +143,7 @@ class HeadTrainingConfig(ABC):
         check_whole("seed", self.seed, 0)
         if self.steps is not None:
             check_whole("steps", self.steps, 1)
-        if not 0.0 < self.epochs < math.inf:
-            raise OptionError(f"must be a number above 0, got {self.epochs}", field="epochs")
+        check_positive("epochs", self.epochs)
         check_share("decay_share", self.decay_share)
         if not 0.0 < self.place_decay <= 1.0:
             raise OptionError(f"must lie in (0, 1], got {self.place_decay}", field="place_decay")
@@ -255,13 +238,3 @@ _POSITIVE = (
     "tokens", "prompt_tokens", "tree_prompts", "test_prompts", "positions_per_step", "window", "evaluate_every",
     "evaluated_positions",
 )  # fmt: skip
-
-
-def check_share(name: str, value: float) -> None:
-    """Refuse what does not lie in [0, 1].
-
-    Raises:
-        OptionError: names it.
-    """
-    if not 0.0 <= value <= 1.0:
-        raise OptionError(f"must lie in [0, 1], got {value}", field=name)

@@ -18,12 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from truedraft.core.top_k import stable_topk
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Head
 from truedraft.models.lm_head import LmHead
-from truedraft.models.ranking import largest_ids
-from truedraft.training.identity import Identity, identity_of, weights_fingerprint
-from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
+from truedraft.training.loop import (
+    Identity,
+    Measurement,
+    Phase,
+    RunFolder,
+    TrainingLoop,
+    identity_of,
+    weights_fingerprint,
+)
 from truedraft.training.losses import DistillationLoss, gradient_in_chunks
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.self_distillation import (
@@ -271,5 +278,5 @@ class HeldOutAccuracy:
 
 def _hits(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     """How many labels `[rows]` are the first, and among the first `top`, by logits `[rows, vocab]`: `[2]`."""
-    same = largest_ids(logits, top) == labels[:, None]
+    same = stable_topk(logits, top) == labels[:, None]
     return torch.stack([same[:, 0].sum(), same.sum()]).cpu()

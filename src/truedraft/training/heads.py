@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ from truedraft.training.data import read_texts
 from truedraft.training.evaluate import measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.head_objective import head_loop
-from truedraft.training.identity import LENGTHS
-from truedraft.training.loop import CHECKPOINT, Saved, StepRecord, TrainingLoop, checkpoint_of
+from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of
 from truedraft.training.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
 
 TRAIN_TEXT, TREE_TEXT = "train", "tree"
 """Names of what the target wrote: to train on, and to choose trees and measure on."""
-OnProgress: TypeAlias = Callable[[str, int, int, str], None]
-"""Called with what is being done, how much of it is done, how much there is, and a remark."""
 _EMBEDDED_TARGET = "embedded:target"
 _TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest of it is for the text that trees are chosen on
 _FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of the training that was asked for is left
@@ -58,23 +54,6 @@ _REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
 _REPLAY_COST = 20.0  # replaying a position is taken to last as long as training on so many
 _LEAST_REPLAYED = 1024  # positions, however little time there is
 _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Who is told of a training, and of what.
-
-    Attributes:
-        on_progress: how far each kind of work has come.
-        on_note: sentences on what is done otherwise than asked for.
-        on_plan: sentences on the disk and the time that it will take.
-        on_checkpoint: each checkpoint.
-    """
-
-    on_progress: OnProgress = lambda what, done, total, remark: None
-    on_note: Callable[[str], None] = warnings.warn
-    on_plan: Callable[[str], None] = lambda sentence: None
-    on_checkpoint: Callable[[Saved], None] = lambda saved: None
 
 
 @dataclass(frozen=True)
@@ -444,6 +423,7 @@ class Follower:
 
     def __call__(self, record: StepRecord) -> None:
         """A step is over."""
+        self._job.told.on_step(record)
         right = [value for name, value in record.values.items() if name.endswith("_top_1")]
         if right:
             shares = " ".join(f"{share:.2f}" for share in right)

@@ -38,8 +38,7 @@ from truedraft.training.heads import (
     train_stage_1,
     write_tree_text,
 )
-from truedraft.training.identity import identity_of, weights_fingerprint
-from truedraft.training.loop import Phase, RunFolder, TrainingLoop, tensor_bytes
+from truedraft.training.loop import Phase, RunFolder, TrainingLoop, identity_of, tensor_bytes, weights_fingerprint
 from truedraft.training.losses import DistillationLoss, ForwardKL, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
 from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport

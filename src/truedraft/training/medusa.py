@@ -11,11 +11,12 @@ from truedraft.drafters.calibration import COUNTED, FACT, LIKELIEST, Calibration
 from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
-from truedraft.options import check_whole
+from truedraft.options import check_share, check_whole
 from truedraft.planning import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig, check_share
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture
+from truedraft.training.options import MedusaRunOptions, MedusaSizeOptions
 
 if TYPE_CHECKING:
     from truedraft.heads import Head
@@ -25,13 +26,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MedusaTrainingConfig(HeadTrainingConfig):
+class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConfig):
     """All numbers of a training of Medusa heads.
 
     Attributes:
-        heads: how many tokens after the next are guessed.
-        layers: residual blocks of a head.
-        reads_token: whether heads also read the token that was drawn from their vector, see `MedusaConfig`.
         law_share: how much of the loss is the target's distribution at a place, and how much its token: (1 - law_share)
             CE(token) + law_share KL(p || q). Medusa 2401.10774, section 2.2.1, has the token alone; a whole
             distribution says more about a position than one draw from it.
@@ -43,13 +41,7 @@ class MedusaTrainingConfig(HeadTrainingConfig):
     head: ClassVar[type[Head]] = MedusaHeads
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
 
-    heads: int = 4
-    layers: int = 1
-    reads_token: bool = True
-    law_share: float = 1.0
-
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded or written."""
         super().__post_init__()
         for name in ("heads", "layers"):
             check_whole(name, getattr(self, name), 1)

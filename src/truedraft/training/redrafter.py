@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, ClassVar
 from truedraft.drafters.redrafter import Redrafter
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord, RedrafterConfig, RedrafterHead
-from truedraft.options import check_whole
+from truedraft.options import check_share, check_whole
 from truedraft.planning import BUDGETS, TREE_TEMPERATURES, BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig, check_share
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import HeldOutAccuracy
 from truedraft.training.losses import DistillationLoss, loss_from_spec
+from truedraft.training.options import RedrafterRunOptions, RedrafterSizeOptions
 from truedraft.training.self_distillation import SelfFeeding
 from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
 
@@ -33,20 +34,10 @@ _TEXT = "train"  # names the kept distributions, as the text beside them
 
 
 @dataclass(frozen=True)
-class RedrafterTrainingConfig(HeadTrainingConfig):
+class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTrainingConfig):
     """All numbers of a training of a recurrent head (ReDrafter 2403.09919).
 
-    Attributes:
-        length: how many tokens after the next are guessed, over as many of which it is unrolled.
-        state: entries of the recurrent state; None is the target's width.
-        exit_width: entries of what enters the blocks and the output; None is the target's width, and a head that ends
-            in the target's LM head has no other.
-        layers: residual blocks.
-        rnn: whether the state is recurrent, or the plain sum of the embeddings.
-        loss: words of `loss_from_spec`: `kl`, `ce`, `reverse-kl`, `tv`, `jsd`, or a mixture as `kl=0.5,tv=0.5`.
-        laws: "computed" from the stored vectors when they are needed, or "stored" as the 64 likeliest tokens
-            and the mass of the rest.
-        self_fed: the share of positions at which the recurrence reads the head's own guesses; 0 is teacher forcing.
+    It is unrolled over the `length` tokens that it guesses. `self_fed` 0 is teacher forcing.
 
     Raises:
         OptionError: a value out of its range.
@@ -57,17 +48,7 @@ class RedrafterTrainingConfig(HeadTrainingConfig):
         "length", "state", "exit_width", "layers", "rnn", "loss", "laws", "self_fed",
     }  # fmt: skip
 
-    length: int = 5
-    state: int | None = None
-    exit_width: int | None = None
-    layers: int = 2
-    rnn: bool = True
-    loss: str = "kl"
-    laws: str = "computed"
-    self_fed: float = 0.0
-
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded or written."""
         super().__post_init__()
         check_whole("length", self.length, 1)
         check_whole("layers", self.layers, 0)

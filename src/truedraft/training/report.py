@@ -15,7 +15,7 @@ from safetensors import safe_open
 from truedraft.drafters.calibration import PROMISED_ON
 from truedraft.machine import describe_machine
 from truedraft.training.evaluate import EngineEvaluation, PairReport
-from truedraft.training.identity import typed_command
+from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
 
 _TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)"}
@@ -48,17 +48,17 @@ class HeadReport:
 
     Attributes:
         facts: found on held-out text, which differs from kind to kind; kept with the heads.
-        served: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
+        evaluations: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
         promised_on: the held-out text, in words; what drafters expect of their sizes was found on it.
     """
 
     facts: Mapping[str, Any]
-    served: Sequence[EngineEvaluation]
+    evaluations: Sequence[EngineEvaluation]
     promised_on: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        served = [each.as_dict() for each in self.served]
+        served = [each.as_dict() for each in self.evaluations]
         return {**self.facts, "served": served, PROMISED_ON: self.promised_on}
 
 
@@ -184,12 +184,12 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
         elapsed_s=effort.elapsed_s,
         machine=describe_machine(device),
     )
-    served = served_facts(each.as_dict() for each in result.report.served)
+    measured = evaluation_facts(each.as_dict() for each in result.report.evaluations)
     Card(
         title=f"{_TITLES.get(kind, kind)} for {base_name(target)}",
         summary=f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
         f"`--drafter {kind}:FOLDER`. Trained with truedraft.{own}",
-        facts=rows | {"finished": time.strftime("%Y-%m-%d")} | served,
+        facts=rows | {"finished": time.strftime("%Y-%m-%d")} | measured,
         license="other",
         notes=f"Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n{made_by()}",
         base_model=base_name(target),
@@ -209,18 +209,18 @@ def made_by() -> str:
     return f"Made by\n\n    {shlex.join(word for word in typed_command() if word != '--resume')}"
 
 
-def served_facts(served: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def evaluation_facts(evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Rows of what the engine measured."""
-    return dict(map(_served_row, served))
+    return dict(map(_evaluation_row, evaluations))
 
 
-def _served_row(served: Mapping[str, Any]) -> tuple[str, str]:
+def _evaluation_row(found: Mapping[str, Any]) -> tuple[str, str]:
     """What the engine measured of drafts of one kind and size."""
-    trees = f", {served['trees']} trees" if "trees" in served else ""
-    size = f"{served['nodes']} nodes" if "nodes" in served else f"{served['num_speculative_tokens']} drafted tokens"
-    promised = f" (promised {served['promised']:.2f})" if served.get("promised") is not None else ""
-    name = f"tokens per target call, temperature {served['temperature']:g}, {size}{trees}"
-    return name, f"{served['mean_acceptance_length']:.2f}{promised}"
+    trees = f", {found['trees']} trees" if "trees" in found else ""
+    size = f"{found['nodes']} nodes" if "nodes" in found else f"{found['num_speculative_tokens']} drafted tokens"
+    promised = f" (promised {found['promised']:.2f})" if found.get("promised") is not None else ""
+    name = f"tokens per target call, temperature {found['temperature']:g}, {size}{trees}"
+    return name, f"{found['mean_acceptance_length']:.2f}{promised}"
 
 
 def _parameters(folder: Path) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from truedraft.errors import DataError
 from truedraft.planning import Trace
-from truedraft.training.identity import Identity, refuse_another_run
+from truedraft.training.loop import Identity, refuse_another_run
 from truedraft.training.workspace import write_whole, writing
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from truedraft.models.ranking import largest_ids
+from truedraft.core.top_k import stable_topk
 from truedraft.training.losses import DistillationLoss, distill
 from truedraft.training.workspace import writing
 
@@ -176,7 +176,7 @@ def keep_target(
 def _likeliest(logits: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """Ids `[rows, kept]` and logs `[rows, kept + 1]` of the distributions of logits `[rows, vocab]`."""
     logs = functional.log_softmax(logits, dim=-1)
-    ids = largest_ids(logs, kept)
+    ids = stable_topk(logs, kept)
     own = logs.gather(1, ids)
     rest = logs.scatter_(1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return ids, torch.cat([own, rest], dim=1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from truedraft.errors import OptionError, TrainingError
+from truedraft.options import check_positive
 
 WORK = "work"
 """Working files, inside the folder that a training writes."""
@@ -165,8 +166,8 @@ class TimeBudget:
     """
 
     def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        if minutes is not None and not 0.0 < minutes < math.inf:
-            raise OptionError(f"must be a number above 0, got {minutes}", field="minutes")
+        if minutes is not None:
+            check_positive("minutes", minutes)
         self.minutes = minutes
         self._clock = clock
         self._began = clock()

@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
+from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import HeadRun, Segment
 from truedraft.models.packing import ForwardPlan
-from truedraft.models.ranking import Likeliest
 
 
 class Backend(ABC):
@@ -99,12 +99,12 @@ class Backend(ABC):
             `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
         """
 
-    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
         """Of the first `vocab` ids the likeliest `[rows, count]` by `factor` times the logits of `unembed`.
 
         A row does not depend on the others.
         """
-        return Likeliest.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
+        return TopK.of(self.unembed(vectors)[:, :vocab].float() * factor, count)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
         """Residual heads that end in the LM head, where the backend runs them faster than by `likeliest`; else None.

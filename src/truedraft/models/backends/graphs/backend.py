@@ -53,7 +53,7 @@ class GraphBackend(Backend):
             recorder = CudaGraphs(self._device)
         self._runner = Runner(self._forward, self._inputs, recorder)
         self.least_rows = 1
-        self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one slab of keys")
+        self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one arena of keys")
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from truedraft.cache import RequestCache
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError
 from truedraft.models.attention import Full
@@ -37,7 +38,6 @@ from truedraft.models.base import HeadRun
 from truedraft.models.llama import Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
-from truedraft.models.ranking import Likeliest
 from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ class NativeBackend(Backend):
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._lm_head.logits(vectors)
 
-    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
         return self._lm_head.likeliest(vectors, count, vocab, factor)
 
     def shared_heads(self, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> HeadRun | None:
@@ -277,7 +277,7 @@ class NativeLmHead:
         """Logits `[rows, ids]` for vectors `[rows, width]`; entries behind those that are given are zeros."""
         return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0, 1.0)[0]
 
-    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> Likeliest:
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
         """Of the first `vocab` ids the likeliest `[rows, count]`, where the model multiplies its logits by `factor`."""
         return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
 
@@ -293,7 +293,7 @@ class NativeLmHead:
         read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells)
         return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
 
-    def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, Likeliest]:
+    def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:
         """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the likeliest ids `[heads * rows, count]`."""
         rows, outputs = len(hidden), self._model.lm_head.outputs
         hidden = hidden.to(self.dtype)
@@ -308,7 +308,7 @@ class NativeLmHead:
         asked = CAsked(rows, vocab, count, factor, *memory)
         scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
         self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
-        return logits[:, :outputs], Likeliest(ids, values)
+        return logits[:, :outputs], TopK(ids, values)
 
     def settle(self) -> None:
         """Return when no thread reads weights; see `Scratch.settle`."""
@@ -339,7 +339,7 @@ class NativeHeads:
         if hasattr(self, "_heads"):
             self._lm_head.settle()
 
-    def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> Likeliest:
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
         """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads for vectors `[rows, width]`."""
         self._heads.used = depth
         return self._lm_head.run(self._heads, hidden, ranks, self._vocab, self._factor)[1].view(depth, len(hidden))

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import torch
 
-from truedraft.machine import dtype_name, has_avx512_bfloat16
-from truedraft.models.user_cache import cache_folder, could_not_be_kept
+from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_avx512_bfloat16
 
 _log = logging.getLogger(__name__)
 

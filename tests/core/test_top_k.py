@@ -1,4 +1,4 @@
-"""The largest ids of rows of logits, against a stable sort."""
+"""The largest ids of rows of logits, against a stable sort; of many columns, found by blocks, and of few."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.models.ranking import Likeliest, largest_ids
+from truedraft.core.top_k import TopK, stable_topk
 
 
 def by_sorting(logits: Tensor, count: int) -> Tensor:
@@ -14,37 +14,40 @@ def by_sorting(logits: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 1000, 8192])
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 1000, 1024, 1025, 8192])
 def test_order_is_that_of_a_stable_sort_and_ties_go_to_the_lowest_id(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(7, vocab, generator=generator) * 2).round(decimals=1).to(dtype)
     assert vocab < 100 or (logits[0].unique().numel() < vocab / 2)  # otherwise there are few ties
     for count in {1, min(vocab, 10), min(vocab, 130)}:
-        assert largest_ids(logits, count).equal(by_sorting(logits, count))
+        assert stable_topk(logits, count).equal(by_sorting(logits, count))
 
 
-def test_rows_of_equal_and_of_infinite_logits() -> None:
-    assert largest_ids(torch.zeros(2, 300), 4).tolist() == [[0, 1, 2, 3]] * 2
-    row = torch.full((1, 70), -torch.inf)
+@pytest.mark.parametrize("vocab", [70, 1070])
+def test_rows_of_equal_and_of_infinite_logits(vocab: int) -> None:
+    assert stable_topk(torch.zeros(2, 230 + vocab), 4).tolist() == [[0, 1, 2, 3]] * 2
+    row = torch.full((1, vocab), -torch.inf)
     row[0, 66] = 1.0
-    assert largest_ids(row, 3).tolist() == [[66, 0, 1]]
+    assert stable_topk(row, 3).tolist() == [[66, 0, 1]]
     row[0, 68] = torch.inf
     row[0, 3] = -0.0
     row[0, 5] = 0.0
-    assert largest_ids(row, 4).tolist() == [[68, 66, 3, 5]]
+    assert stable_topk(row, 4).tolist() == [[68, 66, 3, 5]]
 
 
-def test_no_rows() -> None:
-    assert largest_ids(torch.zeros(0, 100), 3).shape == (0, 3)
+@pytest.mark.parametrize("vocab", [100, 1100])
+def test_no_rows(vocab: int) -> None:
+    assert stable_topk(torch.zeros(0, vocab), 3).shape == (0, 3)
 
 
-def test_rows_with_nan_give_ids_that_exist() -> None:
+@pytest.mark.parametrize("vocab", [70, 1070])
+def test_rows_with_nan_give_ids_that_exist(vocab: int) -> None:
     """inf - inf is a negative NaN on some processors, and vocabularies are padded to whole blocks."""
-    logits = torch.randn(3, 70)
+    logits = torch.randn(3, vocab)
     logits[0] = torch.inf - torch.tensor(torch.inf)
     logits[1] = torch.nan
-    assert int(largest_ids(logits, 10).max()) < 70
-    assert largest_ids(logits, 10)[2].equal(largest_ids(logits[2:], 10)[0])
+    assert int(stable_topk(logits, 10).max()) < vocab
+    assert stable_topk(logits, 10)[2].equal(stable_topk(logits[2:], 10)[0])
 
 
 def test_a_long_row_has_the_same_log_probabilities_alone_and_among_others() -> None:
@@ -52,8 +55,8 @@ def test_a_long_row_has_the_same_log_probabilities_alone_and_among_others() -> N
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = Likeliest.of(logits, 5).log_probs
-        alone = torch.cat([Likeliest.of(logits[row : row + 1], 5).log_probs for row in range(20)])
+        together = TopK.of(logits, 5).log_probs
+        alone = torch.cat([TopK.of(logits[row : row + 1], 5).log_probs for row in range(20)])
     finally:
         torch.set_num_threads(before)
     assert alone.equal(together)

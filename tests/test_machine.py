@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from truedraft.errors import OptionError
-from truedraft.models.user_cache import cache_folder
+from truedraft.machine import cache_folder
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

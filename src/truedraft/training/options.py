@@ -1,0 +1,128 @@
+"""Fields of configurations that are also options of `truedraft train`. Needs no torch, so a command can read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from truedraft.options import option
+
+
+@dataclass(frozen=True)
+class DraftSizeOptions:
+    """How large a draft model is."""
+
+    start_from: Path | None = option(None, "A draft to train further; it keeps its size.", "DIR")
+    layers: int = option(2, "Layers.", "N", least=1)
+    width: int = option(128, "Width of a layer.", "N", least=1)
+    heads: int = option(2, "Query heads.", "N", least=1)
+    kv_heads: int = option(1, "Key and value heads.", "N", least=1)
+    intermediate: int = option(512, "Width inside the MLP.", "N", least=1)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How much the target writes for heads to learn from."""
+
+    tokens: int = option(400_000, "Tokens that the target writes to train on, about.", "N")
+    prompt_tokens: int = option(64, "Tokens of a prompt.", "N")
+
+
+@dataclass(frozen=True)
+class WritingOptions:
+    """How it writes them."""
+
+    answer_tokens: int = option(192, "The most tokens of an answer.", "N")
+    temperatures: tuple[float, ...] = option(
+        (0.0, 1.0),
+        "Of the answers; may be repeated, then they are taken in turn.",
+        "T",
+        name="--temperature",
+        shown_default="0 and 1 in turn",
+    )
+
+
+@dataclass(frozen=True)
+class HeadRunOptions:
+    """How heads are trained."""
+
+    epochs: float = option(2.5, "Passes over what the target wrote.", "X")
+    steps: int | None = option(None, "Updates of the heads, in place of --epochs.", "N")
+    place_decay: float = option(0.8, "By how much each place counts less than the one before.", "X")
+    seed: int = option(0, "Decides the text, the order of it, and new weights.", "S")
+
+
+@dataclass(frozen=True)
+class MedusaRunOptions(HeadRunOptions):
+    """The same for Medusa heads."""
+
+    law_share: float = option(
+        1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
+    )
+
+
+@dataclass(frozen=True)
+class RedrafterRunOptions(HeadRunOptions):
+    """The same for a recurrent head."""
+
+    loss: str = option(
+        "kl",
+        "kl, reverse-kl, tv or jsd learn the target's distributions, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
+        "LOSS",
+    )
+    laws: str = option(
+        "computed",
+        "computed: whole, by the LM head at each step. stored: once, as the 64 likeliest tokens and the mass of the "
+        "rest, for large vocabularies.",
+        "KIND",
+    )
+    self_fed: float = option(
+        0.0,
+        "At this share of the positions the head reads its own guesses; 0 reads the text's tokens alone.",
+        "SHARE",
+    )
+
+
+@dataclass(frozen=True)
+class HeadSizeOptions:
+    """What heads of any kind are."""
+
+    tied: bool = option(
+        True, "Heads end in the target's LM head, or in outputs of their own.", "", name="--tied/--free"
+    )
+    start_from: Path | None = option(None, "Heads for this target to train further.", "DIR")
+
+
+@dataclass(frozen=True)
+class MedusaSizeOptions(HeadSizeOptions):
+    """What Medusa heads are."""
+
+    heads: int = option(4, "How many tokens after the next are guessed.", "N")
+    layers: int = option(1, "Residual blocks of a head.", "N")
+    reads_token: bool = option(
+        True,
+        "Heads also read the token that was drawn from their vector, or the vector alone, as Medusa's own.",
+        "",
+        name="--reads-token/--vector-only",
+    )
+
+
+@dataclass(frozen=True)
+class RedrafterSizeOptions(HeadSizeOptions):
+    """What a recurrent head is."""
+
+    length: int = option(5, "How many tokens after the next are guessed in training.", "T")
+    state: int | None = option(None, "Entries of the recurrent state.", "N", shown_default="the target's width")
+    layers: int = option(2, "Residual blocks of a head.", "N")
+    exit_width: int | None = option(
+        None,
+        "Entries of what enters the blocks and the output; others than the target's width only with --free.",
+        "N",
+        shown_default="the target's width",
+    )
+    rnn: bool = option(
+        True,
+        "The state is recurrent, or the plain sum of the embeddings so far.",
+        "",
+        name="--recurrent/--summed",
+    )
