@@ -27,7 +27,7 @@ demo: $(STAMP)
 
 # One worker for each core; every test computes on one thread.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

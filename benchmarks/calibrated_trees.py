@@ -24,11 +24,11 @@ from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.machine import describe_machine
 from truedraft.models.loading import load_model
-from truedraft.training.data import read_texts
 from truedraft.training.evaluate import count_answers
 from truedraft.training.medusa import MedusaTrainingConfig
-from truedraft.training.prompts import shipped_prompts, split_prompts
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.prompts import shipped_prompts, split_prompts
+from truedraft.training.texts.tokenizer import load_tokenizer
 
 BUDGETS, TEMPERATURES = (8, 32), (0.0, 1.0)
 

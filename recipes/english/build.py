@@ -12,10 +12,10 @@ import torch
 from truedraft.errors import TruedraftError
 from truedraft.models.architecture import LlamaShape, save_llama
 from truedraft.training import PretrainConfig, pretraining_loop
-from truedraft.training.data import Curriculum, read_stream, read_texts, write_stream
 from truedraft.training.loop import StepRecord
 from truedraft.training.optimizer import WarmupStableDecay
-from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.texts.data import Curriculum, read_stream, read_texts, write_stream
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE, CONTEXT = 4096, 512

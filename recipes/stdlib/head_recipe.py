@@ -16,12 +16,12 @@ import torch
 from recipes.stdlib.publish_heads import Published, publish_heads
 from recipes.stdlib.sources import load_sources
 from truedraft.errors import TruedraftError
-from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
-from truedraft.training.prompts import PromptSets, as_stream, cut_prompts, shipped_prompts, without_pieces
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets, as_stream, cut_prompts, shipped_prompts, without_pieces
+from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import torch
 from recipes.stdlib.sources import PYTHON_VERSION
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm
-from truedraft.training.data import read_stream
 from truedraft.training.evaluate import PairReport, evaluate_model, evaluate_pair
 from truedraft.training.report import Card, pair_facts, training_facts
+from truedraft.training.texts.data import read_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from truedraft.models.architecture import LlamaShape
 from truedraft.training import PretrainConfig
-from truedraft.training.data import Curriculum
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.texts.data import Curriculum
 
 SETTINGS = Path(__file__).parent / "settings.json"
 VOCAB_SIZE = 8192

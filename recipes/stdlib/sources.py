@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.errors import DataError
-from truedraft.training.data import near_duplicate_clusters
+from truedraft.training.texts.data import near_duplicate_clusters
 
 PYTHON_VERSION = "3.11.7"
 MANIFEST = Path(__file__).parent / "manifest.json"

@@ -20,10 +20,10 @@ from truedraft.errors import DataError
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.training import PretrainConfig, pretraining_loop
-from truedraft.training.data import read_stream, write_stream
 from truedraft.training.drafts import DraftConfig, distillation_loop, starting_draft
 from truedraft.training.loop import CHECKPOINT, Progress, StepRecord, TrainingLoop
-from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.texts.data import read_stream, write_stream
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

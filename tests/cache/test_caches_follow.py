@@ -68,14 +68,14 @@ class Watched(DraftModel):
         proposals = super().propose(batch, budgets, noise)
         for request, budget in zip(batch, budgets, strict=True):
             if not budget.is_zero:
-                assert_fresh(self._states[request.id], self.model, request.tokens)
+                assert_fresh(self.caches[request.id], self.model, request.tokens)
                 self.proposals += 1
         return proposals
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
-            cache = self._states[request.id]
+            cache = self.caches[request.id]
             assert cache.uncommitted == 0
             # Never more than what was emitted: the token that ends the step is not in it, and after full acceptance
             # neither is the last drafted one.

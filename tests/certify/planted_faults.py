@@ -98,7 +98,7 @@ class StaleDraft(DraftModel):
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         for request, outcome in zip(batch, outcomes, strict=True):
-            cache = self._states[request.id]
+            cache = self.caches[request.id]
             cache.commit(range(min(len(outcome.path), cache.uncommitted)))
 
 
@@ -109,7 +109,7 @@ class ForgetsTheLast(DraftModel):
         super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
             if outcome.path and len(outcome.path) == len(outcome.proposal.tree):
-                self._states[request.id].length += 1
+                self.caches[request.id].length += 1
 
 
 def row_noise(inner: LanguageModel, size: float) -> LanguageModel:

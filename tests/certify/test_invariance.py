@@ -137,7 +137,7 @@ class CrossedProposals(DraftModel):
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         for request in batch:
-            self._states[request.id].rollback(0)
+            self.caches[request.id].rollback(0)
 
 
 @pytest.mark.plants_failures

@@ -27,10 +27,10 @@ from truedraft.planning.head_trees import compare, replay_likeliest
 from truedraft.planning.rank_paths import RankTable, choose_tree
 from truedraft.planning.replay import CURVE_NODES, Trace
 from truedraft.planning.survival_fit import fit_survival
-from truedraft.training.answer_writer import WritingConfig, write_answers
 from truedraft.training.heads import lm_head_of
-from truedraft.training.prompts import cut_prompts, shipped_prompts
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.prompts import cut_prompts, shipped_prompts
+from truedraft.training.texts.tokenizer import load_tokenizer
 
 TARGET = "embedded:target"
 SHARPNESS = {"embedded": 1.0, "flat": 0.4}

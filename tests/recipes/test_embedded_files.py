@@ -14,7 +14,7 @@ from recipes.stdlib.sources import MANIFEST
 
 import truedraft
 from truedraft.models.architecture import load_causal_lm, new_llama
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.tokenizer import load_tokenizer
 
 EMBEDDED = Path(truedraft.__file__).parent / "embedded"
 STDLIB = EMBEDDED / "stdlib"

@@ -9,7 +9,7 @@ from recipes.stdlib.prompts import COUNT, TOKENS, write_prompts
 from recipes.stdlib.sources import Source
 
 from truedraft.errors import DataError
-from truedraft.training.tokenizer import train_tokenizer
+from truedraft.training.texts.tokenizer import train_tokenizer
 
 
 def sources(count):

@@ -13,7 +13,7 @@ from recipes.stdlib.sources import Source
 from truedraft.errors import DataError
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import LlamaShape
-from truedraft.training.data import Curriculum
+from truedraft.training.texts.data import Curriculum
 
 TINY = LlamaShape(vocab_size=400, width=32, layers=1, heads=2, kv_heads=1, intermediate=32, context=128, head_size=16)
 

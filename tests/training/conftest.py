@@ -10,11 +10,11 @@ import torch
 
 from truedraft.models.architecture import LlamaShape, new_llama, save_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training.data import Curriculum
 from truedraft.training.drafts import PretrainConfig, pretraining_loop
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-from truedraft.training.self_distillation import CollatedBatch
-from truedraft.training.tokenizer import save_tokenizer, train_tokenizer
+from truedraft.training.texts.data import Curriculum
+from truedraft.training.texts.self_distillation import CollatedBatch
+from truedraft.training.texts.tokenizer import save_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

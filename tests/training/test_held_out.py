@@ -12,7 +12,7 @@ from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import head_objective
 from truedraft.training.head_objective import HeldOutAccuracy
-from truedraft.training.self_distillation import SelfDistillationData, WrittenAnswer
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 SHAPE = LlamaShape(vocab_size=9, width=8, layers=1, heads=2, kv_heads=1, intermediate=16, context=64, head_size=4)
 REACH = 2

@@ -8,11 +8,11 @@ import pytest
 
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.training.data import Curriculum
 from truedraft.training.drafts import DraftConfig, PretrainConfig, pretraining_loop
 from truedraft.training.loop import CHECKPOINT, identity_of, weights_fingerprint
 from truedraft.training.losses import ForwardKL
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.texts.data import Curriculum
 
 SHAPE = LlamaShape(vocab_size=300, width=32, layers=1, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
 CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, tokens_per_pass=64)

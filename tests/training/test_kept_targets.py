@@ -13,8 +13,8 @@ from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import targets
-from truedraft.training.self_distillation import SelfDistillationData, WrittenAnswer
 from truedraft.training.targets import keep_target
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 SHAPE = LlamaShape(vocab_size=90, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 ROWS = 25

@@ -17,7 +17,6 @@ from truedraft.errors import MissingExtraError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import load_causal_lm
 from truedraft.training import joint
-from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import JointConfig
 from truedraft.training.head_objective import HeadLoss
 from truedraft.training.heads import train_heads
@@ -26,8 +25,9 @@ from truedraft.training.loop import Callbacks
 from truedraft.training.losses import ForwardKL
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.prompts import PromptSets
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets
+from truedraft.training.texts.tokenizer import load_tokenizer
 
 WHOLE = JointConfig(steps=5, tokens_per_step=64, length=32, lora_rank=0)
 CONFIG = MedusaTrainingConfig(

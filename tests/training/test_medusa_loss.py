@@ -13,8 +13,8 @@ from truedraft.training import losses
 from truedraft.training.head_objective import HeadLoss, HeadsObjective
 from truedraft.training.losses import DistillationLoss, ForwardKL
 from truedraft.training.medusa import MedusaTrainingConfig
-from truedraft.training.self_distillation import CollatedBatch, text_tokens
 from truedraft.training.targets import ComputedTarget
+from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens
 
 HEADS, DECAY = 3, 0.8
 

@@ -23,14 +23,14 @@ from truedraft.errors import CompositionError, DataError, OptionError, TrainingE
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.training import heads as heads_module
 from truedraft.training import loop as loop_module
-from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.head_config import schedule_of
 from truedraft.training.head_objective import heads_optimizer
 from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.prompts import PromptSets
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.workspace import TimeBudget
 
 HEADS = 2

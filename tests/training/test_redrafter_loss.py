@@ -11,8 +11,8 @@ from truedraft.training import losses
 from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
 from truedraft.training.losses import loss_from_spec
 from truedraft.training.redrafter import RedrafterTrainingConfig
-from truedraft.training.self_distillation import CollatedBatch, SelfFeeding, text_tokens
 from truedraft.training.targets import ComputedTarget
+from truedraft.training.texts.self_distillation import CollatedBatch, SelfFeeding, text_tokens
 
 LENGTH, DECAY = 3, 0.7
 

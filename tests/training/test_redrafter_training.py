@@ -17,12 +17,12 @@ from truedraft.errors import CompositionError, DataError, ModelError, OptionErro
 from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees
 from truedraft.training import evaluate
-from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.prompts import PromptSets
 from truedraft.training.redrafter import RedrafterTrainingConfig
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets
 
 ANSWER = 20
 CONFIG = RedrafterTrainingConfig(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from truedraft.training.losses import CrossEntropy, ForwardKL, TotalVariation, distill, loss_from_spec
-from truedraft.training.self_distillation import CollatedBatch
 from truedraft.training.targets import KeptTarget, TargetRows, computed_rows
+from truedraft.training.texts.self_distillation import CollatedBatch
 
 # One row: the target has (1/2, 1/4, 1/4) and gave token 1; what is learned has (1/4, 1/2, 1/4) so far.
 P = torch.tensor([[0.5, 0.25, 0.25]])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from truedraft.training.answer_writer import ThreadTrial
+from truedraft.training.texts.answer_writer import ThreadTrial
 
 
 @pytest.fixture

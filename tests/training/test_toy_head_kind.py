@@ -20,13 +20,13 @@ from truedraft.drafters.head import HeadDrafter
 from truedraft.errors import CompositionError, ModelError
 from truedraft.heads import Head, HeadRecord, MedusaHeads
 from truedraft.models.base import LanguageModel
-from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.losses import DistillationLoss, ForwardKL
 from truedraft.training.optimizer import OptimizerConfig
-from truedraft.training.prompts import PromptSets
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets
 
 # --- the kind: sizes, a module, a drafter, and what decides its training ---
 

@@ -24,11 +24,11 @@ from truedraft.errors import (
 )
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
 from truedraft.training import drafts, evaluate
-from truedraft.training.data import Curriculum
 from truedraft.training.drafts import DraftConfig, train_draft
 from truedraft.training.loop import Callbacks, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
-from truedraft.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.texts.data import Curriculum
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from truedraft.training.workspace import TimeBudget
 
 CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=256)

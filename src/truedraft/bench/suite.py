@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.specs import from_spec
 from truedraft.engine import Engine, StepRecord
 from truedraft.errors import ModelError
@@ -75,8 +74,7 @@ class OurEngine(System):
     @property
     def draft_model(self) -> LanguageModel | None:
         """The draft model, if that is what drafts."""
-        drafter = self.engine.drafter
-        return drafter.model if isinstance(drafter, DraftModel) else None
+        return self.engine.drafter.model
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from truedraft.control import Controller
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
-from truedraft.drafters import Drafter, DraftModel
+from truedraft.drafters import Drafter
 from truedraft.engine import Answer, Engine, Request
 from truedraft.errors import DrafterError, ModelError
 from truedraft.models.base import LanguageModel
@@ -83,11 +83,6 @@ class Stack:
     rule: Rule
     coupled_rule: Rule | None = None
     controller: Controller | None = None
-
-    @property
-    def draft(self) -> DraftModel | None:
-        """The drafter, where it is a model with distributions and caches of its own."""
-        return self.drafter if isinstance(self.drafter, DraftModel) else None
 
     def engine(self, batch: int) -> Engine:
         """An engine with speculation, of at most `batch` requests in a step."""

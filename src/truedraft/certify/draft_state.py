@@ -85,8 +85,9 @@ class Guesses:
     def __init__(self, stack: Stack, *, checks_caches: bool = False) -> None:
         self.of: dict[int, list[Guess]] = {}
         self.caches: list[CacheDifference] = []
-        self._draft = stack.draft if checks_caches else None
         drafter = stack.drafter
+        self._drafter = drafter
+        self._model = drafter.model if checks_caches else None
 
         def begin(request: DraftRequest) -> None:
             self.of[request.id] = []
@@ -104,9 +105,8 @@ class Guesses:
         before = len(request.tokens) - len(outcome.tokens)
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path))
         self.of[request.id].append(guess)
-        if self._draft is not None and len(outcome.proposal.tree):
-            cache = self._draft._states[request.id]  # nobody else has a reason to look
-            self.caches.append(_cache_difference(self._draft.model, cache, request.tokens))
+        if self._model is not None and len(outcome.proposal.tree):
+            self.caches.append(_cache_difference(self._model, self._drafter.caches[request.id], request.tokens))
 
 
 class DraftState(Check):

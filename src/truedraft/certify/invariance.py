@@ -228,8 +228,7 @@ class _Asking:
         decisions falls out otherwise with a probability near 2 r / temperature. Above the sum of these, six standard
         deviations and three are allowed: a false alarm below 1e-6, as sums of rare events go.
         """
-        draft = self._stack.draft
-        models = [self._stack.target, *([] if draft is None else [draft.model])]
+        models = [model for model in (self._stack.target, self._stack.drafter.model) if model is not None]
         texts = sorted(self._texts, key=len)[-2:]
         measured = [measure_rounding(each, texts, self._batch, self._params, self._limits) for each in models]
         largest = max(rounding.largest_difference for rounding in measured)

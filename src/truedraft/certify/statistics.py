@@ -365,8 +365,8 @@ def _quantile(freedom: int, level: float) -> float:
 
 def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
     """The target over a few ids, and a draft model too; other drafters guess as ever, and are accepted less often."""
-    draft = stack.draft
-    drafter = stack.drafter if draft is None else altered(draft, model=reduced(draft.model, kept))
+    draft = stack.drafter.model
+    drafter = stack.drafter if draft is None else altered(stack.drafter, model=reduced(draft, kept))
     return stack.but(target=reduced(stack.target, kept), drafter=drafter)
 
 

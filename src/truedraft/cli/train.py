@@ -204,9 +204,9 @@ def draft(options: DraftOptions) -> int:
 
     def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
-        from truedraft.training.data import Curriculum
         from truedraft.training.drafts import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+        from truedraft.training.texts.data import Curriculum
 
         decay = round(run.steps * _DECAY_SHARE)
         config = DraftConfig(
@@ -297,9 +297,9 @@ def _train_heads(
 
     def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
-        from truedraft.training.answer_writer import WritingConfig
         from truedraft.training.heads import train_heads
         from truedraft.training.optimizer import OptimizerConfig
+        from truedraft.training.texts.answer_writer import WritingConfig
 
         rate, writing = options.run.learning_rate, dataclasses.asdict(options.writing)
         check_positive("learning_rate", rate)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal, NoReturn, overload
 
 from torch import Tensor
 
+from truedraft.cache import RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
@@ -169,11 +171,15 @@ class Drafter(ABC):
         name: for reports.
         limits: upper limits on what it proposes; a controller decides within them.
         features: what `observe` must be given of the target's forward; None is the tokens alone.
+        model: the model that drafts, of a drafter that has one beside the target.
+        caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
     """
 
     name: ClassVar[str]
     limits: Budget
     features: ClassVar[Features | None] = None
+    model: LanguageModel | None = None
+    caches: Mapping[int, RequestCache] = MappingProxyType({})
 
     @property
     @abstractmethod
@@ -200,7 +206,7 @@ class Drafter(ABC):
     @property
     def holding(self) -> Collection[int]:
         """Ids of requests that it keeps something for: none of them may be over."""
-        return ()
+        return self.caches.keys()
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
         """What is known of the trees for requests with such options; None where it makes none of ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -56,8 +56,8 @@ class DraftModel(Drafter):
         self.limits = Budget(
             len(self.branching), max(self.branching, default=0), nodes_of(self.branching), min_probability
         )
-        self.model = model
-        self._states: dict[int, RequestCache] = {}
+        self.model: LanguageModel = model
+        self.caches: dict[int, RequestCache] = {}
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -84,7 +84,7 @@ class DraftModel(Drafter):
 
     def begin(self, request: DraftRequest) -> None:
         """Take a cache for the request; it is filled at the first proposal."""
-        self._states[request.id] = self.model.new_cache()
+        self.caches[request.id] = self.model.new_cache()
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -92,7 +92,7 @@ class DraftModel(Drafter):
         """Catch up with the tokens emitted since the last proposal, then draw level by level."""
         within = [self._within(budget, request) for request, budget in zip(batch, budgets, strict=True)]
         builders = [
-            TreeBuilder(self._states[request.id], request, budget, each, self.branching, self.model.device)
+            TreeBuilder(self.caches[request.id], request, budget, each, self.branching, self.model.device)
             for request, budget, each in zip(batch, within, noise, strict=True)
         ]
         level = [builder for builder in builders if not builder.budget.is_zero]
@@ -144,15 +144,11 @@ class DraftModel(Drafter):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the accepted path of the draft's own tree; its last level was never fed, so it cannot be kept."""
         for request, outcome in zip(batch, outcomes, strict=True):
-            cache = self._states[request.id]
+            cache = self.caches[request.id]
             cache.commit([node for node in outcome.path if node < cache.uncommitted])
-
-    @property
-    def holding(self) -> Collection[int]:
-        return self._states
 
     def end(self, request: DraftRequest) -> None:
         """Give the cache back."""
-        cache = self._states.pop(request.id, None)
+        cache = self.caches.pop(request.id, None)
         if cache is not None:
             self.model.release_cache(cache)

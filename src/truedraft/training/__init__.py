@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from truedraft.training.answer_writer import WritingConfig
     from truedraft.training.drafts import DraftConfig, DraftResult, PretrainConfig, pretraining_loop, train_draft
     from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
     from truedraft.training.heads import train_heads
@@ -17,9 +16,10 @@ if TYPE_CHECKING:
     from truedraft.training.losses import distill, loss_from_spec
     from truedraft.training.medusa import MedusaTrainingConfig
     from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-    from truedraft.training.prompts import PromptSets
     from truedraft.training.redrafter import RedrafterTrainingConfig
     from truedraft.training.report import HeadReport, HeadResult
+    from truedraft.training.texts.answer_writer import WritingConfig
+    from truedraft.training.texts.prompts import PromptSets
     from truedraft.training.workspace import TimeBudget
 
 _HOMES = {
@@ -34,11 +34,11 @@ _HOMES = {
     "MedusaTrainingConfig": "medusa",
     "OptimizerConfig": "optimizer",
     "PretrainConfig": "drafts",
-    "PromptSets": "prompts",
+    "PromptSets": "texts.prompts",
     "RedrafterTrainingConfig": "redrafter",
     "TimeBudget": "workspace",
     "WarmupStableDecay": "optimizer",
-    "WritingConfig": "answer_writer",
+    "WritingConfig": "texts.answer_writer",
     "distill": "losses",
     "loss_from_spec": "losses",
     "pretraining_loop": "drafts",

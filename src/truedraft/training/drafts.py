@@ -27,7 +27,6 @@ from truedraft.models.architecture import (
 )
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
-from truedraft.training.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,
@@ -53,7 +52,8 @@ from truedraft.training.losses import (
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
-from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.texts.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
+from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
 
 if TYPE_CHECKING:

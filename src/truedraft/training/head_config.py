@@ -16,14 +16,14 @@ from truedraft.errors import OptionError
 from truedraft.heads import Head
 from truedraft.heads.base import HeadConfig
 from truedraft.options import check_positive, check_share, check_whole
-from truedraft.training.answer_writer import WritingConfig
 from truedraft.training.loop import CHECKPOINT_EVERY_S
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
-from truedraft.training.prompts import PromptCounts
-from truedraft.training.self_distillation import SelfDistillationData, text_tokens
 from truedraft.training.targets import ComputedTarget, DistillationTarget
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptCounts
+from truedraft.training.texts.self_distillation import SelfDistillationData, text_tokens
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel

@@ -33,14 +33,14 @@ from truedraft.training.loop import (
 )
 from truedraft.training.losses import DistillationLoss, gradient_in_chunks
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
-from truedraft.training.self_distillation import (
+from truedraft.training.targets import DistillationTarget, TargetRows
+from truedraft.training.texts.self_distillation import (
     CollatedBatch,
     SelfDistillationData,
     WindowSampler,
     collate,
     text_tokens,
 )
-from truedraft.training.targets import DistillationTarget, TargetRows
 
 if TYPE_CHECKING:
     from truedraft.training.head_config import HeadTrainingConfig

@@ -18,16 +18,16 @@ from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.planning import TREE_TEMPERATURES
-from truedraft.training.answer_writer import write_answers
-from truedraft.training.data import read_texts
 from truedraft.training.evaluate import measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.head_objective import head_loop
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of
-from truedraft.training.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
-from truedraft.training.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.answer_writer import write_answers
+from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
+from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
+from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import (
     TRAINED,
     WORK,

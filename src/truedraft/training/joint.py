@@ -23,7 +23,6 @@ from truedraft.heads import Head, HeadRecord
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
-from truedraft.training.data import BlockSampler, stream_hash
 from truedraft.training.evaluate import mean_loss
 from truedraft.training.head_config import HeadTrainingConfig, schedule_of
 from truedraft.training.head_objective import HeadLoss, heads_optimizer, identity_of_schedule
@@ -43,13 +42,14 @@ from truedraft.training.losses import DistillationLoss, ForwardKL, distillation_
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
 from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport
 from truedraft.training.targets import TargetRows, computed_rows
-from truedraft.training.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.texts.data import BlockSampler, stream_hash
+from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
 from truedraft.training.workspace import WORK, in_bytes, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from truedraft.training.self_distillation import SelfDistillationData
+    from truedraft.training.texts.self_distillation import SelfDistillationData
 
 _STAGE_1, _TARGET, _JOINT = "stage-1", "target", "joint"
 _EVALUATED_TOKENS = 65_536

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from truedraft.heads import Head
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
-    from truedraft.training.self_distillation import SelfDistillationData
+    from truedraft.training.texts.self_distillation import SelfDistillationData
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import HeldOutAccuracy
 from truedraft.training.losses import DistillationLoss, loss_from_spec
 from truedraft.training.options import RedrafterRunOptions, RedrafterSizeOptions
-from truedraft.training.self_distillation import SelfFeeding
 from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
+from truedraft.training.texts.self_distillation import SelfFeeding
 
 if TYPE_CHECKING:
     from truedraft.heads import Head
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
     from truedraft.training.head_objective import Feed
-    from truedraft.training.self_distillation import SelfDistillationData
+    from truedraft.training.texts.self_distillation import SelfDistillationData
 
 _LAWS = ("computed", "stored")
 _TEXT = "train"  # names the kept distributions, as the text beside them

@@ -27,7 +27,7 @@ from truedraft.training.workspace import writing
 
 if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
-    from truedraft.training.self_distillation import CollatedBatch, SelfDistillationData
+    from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData
 
 KEPT = 64
 """Ids of a row."""

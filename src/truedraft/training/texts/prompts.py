@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
 from truedraft.models.loading import quiet_transformers
-from truedraft.training.data import Encoder
+from truedraft.training.texts.data import Encoder
 
 _SKIPPED = ("site-packages/", "dist-packages/", "ensurepip/_bundled/", "lib2to3/tests/data/", "test/bad", "encodings/")
 _CHARACTERS_PER_TOKEN = 16  # what is encoded to get a prompt of so many tokens; more is needed only by odd texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from truedraft.errors import DataError
-from truedraft.training.data import read_texts
+from truedraft.training.texts.data import read_texts
 
 
 def test_text_and_json_lines(tmp_path):

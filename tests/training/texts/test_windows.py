@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from truedraft.errors import DataError
-from truedraft.training.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer, collate
+from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer, collate
 
 HEADS = 2
 

@@ -24,8 +24,8 @@ from truedraft.errors import OptionError, TrainingError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.training.loop import identity_of
 from truedraft.training.options import WritingOptions
-from truedraft.training.prompts import prompts_hash
-from truedraft.training.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
+from truedraft.training.texts.prompts import prompts_hash
+from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
 
 _TRIED_STEPS = 25  # that are timed together
 _TRIED_TURNS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from truedraft.training.data import near_duplicate_clusters
+from truedraft.training.texts.data import near_duplicate_clusters
 
 
 def words(seed: int, count: int = 300) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.training.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer
+from truedraft.training.texts.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer
 
 HARD = [
     "",

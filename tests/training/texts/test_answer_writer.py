@@ -12,8 +12,8 @@ import torch
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import DataError, OptionError, TrainingError
-from truedraft.training import answer_writer
-from truedraft.training.answer_writer import WritingConfig, hidden_of, write_answers
+from truedraft.training.texts import answer_writer
+from truedraft.training.texts.answer_writer import WritingConfig, hidden_of, write_answers
 
 CONFIG = WritingConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)
 PROMPTS = [[5 + number, 40, 7 * number + 1, 33] for number in range(8)]

@@ -8,8 +8,8 @@ import pytest
 
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
-from truedraft.training import prompts
-from truedraft.training.prompts import (
+from truedraft.training.texts import prompts
+from truedraft.training.texts.prompts import (
     PromptCounts,
     cut_prompts,
     prompts_hash,
@@ -17,7 +17,7 @@ from truedraft.training.prompts import (
     split_prompts,
     standard_library_prompts,
 )
-from truedraft.training.tokenizer import load_tokenizer
+from truedraft.training.texts.tokenizer import load_tokenizer
 
 TEXT = "".join(f"x{number} = add(left, {number})\n" for number in range(300))
 

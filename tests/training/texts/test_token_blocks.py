@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from truedraft.errors import DataError
-from truedraft.training.data import BlockSampler, read_stream, stream_hash, write_stream
+from truedraft.training.texts.data import BlockSampler, read_stream, stream_hash, write_stream
 
 
 class Letters:
