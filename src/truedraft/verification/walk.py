@@ -151,10 +151,10 @@ class WalkPlan:
         depths: of each slot.
         joint: slots with one independent draw alone; see `is_joint`.
         drafts: whether anything is drawn.
+        doublings: steps of two, four, ... nodes that reach the deepest one.
         rounds: most runs that a walk sees rejected; 0 where nothing is drafted.
         width: most candidates of a slot.
         draws: of each request, how many draws its slots are judged by first.
-        sampled: of each request that has draft distributions, how many of these draws are from one.
         keys: of the decisions about these draws, then about later runs.
         roots: `[requests]`: `first_slots`.
         own: `[slots]`: their numbers.
@@ -197,7 +197,6 @@ class WalkPlan:
         self.draw_slot, self.draw_column, self.draw_node = self.array(slot), self.array(column), self.array(node)
         self.draw_child = self.array(node + requests + 1)
         is_sampled = dist >= 0
-        self.sampled = [int((each.draws[3] >= 0).sum()) for each in layouts if each.probs]
         self.sampled_draws, self.sampled_dist = self.array(is_sampled.nonzero()[0]), self.array(dist[is_sampled])
         first_dist, is_drawn = np.full(len(depths), -1), np.zeros(len(depths), np.bool_)
         first_dist[slot], is_drawn[slot] = dist, True
