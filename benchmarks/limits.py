@@ -142,7 +142,7 @@ def draft_step_of(model: HuggingFaceModel, params: SamplingParams, count: int) -
         noise = KeyedNoise(1, len(request.tokens), next(steps), greedy=params.greedy)
         with torch.inference_mode():
             proposal = drafter.propose([request], [Budget(4)], [noise])[0]
-            emitted = (*proposal.tree.token_list, 7)
+            emitted = (*proposal.tree.host_ids, 7)
             request.tokens.extend(emitted)
             drafter.observe([request], [StepOutcome(proposal, tuple(range(4)), emitted, None)])
         if len(request.tokens) > CONTEXT + 400:

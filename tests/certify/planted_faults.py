@@ -87,7 +87,7 @@ class AcceptAlways(Rule):
             slot = children[0] + 1
         gumbel = noise.gumbel(len(path), dist.shape[-1], dist.device)
         token = int(coupled_choice(dist[slot : slot + 1], gumbel))
-        return Verdict(tuple(path), (*(proposal.tree.token_list[node] for node in path), token), Origin.BONUS)
+        return Verdict(tuple(path), (*(proposal.tree.host_ids[node] for node in path), token), Origin.BONUS)
 
     def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
         raise NotImplementedError

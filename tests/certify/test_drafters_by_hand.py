@@ -70,7 +70,7 @@ class DropsUnlikely(Bigram):  # type: ignore[misc]
         made = super().chain(request, budget, noise)
         if made.probs is None or not len(made.tree):
             return made
-        return made if float(made.probs[0, made.tree.token_list[0]]) > 0.2 else Proposal.empty()
+        return made if float(made.probs[0, made.tree.host_ids[0]]) > 0.2 else Proposal.empty()
 
 
 def stack_of(drafter: type[Drafter]) -> Stack:
@@ -124,7 +124,7 @@ def storing(change: Callable[[Tensor, Sequence[int]], Tensor]) -> type[Drafter]:
             made = super().chain(request, budget, noise)
             if made.probs is None:
                 return made
-            return Proposal(made.tree, made.draws, change(made.probs, made.tree.token_list))
+            return Proposal(made.tree, made.draws, change(made.probs, made.tree.host_ids))
 
     return StoresNoDist
 

@@ -49,7 +49,7 @@ class FollowsDraft(CoupledSampling):
         verdicts = []
         for proposal, verdict in zip(proposals, CoupledSampling().verify(proposals, probs, noise), strict=True):
             first = next(iter(proposal.tree.shape.children[0]), None)
-            took = None if first is None or verdict.path else proposal.tree.token_list[first]
+            took = None if first is None or verdict.path else proposal.tree.host_ids[first]
             verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
         return HostVerdicts(verdicts)
 
@@ -186,7 +186,7 @@ def test_probabilities_of_proposals_are_those_of_drawing_one_after_another() -> 
         (a, b): float(Fraction(weights[a], total) * Fraction(weights[b], total - weights[a]))
         for a, b in itertools.permutations(range(4), 2)
     }
-    found = {tuple(case.proposal.tree.token_list): case.probability for case in world.every_proposal()}
+    found = {tuple(case.proposal.tree.host_ids): case.probability for case in world.every_proposal()}
     assert found == pytest.approx(expected, abs=1e-15)
     for each in worlds():
         assert sum(case.probability for case in each.every_proposal()) == pytest.approx(1.0, abs=TOLERANCE)

@@ -438,7 +438,7 @@ MUTANTS = {
     ),
     "proposals are not compared": Mutant(
         draft_state,
-        "if trees[0].token_list != trees[1].token_list or trees[0].shape != trees[1].shape:",
+        "if trees[0].host_ids != trees[1].host_ids or trees[0].shape != trees[1].shape:",
         "if False:",
         stale_proposals_are_seen,
     ),

@@ -46,7 +46,7 @@ def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
         path = proposal.tree.path_tokens(slot - 1)
         found.setdefault(path, []).extend(
             (
-                proposal.tree.token_list[d.child],
+                proposal.tree.host_ids[d.child],
                 d.kind,
                 None if d.dist < 0 else tuple(proposal.probs[d.dist].tolist()),
             )
@@ -80,7 +80,7 @@ def test_merging_keeps_paths_draws_distributions_and_order(parts: list[Proposal]
 @given(proposals())
 def test_merging_one_proposal_changes_nothing(proposal: Proposal) -> None:
     merged = merge([proposal])
-    assert merged.tree.token_list == proposal.tree.token_list
+    assert merged.tree.host_ids == proposal.tree.host_ids
     assert merged.tree.shape == proposal.tree.shape
     assert merged.draws == proposal.draws
     assert merged.probs is proposal.probs or torch.equal(merged.probs, proposal.probs)
@@ -91,7 +91,7 @@ def test_merging_one_proposal_changes_nothing(proposal: Proposal) -> None:
 def test_the_worked_example_of_merge() -> None:
     probs = torch.eye(9)[:2]
     merged = merge([Proposal.chain(torch.tensor([5, 7]), probs), Proposal.chain(torch.tensor([5, 8]), probs + 1)])
-    assert merged.tree.token_list == [5, 7, 8]
+    assert merged.tree.host_ids == [5, 7, 8]
     assert merged.tree.shape.parents == (-1, 0, 0)
     assert merged.draws == (
         (Draw(0, 0, IND), Draw(0, 2, IND)),

@@ -102,13 +102,13 @@ def test_a_chain_is_a_tree_with_one_path(length: int) -> None:
     tree = TokenTree.chain(list(range(10, 10 + length)))
     assert tree.shape == shape
     assert tree.tokens.dtype == torch.int64
-    assert tree.token_list == list(range(10, 10 + length))
+    assert tree.host_ids == list(range(10, 10 + length))
     assert len(tree) == length
 
 
 def test_chains_take_tensors_and_lists() -> None:
     assert TokenTree.chain(torch.tensor([3, 1], dtype=torch.int32)).tokens.dtype == torch.int64
-    assert TokenTree.chain([]).token_list == TokenTree.empty().token_list == []
+    assert TokenTree.chain([]).host_ids == TokenTree.empty().host_ids == []
     assert not TreeShape((-1, -1)).is_chain
     assert not TreeShape((-1, 0, 0)).is_chain
 
@@ -141,27 +141,27 @@ def test_paths_that_share_prefixes_become_one(paths: list[tuple[int, ...]]) -> N
 
 def test_paths_by_hand() -> None:
     tree = TokenTree.from_paths([[5, 7], [5, 8], [6], [5, 7, 9]])
-    assert tree.token_list == [5, 7, 8, 6, 9]
+    assert tree.host_ids == [5, 7, 8, 6, 9]
     assert tree.shape.parents == (-1, 0, 0, -1, 1)
-    assert TokenTree.from_paths([]).token_list == []
+    assert TokenTree.from_paths([]).host_ids == []
 
 
-def test_tokens_on_a_device_are_unknown_until_they_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_stay_on_a_device_until_the_host_has_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truedraft.core.transfers.waits", lambda device: True)
-    for known in (
+    for tree in (
         TokenTree.chain([4, 2]),
         TokenTree.from_paths([[1], [2, 3]]),
         TokenTree.empty(),
         TokenTree.of_ids([7], chain_shape(1)),
     ):
-        assert known.is_known
-        assert known.token_list == known.tokens.tolist()
+        assert not tree.on_device
+        assert tree.host_ids == tree.tokens.tolist()
     tree = TokenTree.chain(torch.tensor([4, 2]))
-    assert not tree.is_known
-    tree.learn([4, 2])
-    assert tree.is_known
-    assert tree.token_list == [4, 2]
+    assert tree.on_device
+    tree.keep_host_ids([4, 2])
+    assert not tree.on_device
+    assert tree.host_ids == [4, 2]
     assert tree.path_tokens(1) == (4, 2)
     waited = TokenTree.chain(torch.tensor([5]))
-    assert waited.token_list == [5]
-    assert waited.is_known
+    assert waited.host_ids == [5]
+    assert not waited.on_device

@@ -118,7 +118,7 @@ def test_the_drafter_is_treated_as_in_the_engine() -> None:
     assert min(accepted) < 1.0
     for request, outcome in drafter.outcomes:
         assert request < 0
-        tokens = [outcome.proposal.tree.token_list[node] for node in outcome.path]
+        tokens = [outcome.proposal.tree.host_ids[node] for node in outcome.path]
         assert list(outcome.tokens[:-1]) == tokens
         assert outcome.hidden is None
     assert {budget.depth for budget in drafter.budgets} == {1, 2, 3, 4, 5, 6, 7, 8, 12}

@@ -21,7 +21,7 @@ def test_the_worked_example() -> None:
     assert first_with_prefix(EXAMPLE.tokens).tolist() == [[[0, 0, 0], [0, 0, 1], [2, 2, 2]]]
     merged = merge(EXAMPLE, 9)
     (tree,) = trees_of(merged)
-    assert tree.token_list == [5, 7, 8, 6, 9]
+    assert tree.host_ids == [5, 7, 8, 6, 9]
     assert tree.shape.parents == (-1, 0, 1, -1, 1)
     assert merged.node_of.tolist() == [[[0, 1, 4], [0, 1, 2], [3, -1, -1]]]
     assert (len(tree), tree.shape.listed) == (5, 7)
@@ -33,7 +33,7 @@ def test_the_worked_example() -> None:
         [1, 1, 0, 0, 1],
     ]
     merged = merge(EXAMPLE, 4)
-    assert trees_of(merged)[0].token_list == [5, 7, 8, 6]
+    assert trees_of(merged)[0].host_ids == [5, 7, 8, 6]
     assert merged.node_of.tolist() == [[[0, 1, -1], [0, 1, 2], [3, -1, -1]]]
 
 
@@ -42,9 +42,9 @@ def test_requests_of_one_batch_make_their_own_trees() -> None:
     scores = torch.tensor([[[-0.5, -0.6], [-0.5, -0.9]], [[-1.0, -1.5], [-0.2, -3.0]]])
     beams = Beams(tokens, scores)
     first, second = trees_of(merge(beams, 4))
-    assert first.token_list == [1, 2, 3]
+    assert first.host_ids == [1, 2, 3]
     assert first.shape.parents == (-1, 0, 0)
-    assert second.token_list == [5, 4, 4, 4]  # the child of 4 is likelier than that of 5
+    assert second.host_ids == [5, 4, 4, 4]  # the child of 4 is likelier than that of 5
     assert second.shape.parents == (-1, -1, 1, 0)
 
 
@@ -107,5 +107,5 @@ def assert_mask_is_ancestry(tree: TokenTree) -> None:
 def test_a_request_alone_makes_the_tree_it_makes_among_others(beams: Beams) -> None:
     for row, tree in enumerate(trees_of(merge(beams, 8))):
         (alone,) = trees_of(merge(Beams(beams.tokens[row : row + 1], beams.scores[row : row + 1]), 8))
-        assert alone.token_list == tree.token_list
+        assert alone.host_ids == tree.host_ids
         assert alone.shape == tree.shape

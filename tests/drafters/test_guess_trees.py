@@ -48,11 +48,11 @@ UNSURE = [[0.3, 0.29], [0.2, 0.1], [0.1, 0.1]]
 def test_trees_follow_how_sure_the_heads_are() -> None:
     """Sure: 0.9, 0.72, 0.504 make a chain. Unsure: 0.3, 0.29, then 0.06 below the first."""
     trees = LikeliestTrees(3).trees(guesses(SURE, UNSURE), [(GREEDY, Budget(3, 2, 3))] * 2)
-    assert [(tree.token_list, tree.shape.parents) for tree in trees] == [
+    assert [(tree.host_ids, tree.shape.parents) for tree in trees] == [
         ([0, 10, 20], (-1, 0, 1)),
         ([100, 101, 110], (-1, -1, 0)),
     ]
-    assert [tree.tokens.tolist() for tree in trees] == [tree.token_list for tree in trees]
+    assert [tree.tokens.tolist() for tree in trees] == [tree.host_ids for tree in trees]
 
 
 def test_where_survival_is_calibrated_it_chooses() -> None:
@@ -124,7 +124,7 @@ def test_each_request_has_its_own_budget_and_the_tree_that_it_gets_alone(ways: G
         wanted = ways.wanted(params, budget)
         alone = guesses(*rows[: number + 1])  # no deeper or wider than it wants
         cut = TopK(alone.ids[: wanted.depth, -1:, : wanted.width], alone.log_probs[: wanted.depth, -1:])
-        assert ways.trees(cut, [(params, budget)])[0].token_list == tree.token_list
+        assert ways.trees(cut, [(params, budget)])[0].host_ids == tree.host_ids
 
 
 def test_what_is_wanted_of_the_heads() -> None:
@@ -150,15 +150,15 @@ def test_extents_are_upper_limits() -> None:
 @pytest.mark.parametrize("ways", [LikeliestTrees(3), FixedTrees({"greedy": TREE})])
 def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [(GREEDY, Budget(3, 2, 5)), (SAMPLED, Budget(2, 2, 2))]
-    expected = [tree.token_list for tree in ways.trees(guesses(SURE, UNSURE), requests)]
+    expected = [tree.host_ids for tree in ways.trees(guesses(SURE, UNSURE), requests)]
     reads = []
     fetch = transfers.fetch
     monkeypatch.setattr(transfers, "waits", lambda device: True)
     monkeypatch.setattr(transfers, "fetch", lambda tensors: reads.append(len(tensors)) or fetch(tensors))
     trees = ways.trees(guesses(SURE, UNSURE), requests)
     assert reads == ([2] if isinstance(ways, LikeliestTrees) else [])
-    assert [tree.is_known for tree in trees] == [bool(reads)] * 2
-    assert [tree.token_list for tree in trees] == expected
+    assert [tree.on_device for tree in trees] == [not reads] * 2
+    assert [tree.host_ids for tree in trees] == expected
 
 
 def test_acceptance_curves() -> None:

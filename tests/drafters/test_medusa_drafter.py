@@ -98,7 +98,7 @@ def test_the_tree_is_filled_with_the_heads_guesses(target: MarkovWithHead, heads
     vector = target.vector_after([1, 2])
     proposal = propose(drafter, [begun(drafter, 0, GREEDY, vector)])[0]
     proposal.check()
-    assert proposal.tree.token_list == tokens_of(TREE, ranked(target, heads, vector))
+    assert proposal.tree.host_ids == tokens_of(TREE, ranked(target, heads, vector))
     assert proposal.tree.shape == TREE.shape
     assert (proposal.kinds, proposal.probs) == ({DrawKind.DETERMINISTIC}, None)
     assert drafter.kinds == {DrawKind.DETERMINISTIC}
@@ -118,9 +118,9 @@ def test_greedy_and_other_requests_have_their_own_trees_in_one_batch(
             guesses = ranked_with_noise(target, heads, vector, 0.5, noise[1])
         else:
             guesses = ranked(target, heads, vector)
-        assert together[place].tree.token_list == tokens_of(tree, guesses)
+        assert together[place].tree.host_ids == tokens_of(tree, guesses)
         alone = drafter.propose([requests[place]], [drafter.limits], [noise[place]])[0]
-        assert alone.tree.token_list == together[place].tree.token_list
+        assert alone.tree.host_ids == together[place].tree.host_ids
         assert (together[place].kinds, together[place].probs) == ({DrawKind.DETERMINISTIC}, None)
 
 
@@ -144,7 +144,7 @@ def test_a_budget_cuts_the_tree_by_order(
 ) -> None:
     vector = target.vector_after([1, 2])
     proposal = propose(drafter, [begun(drafter, 0, GREEDY, vector)], budget)[0]
-    assert proposal.tree.token_list == tokens_of(RankTree(paths), ranked(target, heads, vector))
+    assert proposal.tree.host_ids == tokens_of(RankTree(paths), ranked(target, heads, vector))
     assert len(proposal.tree) <= budget.nodes
     assert proposal.tree.shape.depth <= budget.depth
 
@@ -154,7 +154,7 @@ def test_budgets_of_one_batch_may_differ(target: MarkovWithHead, drafter: Medusa
     requests = [begun(drafter, i, GREEDY, vector) for i in range(3)]
     made = propose(drafter, requests, Budget(1, 1), NO_DRAFT, Budget(3, 3))
     assert [len(proposal.tree) for proposal in made] == [1, 0, 6]
-    assert made[2].tree.token_list[0] == made[0].tree.token_list[0]
+    assert made[2].tree.host_ids[0] == made[0].tree.host_ids[0]
 
 
 def test_nodes(target: MarkovWithHead, heads: MedusaHeads, drafter: Medusa) -> None:
@@ -232,7 +232,7 @@ def test_without_noise_a_coupled_request_is_drafted_as_any_other(target: MarkovW
     vector = target.vector_after([1, 2])
     coupled, sampled = begun(drafter, 0, COUPLED, vector), begun(drafter, 1, SAMPLED, vector)
     made = drafter.propose([coupled, sampled], [drafter.limits] * 2, [KeyedNoise(0, 0, 0, greedy=True)] * 2)
-    assert made[0].tree.token_list == made[1].tree.token_list
+    assert made[0].tree.host_ids == made[1].tree.host_ids
 
 
 def test_trees_may_be_chosen_by_fewer_heads(target: MarkovWithHead, heads: MedusaHeads) -> None:
@@ -262,7 +262,7 @@ def test_the_vector_is_that_of_the_last_drawn_token(
         hidden = torch.cat([wanted, torch.zeros(3)])[None]  # a padded target's is wider
         drafter.observe([request], [StepOutcome(proposal, path, (0,) * (len(path) + 1), hidden)])
         hidden.fill_(torch.nan)  # the next forward may write over it
-        assert propose(drafter, [request])[0].tree.token_list == tokens_of(TREE, ranked(target, heads, wanted))
+        assert propose(drafter, [request])[0].tree.host_ids == tokens_of(TREE, ranked(target, heads, wanted))
 
 
 def test_without_a_vector_nothing_is_proposed(target: MarkovWithHead, drafter: Medusa) -> None:

@@ -18,7 +18,7 @@ NOISE = KeyedNoise(0, 0, 0)
 
 
 def propose(lookup: PromptLookup, request: DraftRequest, budget: Budget | None = None) -> list[int]:
-    return lookup.propose([request], [budget or lookup.limits], [NOISE])[0].tree.token_list
+    return lookup.propose([request], [budget or lookup.limits], [NOISE])[0].tree.host_ids
 
 
 def slow_lookup(tokens: list[int], longest: int, shortest: int, length: int) -> list[int]:

@@ -98,7 +98,7 @@ def test_the_likeliest_nodes_are_kept(target: MarkovWithEmbedding, head: Redraft
     vector = target.vector_after([1])
     whole, few = (drafter_of(head, target, beams=6, length=3, nodes=nodes) for nodes in (99, 5))
     trees = [propose(each, [begun(each, 0, GREEDY, vector)])[0].tree for each in (whole, few)]
-    assert trees[1].token_list == trees[0].token_list[:5]
+    assert trees[1].host_ids == trees[0].host_ids[:5]
     assert trees[1].shape.parents == trees[0].shape.parents[:5]
 
 
@@ -139,7 +139,7 @@ def test_a_batch_makes_what_each_makes_alone(target: MarkovWithEmbedding, head: 
     together = propose(drafter, requests, *budgets)
     for request, proposal, budget in zip(requests, together, budgets, strict=True):
         alone = propose(drafter, [request], budget)[0]
-        assert alone.tree.token_list == proposal.tree.token_list
+        assert alone.tree.host_ids == proposal.tree.host_ids
         assert alone.tree.shape == proposal.tree.shape
 
 

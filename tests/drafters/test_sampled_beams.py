@@ -126,12 +126,12 @@ def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
         if slot >= 0:
             assert proposal.probs is not None or not proposal.draws[slot]
             for draw in proposal.draws[slot]:
-                token = proposal.tree.token_list[draw.child]
+                token = proposal.tree.host_ids[draw.child]
                 draws.append(DrawnToken(token, draw.dist, proposal.probs[draw.dist], draw.kind))  # type: ignore[index]
         for outcome in rule.outcomes([JudgedSlot(p, tuple(draws))]):
             child = -1
             if outcome.accepted:
-                ids = proposal.tree.token_list
+                ids = proposal.tree.host_ids
                 child = next(draw.child for draw in proposal.draws[slot] if ids[draw.child] == outcome.tokens[0]) + 1
             walk(child, (*path, *outcome.tokens), reach * outcome.probability)
 
@@ -188,7 +188,7 @@ def test_scores_fall_along_paths_and_among_siblings(monkeypatch: pytest.MonkeyPa
         assert proposal.tree.shape.depth == LENGTH
         assert len(proposal.tree) == 6
         for draws in proposal.draws:
-            tokens = [proposal.tree.token_list[draw.child] for draw in draws]
+            tokens = [proposal.tree.host_ids[draw.child] for draw in draws]
             assert len(set(tokens)) == len(tokens)
 
 
@@ -197,7 +197,7 @@ def test_paths_are_drawn_with_the_heads_probabilities() -> None:
     counts = torch.zeros(VOCAB)
     for seed in range(4000):
         proposal = propose(KeyedNoise(seed, 0, 0), 2, 9)
-        counts[proposal.tree.token_list[proposal.draws[0][0].child]] += 1
+        counts[proposal.tree.host_ids[proposal.draws[0][0].child]] += 1
     expected = dist("q", [])
     deviation = (expected * (1 - expected) / 4000).sqrt()
     assert ((counts / 4000 - expected).abs() < 5 * deviation).all()
@@ -216,7 +216,7 @@ def test_coupled_paths_hold_what_the_noise_would_choose_under_the_head() -> None
             assert gumbel is not None
             choice = int((dist("q", path).log() + gumbel).argmax())
             first = proposal.draws[slot][0].child
-            assert proposal.tree.token_list[first] == choice
+            assert proposal.tree.host_ids[first] == choice
             path.append(choice)
             slot = first + 1
 
@@ -242,7 +242,7 @@ def test_requests_together_draw_what_each_draws_alone() -> None:
     for number, proposal in enumerate(together):
         here = slice(number, number + 1)
         alone = beams.propose(requests[here], budgets[here], noise[here], torch.zeros(1, 1), torch.tensor([0]))[0]
-        assert alone.tree.token_list == proposal.tree.token_list
+        assert alone.tree.host_ids == proposal.tree.host_ids
         assert (alone.tree.shape, alone.draws) == (proposal.tree.shape, proposal.draws)
         assert len(proposal.tree) <= budgets[number].nodes
         assert proposal.tree.shape.depth <= budgets[number].depth

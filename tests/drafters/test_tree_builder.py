@@ -38,7 +38,7 @@ def proposals_of(drafter: DraftModel, budgets: list[Budget], far: bool) -> list[
             drafter.begin(request)
         noise = [KeyedNoise(request.id, 9, 1, greedy=request.params.greedy) for request in batch]
         proposals = drafter.propose(batch, budgets, noise)
-        assert all(proposal.tree.is_known is not (far and len(proposal.tree) > 0) for proposal in proposals)
+        assert all(proposal.tree.on_device is (far and len(proposal.tree) > 0) for proposal in proposals)
         for request in batch:
             drafter.end(request)
         return proposals

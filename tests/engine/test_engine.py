@@ -147,7 +147,7 @@ def test_drafter_observes_every_step_and_the_end(target: MarkovModel) -> None:
     emitted = [token for _, outcome in drafter.outcomes for token in outcome.tokens]
     assert emitted == answer.token_ids
     assert drafter.ended == [drafter.outcomes[0][0]]
-    assert drafter.outcomes[0][1].proposal.tree.token_list == []  # the prefill is a step with an empty proposal
+    assert drafter.outcomes[0][1].proposal.tree.host_ids == []  # the prefill is a step with an empty proposal
 
 
 def test_budgets_are_obeyed_and_a_pause_leaves_no_stale_draft(target: MarkovModel) -> None:

@@ -64,7 +64,7 @@ def test_the_last_row_is_where_the_next_token_was_drawn(target: MarkovWithHead) 
     for before, outcome in drafter.seen:
         if outcome.partial:
             continue
-        text = before + [outcome.proposal.tree.token_list[node] for node in outcome.path]
+        text = before + [outcome.proposal.tree.host_ids[node] for node in outcome.path]
         assert outcome.hidden is not None and outcome.logits is not None and outcome.logits.shape == (1, VOCAB)
         assert outcome.hidden.equal(target.vector_after(text)[None])
         lengths.add(len(outcome.path))

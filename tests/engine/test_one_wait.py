@@ -270,7 +270,7 @@ def test_draft_and_target_may_lie_apart(far_one: str, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------------- what may go wrong
 
 
-class Unseen(ScriptedDrafter):
+class OnDevice(ScriptedDrafter):
     """Its tokens lie on the device, where nobody has looked at them yet."""
 
     def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
@@ -292,7 +292,7 @@ def test_ids_that_do_not_exist_show_after_the_forward_and_cost_only_the_drafting
     plain = answers_of(Engine(target), [params] * 3)
     drafted = answers_of(Engine(target, ScriptedDrafter(lambda tokens: [[5, 6]])), [params] * 3)
     with standing_in():
-        answers = answers_of(Engine(target, Unseen(script)), [params] * 3)
+        answers = answers_of(Engine(target, OnDevice(script)), [params] * 3)
     for number, answer in enumerate(answers):
         if number == 1:
             assert f"outside 0 to {VOCAB - 1}" in answer.warnings[0]

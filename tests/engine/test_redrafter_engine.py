@@ -59,7 +59,7 @@ def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
             drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=3, length=3, nodes=4, sampled=sampled)
             drafter.check(world)
             made = [proposal_after(drafter, world, (first, last)) for first in range(4) for last in range(4)]
-            trees.append([(each.tree.token_list, each.tree.shape.parents) for each in made])
+            trees.append([(each.tree.host_ids, each.tree.shape.parents) for each in made])
         assert (trees[0] == trees[1]) is sampled
 
 
@@ -112,7 +112,7 @@ def by_the_rule(proposal: Proposal, p: DistOf, q: DistOf) -> Ends:
     """Draw from the target, follow the child that carries the token."""
 
     def walk(slot: int, path: tuple[int, ...], reach: float) -> Ends:
-        carried = {proposal.tree.token_list[node]: node for node in proposal.tree.shape.children[slot]}
+        carried = {proposal.tree.host_ids[node]: node for node in proposal.tree.shape.children[slot]}
         for token, mass in enumerate(p(path).tolist()):
             if token in carried:
                 yield from walk(carried[token] + 1, (*path, token), reach * mass)

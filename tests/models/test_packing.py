@@ -1,4 +1,4 @@
-"""Tokens that the host knows go to the model's device together, and lie where they belong."""
+"""Tokens on the host go to the model's device together, and lie where they belong."""
 
 from __future__ import annotations
 

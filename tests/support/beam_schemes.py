@@ -37,9 +37,9 @@ def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Pr
         tree = proposed(prefix[: len(prefix) - len(drafted)]).tree
         slot = 0
         for token in drafted:
-            slot = 1 + next(node for node in tree.shape.children[slot] if tree.token_list[node] == token)
+            slot = 1 + next(node for node in tree.shape.children[slot] if tree.host_ids[node] == token)
         eye = torch.eye(world.vocab_size, dtype=torch.float64)
         children = tree.shape.children[slot]
-        return [PlannedDraw(-1, eye[tree.token_list[node]], DrawKind.DETERMINISTIC) for node in children]
+        return [PlannedDraw(-1, eye[tree.host_ids[node]], DrawKind.DETERMINISTIC) for node in children]
 
     return scheme

@@ -62,7 +62,7 @@ def chains(count: int) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
         probs.append(L.probs_from_logits(scores, params))
         noise.append(each)
     for proposal in proposals:
-        assert proposal.tree.token_list is not None  # on the host before anything is counted
+        assert proposal.tree.host_ids is not None  # on the host before anything is counted
     return proposals, probs, noise
 
 

@@ -216,7 +216,7 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         decided = RULE.decide(hidden, probs, noise)
     numbers = transfers.fetch(decided.wanted)
     for proposal in hidden:
-        proposal.tree.learn(proposal.tree.tokens.tolist())
+        proposal.tree.keep_host_ids(proposal.tree.tokens.tolist())
     assert decided.verdicts(hidden, numbers) == expected
 
 

@@ -268,7 +268,7 @@ def test_dropping_drawn_tokens_by_their_probability_is_caught() -> None:
     cases = every_proposal(world)
     hidden = []
     for case in cases:
-        token = case.proposal.tree.token_list[0]
+        token = case.proposal.tree.host_ids[0]
         dropped = float(case.proposal.probs[0, token]) < 0.4
         hidden.append(Case(case.probability, Proposal.empty(), case.probs[:1]) if dropped else case)
     assert any(not len(case.proposal.tree) for case in hidden) and any(len(case.proposal.tree) for case in hidden)

@@ -96,7 +96,7 @@ def test_joint_distribution_of_draft_and_target_over_two_tokens_in_every_cell(p:
             for value in (near, inside):  # a cell is a cell: its ends and its middle agree
                 proposal = drafted_chain(world, [value], 1)
                 verdict = RULE.verify([proposal], [probs_of(world, proposal)], [LineNoise([value, 0.0])])[0]
-                seen.add((proposal.tree.token_list[0], verdict.tokens[0], len(verdict.path)))
+                seen.add((proposal.tree.host_ids[0], verdict.tokens[0], len(verdict.path)))
             assert len(seen) == 1
             guess, token, count = seen.pop()
             assert count == (guess == token)
@@ -241,7 +241,7 @@ def follow(proposal: Proposal, probs: Tensor, noise: KeyedNoise) -> Verdict:
         token = scores.index(max(scores))
         tokens.append(token)
         children = [i for i, parent in enumerate(proposal.tree.shape.parents) if parent == slot - 1]
-        match = [i for i in children if proposal.tree.token_list[i] == token]
+        match = [i for i in children if proposal.tree.host_ids[i] == token]
         if not match:
             return Verdict(tuple(path), tuple(tokens), Origin.RECOVERED if children else Origin.BONUS)
         path.append(match[0])

@@ -47,11 +47,11 @@ KINDS = (DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINIS
 def eagerly(
     rule: Rule, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
 ) -> list[Verdict]:
-    """The verdicts as on a device, from tokens that were unknown until all was read at once."""
-    unknown = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.probs) for p in proposals]
+    """The verdicts as on a device, from tokens that stay on it until all is read at once."""
+    on_device = [Proposal(TokenTree(p.tree.tokens.clone(), p.tree.shape), p.draws, p.probs) for p in proposals]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
-        return rule.verify(unknown, probs, noise)
+        return rule.verify(on_device, probs, noise)
 
 
 class Twice(SpeculativeSampling):
@@ -270,11 +270,11 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
     proposals, probs, noise = batch(40, 11, seed=2)
     coupled = [KeyedNoise(i, 3, 1, greedy=i % 2 == 0) for i in range(40)]
     expected = RULE.verify(proposals, probs, noise), CoupledSampling().verify(proposals, probs, coupled)
-    unknown = [TokenTree(proposal.tree.tokens, proposal.tree.shape) for proposal in proposals]
+    on_device = [TokenTree(proposal.tree.tokens, proposal.tree.shape) for proposal in proposals]
     read: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(transfers, "waits", lambda device: True)
-        hidden = [Proposal(tree, p.draws, p.probs) for tree, p in zip(unknown, proposals, strict=True)]
+        hidden = [Proposal(tree, p.draws, p.probs) for tree, p in zip(on_device, proposals, strict=True)]
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
         decided: list[BatchVerdicts] = [RULE.decide(hidden, probs, noise)]
@@ -286,12 +286,12 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch._C.TensorBase.tolist(tensor)
 
         patch.setattr(Tensor, "tolist", counted)
-        wants = [*(tree.tokens for tree in unknown), *decided[0].wanted, *decided[1].wanted]
+        wants = [*(tree.tokens for tree in on_device), *decided[0].wanted, *decided[1].wanted]
         numbers = transfers.fetch(wants)
         assert read == [sum(each.numel() for each in wants)]
-    for tree, ids in zip(unknown, numbers, strict=False):
-        tree.learn([int(token) for token in ids])
-    numbers = numbers[len(unknown) :]
+    for tree, ids in zip(on_device, numbers, strict=False):
+        tree.keep_host_ids([int(token) for token in ids])
+    numbers = numbers[len(on_device) :]
     first = len(decided[0].wanted)
     assert decided[0].verdicts(hidden, numbers[:first]) == expected[0]
     assert decided[1].verdicts(hidden, numbers[first:]) == expected[1]

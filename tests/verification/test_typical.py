@@ -85,7 +85,7 @@ def best_by_force(rule: TypicalAcceptance, tree: TokenTree, probs: Tensor) -> tu
     for node in range(len(tree)):
         path = tree.shape.path(node)
         slots = [0, *(each + 1 for each in path)]
-        p = [float(probs[slot][tree.token_list[each]]) for slot, each in zip(slots, path, strict=False)]
+        p = [float(probs[slot][tree.host_ids[each]]) for slot, each in zip(slots, path, strict=False)]
         entropies = [-sum(x * math.log(x) for x in probs[slot].tolist() if x > 0) for slot in slots]
         if all(x > min(rule.epsilon, rule.delta * math.exp(-h)) for x, h in zip(p, entropies, strict=False)):
             found.append((len(path), math.prod(p), path))
@@ -106,7 +106,7 @@ def test_random_trees_against_all_their_paths_in_one_batch() -> None:
     for tree, rows, verdict in zip(trees, probs, verdicts, strict=True):
         path, last = best_by_force(rule, tree, rows)
         assert (verdict.path, verdict.tokens[-1]) == (path, last)
-        assert verdict.tokens[:-1] == tuple(tree.token_list[node] for node in path)
+        assert verdict.tokens[:-1] == tuple(tree.host_ids[node] for node in path)
     assert len({len(verdict.path) for verdict in verdicts}) > 3
     assert {verdict.final for verdict in verdicts} == {Origin.RECOVERED, Origin.BONUS}
 

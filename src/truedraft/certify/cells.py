@@ -96,7 +96,7 @@ def _judged(case: Case, slot: int) -> JudgedSlot:
     proposal, p = case.proposal, case.probs[slot]
     drawn = []
     for draw in proposal.draws[slot]:
-        token = proposal.tree.token_list[draw.child]
+        token = proposal.tree.host_ids[draw.child]
         if draw.dist < 0:
             q = torch.zeros_like(p)
             q[token] = 1.0
@@ -110,7 +110,7 @@ def _judged(case: Case, slot: int) -> JudgedSlot:
 def kernel_probs(rule: Rule, case: Case) -> VerdictProbs:
     """The distribution of the verdict on one proposal, composed from the rule's kernels by a walk of our own."""
     probs: VerdictProbs = {}
-    ids, draws = case.proposal.tree.token_list, case.proposal.draws
+    ids, draws = case.proposal.tree.host_ids, case.proposal.draws
 
     def visit(slot: int, path: Prefix, mass: float) -> None:
         group = rule.group(case.proposal, slot)

@@ -52,7 +52,7 @@ class JudgedCase:
 
 def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
     """Take argmax(log p + G), the lowest id among equals, and go on below the child that carries it, if one does."""
-    ids, parents = case.proposal.tree.token_list, case.proposal.tree.shape.parents
+    ids, parents = case.proposal.tree.host_ids, case.proposal.tree.shape.parents
     slot = 0
     path: list[int] = []
     tokens: list[int] = []

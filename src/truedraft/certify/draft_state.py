@@ -238,10 +238,10 @@ class _Comparison:
         self.compared += 1
         self.nodes = (self.nodes[0] + len(trees[0]), self.nodes[1] + len(trees[1]))
         self.accepted = (self.accepted[0] + on_the_way[0], self.accepted[1] + on_the_way[1])
-        if trees[0].token_list != trees[1].token_list or trees[0].shape != trees[1].shape:
+        if trees[0].host_ids != trees[1].host_ids or trees[0].shape != trees[1].shape:
             self.different += 1
             if len(self.examples) < 3:
-                kinds = {"lived": trees[0].token_list, "fresh": trees[1].token_list}
+                kinds = {"lived": trees[0].host_ids, "fresh": trees[1].host_ids}
                 self.examples.append({"position": len(lived.text), **kinds})
 
     @property
@@ -294,7 +294,7 @@ class _Comparison:
 
 def _accepted(tree: TokenTree, text: Sequence[int]) -> int:
     """How far a tree follows a text, in tokens."""
-    ids, slot = tree.token_list, 0
+    ids, slot = tree.host_ids, 0
     for depth, token in enumerate(text):
         child = next((node for node in tree.shape.children[slot] if ids[node] == token), None)
         if child is None:

@@ -66,7 +66,7 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
         while proposal.draws[slot]:
             path.append(proposal.draws[slot][0].child)
             slot = path[-1] + 1
-        kept = (proposal.tree.token_list[node] for node in path)
+        kept = (proposal.tree.host_ids[node] for node in path)
         return Verdict(tuple(path), (*kept, last(probs[slot : slot + 1], noise, len(path))), Origin.BONUS)
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
@@ -171,7 +171,7 @@ def hides_unlikely_draws(drafter: Drafter) -> Drafter:
 
 def _first_probability(proposal: Proposal) -> float:
     draw = proposal.draws[0][0]
-    return 1.0 if proposal.probs is None else float(proposal.probs[draw.dist, proposal.tree.token_list[draw.child]])
+    return 1.0 if proposal.probs is None else float(proposal.probs[draw.dist, proposal.tree.host_ids[draw.child]])
 
 
 def loses_last_accepted(model: LanguageModel) -> LanguageModel:

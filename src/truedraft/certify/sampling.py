@@ -105,7 +105,7 @@ def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
         drawn = bool(draws) and draws[0].dist >= 0 and proposal.probs is not None
         q = proposal.probs[draws[0].dist].clone() if drawn and proposal.probs is not None else None
         chosen = () if drawn else [draw for draw in draws if draw.dist < 0]
-        fixed = tuple(proposal.tree.token_list[draw.child] for draw in chosen)
+        fixed = tuple(proposal.tree.host_ids[draw.child] for draw in chosen)
         found.append(Decision(depth, q, fixed, None if probs is None else probs[slot]))
     return found
 

@@ -91,12 +91,12 @@ class Case:
     probs: Tensor
 
     def to(self, device: torch.device) -> Case:
-        """The same with its probabilities and tokens on a device; the host knows the tokens."""
+        """The same with its probabilities and tokens on a device; the tokens are on the host too."""
         if self.probs.device == device:
             return self
         mine = self.proposal
         tree = TokenTree(mine.tree.tokens.to(device), mine.tree.shape)
-        tree.learn(mine.tree.token_list)
+        tree.keep_host_ids(mine.tree.host_ids)
         drafted = None if mine.probs is None else mine.probs.to(device)
         return Case(self.probability, Proposal(tree, mine.draws, drafted), self.probs.to(device))
 

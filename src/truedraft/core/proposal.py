@@ -140,8 +140,8 @@ class DrawCheck:
     Draws of other kinds are judged without a distribution, so theirs is not looked at; nor is one that no draw names.
 
     Args:
-        proposals: those with distributions are looked at, all over one vocabulary. Ids that the host knows exist;
-            others, where they do not, count as their nearest.
+        proposals: those with distributions are looked at, all over one vocabulary. Ids on the host exist; those
+            still on a device, where they do not, count as their nearest.
         device: where these are brought together.
 
     Attributes:
@@ -177,8 +177,8 @@ class DrawCheck:
     def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
         """Where the entries of the drawn tokens are in all tables `[rows, vocab]`, one behind another."""
         vocab, device = probs.shape[-1], probs.device
-        if all(tree.is_known for tree in trees):
-            ids = [token for tree in trees for token in tree.token_list]
+        if not any(tree.on_device for tree in trees):
+            ids = [token for tree in trees for token in tree.host_ids]
             places = [row * vocab + ids[node] for (_, _, row), node in zip(self._drawn, nodes, strict=True)]
             return transfers.upload(places, device)
         rows, at = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
@@ -197,9 +197,9 @@ class DrawCheck:
 
 
 def drafted_tokens(trees: Sequence[TokenTree], vocab: int, device: torch.device) -> Tensor:
-    """The tokens of some trees `[nodes]`; ids that the host has not seen are the nearest that exist."""
+    """The tokens of some trees `[nodes]`; ids still on a device are the nearest that exist."""
     parts = [
-        transfers.upload(tree.token_list, device) if tree.is_known else tree.tokens.to(device).clamp(0, vocab - 1)
+        tree.tokens.to(device).clamp(0, vocab - 1) if tree.on_device else transfers.upload(tree.host_ids, device)
         for tree in trees
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

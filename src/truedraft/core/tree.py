@@ -102,7 +102,7 @@ def shape_of(parents: tuple[int, ...]) -> TreeShape:
 class TokenTree:
     """Drafted tokens and how they hang together.
 
-    The tokens may lie on a device and be unknown to the host until the step reads them, all at once, by `learn`.
+    The tokens may lie on a device until the step brings them to the host, all at once, for `keep_host_ids`.
 
     Attributes:
         tokens: `[nodes]`, int64.
@@ -118,7 +118,7 @@ class TokenTree:
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         tree = cls(ids, chain_shape(ids.shape[0]))
         if not isinstance(tokens, Tensor):
-            tree.learn([int(token) for token in tokens])
+            tree.keep_host_ids([int(token) for token in tokens])
         return tree
 
     @classmethod
@@ -145,9 +145,9 @@ class TokenTree:
 
     @classmethod
     def of_ids(cls, ids: Sequence[int], shape: TreeShape) -> TokenTree:
-        """A tree of tokens that the host knows."""
+        """A tree of tokens that are on the host."""
         tree = cls(torch.tensor(ids, dtype=torch.int64), shape)
-        tree.learn(ids)
+        tree.keep_host_ids(ids)
         return tree
 
     def __len__(self) -> int:
@@ -155,19 +155,19 @@ class TokenTree:
         return len(self.shape)
 
     @cached_property
-    def token_list(self) -> list[int]:
-        """The tokens on the host; reading them from a device waits for it, unless they were learned."""
+    def host_ids(self) -> list[int]:
+        """The tokens on the host; reading them from a device waits for it, unless they were kept."""
         ids: list[int] = self.tokens.tolist()
         return ids
 
     @property
-    def is_known(self) -> bool:
-        """Whether `token_list` is there without waiting for a device."""
-        return "token_list" in self.__dict__ or not transfers.waits(self.tokens.device)
+    def on_device(self) -> bool:
+        """Whether the tokens lie on a device and the host has not read them: `host_ids` would wait for it."""
+        return "host_ids" not in self.__dict__ and transfers.waits(self.tokens.device)
 
-    def learn(self, ids: Sequence[int]) -> None:
-        """Take note of what the tokens are, for `token_list`: the numbers in `tokens`, read elsewhere."""
-        self.__dict__["token_list"] = list(ids)  # where cached_property would keep it; nothing else changes
+    def keep_host_ids(self, ids: Sequence[int]) -> None:
+        """Set `host_ids`: the numbers in `tokens`, read elsewhere."""
+        self.__dict__["host_ids"] = list(ids)  # where cached_property would keep it; nothing else changes
 
     def first(self, nodes: int) -> TokenTree:
         """The tree of the first `nodes` nodes."""
@@ -177,7 +177,7 @@ class TokenTree:
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`."""
-        return tuple(self.token_list[i] for i in self.shape.path(node))
+        return tuple(self.host_ids[i] for i in self.shape.path(node))
 
 
 def narrowed(tree: TokenTree, width: int) -> TokenTree:

@@ -334,7 +334,7 @@ class _Rehearsal:
         shape = proposal.tree.shape
         longest = shape.path(shape.depths.index(shape.depth)) if len(shape) else ()
         path = longest[: round(accepted_share * len(longest))]
-        tokens = (*(proposal.tree.token_list[node] for node in path), self._text(len(request.tokens) + len(path)))
+        tokens = (*(proposal.tree.host_ids[node] for node in path), self._text(len(request.tokens) + len(path)))
         return proposal, proposed_s + self._observe(request, StepOutcome(proposal, path, tokens, self._vector))
 
     def _run_target(self) -> None:

@@ -125,7 +125,7 @@ class TreeBuilder:
             return Proposal.empty()
         tree = TokenTree(self._ids(0), shape_of(tuple(self._parents)))
         if not self.on_device:
-            tree.learn(self._tokens)
+            tree.keep_host_ids(self._tokens)
         return Proposal(tree, tuple(self._draws), torch.cat(self._probs) if self._probs else None)
 
     def _ids(self, first: int) -> Tensor:

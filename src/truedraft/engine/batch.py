@@ -81,7 +81,8 @@ class Batch:
         for item, proposal in zip(self.items, proposals, strict=True):
             item.proposal = proposal
         waits = transfers.waits(target.device)
-        drafted = iter(_tokens_on_device([item for item in self.items if waits and _is_unknown(item)], target))
+        on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
+        drafted = iter(_tokens_on_device(on_device, target))
         segments: list[Segment] = []
         first = 0
         for item in self.items:
@@ -93,7 +94,7 @@ class Batch:
                 asked = max(wanted, int(item.judged))
                 own = Segment(request.cache, torch.tensor(ids), chain_shape(fed), range(fed - asked, fed))
             else:
-                tokens = next(drafted) if waits and _is_unknown(item) else torch.tensor([*ids, *tree.token_list])
+                tokens = next(drafted) if waits and tree.on_device else torch.tensor([*ids, *tree.host_ids])
                 own = Segment(request.cache, tokens, tree.shape.rooted, range(len(tokens)))
             segments.append(own)
             item.rows = slice(first, first + len(own.rows))
@@ -101,13 +102,8 @@ class Batch:
         return segments
 
 
-def _is_unknown(item: StepItem) -> bool:
-    """Whether the host does not know the drafted ids."""
-    return not item.proposal.tree.is_known
-
-
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:
-    """The last token and the drafted ones, on the device, of items whose drafted ids the host does not know."""
+    """The last token and the drafted ones, on the device, of items whose drafted ids are there alone."""
     if not items:
         return []
     last = transfers.upload([item.request.tokens[-1] for item in items], target.device).split(1)

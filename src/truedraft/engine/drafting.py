@@ -57,7 +57,7 @@ class Drafting:
         self._drafter = drafter
         self._controller = controller
         self._vocab_size = target.vocab_size
-        self._unseen = transfers.waits(target.device)  # whether drafted ids may be unknown until they were judged
+        self._on_device = transfers.waits(target.device)  # whether drafted ids may stay there until they were judged
         self._failures = failures
 
     def begin(self, request: Request) -> None:
@@ -153,7 +153,7 @@ class Drafting:
             )
         for proposal, each in zip(proposals, asked, strict=True):
             self._check(proposal, each)
-            if proposal.tree.is_known or not self._unseen:
+            if not (proposal.tree.on_device and self._on_device):
                 self._check_ids(proposal.tree)
         return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
 
@@ -182,7 +182,7 @@ class Drafting:
             raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
 
     def _check_ids(self, tree: TokenTree) -> None:
-        ids, last = tree.token_list, self._vocab_size - 1
+        ids, last = tree.host_ids, self._vocab_size - 1
         if ids and not 0 <= min(ids) <= max(ids) <= last:
             raise DrafterError(f"drafter {self._drafter.name!r} proposed ids outside 0 to {last}: {ids}")
 

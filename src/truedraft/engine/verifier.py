@@ -139,8 +139,8 @@ class Verifier:
         asked = {rule: _asked(group) for rule, group in by_rule.items()}
         decided = {rule: rule.decide(*asked[rule]) for rule in by_rule}
         check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
-        unknown = [part for part in parts if not part.item.proposal.tree.is_known]
-        wanted = [*check.wanted, *(part.item.proposal.tree.tokens for part in unknown)]
+        on_device = [part for part in parts if part.item.proposal.tree.on_device]
+        wanted = [*check.wanted, *(part.item.proposal.tree.tokens for part in on_device)]
         for each in decided.values():
             wanted += each.wanted
         numbers = iter(transfers.fetch(wanted if sound is None else [sound, *wanted]))
@@ -150,13 +150,13 @@ class Verifier:
                 flags = itertools.islice(rows, size)
                 part.broken = frozenset(slot for slot, is_sound in enumerate(flags) if not is_sound)
         unsound = check.unsound([next(numbers) for _ in check.wanted])
-        for part in unknown:
-            part.item.proposal.tree.learn([int(token) for token in next(numbers)])
+        for part in on_device:
+            part.item.proposal.tree.keep_host_ids([int(token) for token in next(numbers)])
         for rule, group in by_rule.items():
             own = [next(numbers) for _ in decided[rule].wanted]
             for part, verdict in zip(group, decided[rule].verdicts(asked[rule][0], own), strict=True):
                 part.verdict = verdict
-        again = self._changed(parts, unknown, unsound) if unknown or unsound else ()
+        again = self._changed(parts, on_device, unsound) if on_device or unsound else ()
         for part in again:
             part.verdict = part.item.request.rule.verify(*_asked([part]))[0]
         for rule, group in by_rule.items():
@@ -166,19 +166,19 @@ class Verifier:
                 part.verdict = verdict
 
     def _changed(
-        self, parts: Sequence[_Part], unknown: Sequence[_Part], unsound: Mapping[int, Collection[int]]
+        self, parts: Sequence[_Part], on_device: Sequence[_Part], unsound: Mapping[int, Collection[int]]
     ) -> list[_Part]:
         """Take out ids that do not exist and draws that were not made as they say; the parts where there were any.
 
         Args:
             parts: of the step.
-            unknown: those whose ids have just come to the host.
+            on_device: those whose ids were there, and have just come to the host.
             unsound: slots with such draws, by number of the part.
         """
         changed = []
         for number, part in enumerate(parts):
             item = part.item
-            if part in unknown and not self._drafting.admits(item.request, item.proposal):
+            if part in on_device and not self._drafting.admits(item.request, item.proposal):
                 item.proposal, part.probs = Proposal.empty(), part.probs[:1]
             elif number in unsound:
                 item.proposal = self._drafting.disown(item.request, item.proposal, unsound[number])

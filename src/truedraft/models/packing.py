@@ -127,7 +127,7 @@ class ForwardPlan:
 
 
 def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The segments' tokens on the model's device; those that the host has go up together."""
+    """The segments' tokens on the model's device; those on the host go up together."""
     if not transfers.waits(device):
         return tokens
     known = [each for each in tokens if not transfers.waits(each.device)]

@@ -105,7 +105,7 @@ class _SlotTokens:
         verdicts = []
         root = 0
         for proposal in proposals:
-            children, ids = proposal.tree.shape.children, proposal.tree.token_list
+            children, ids = proposal.tree.shape.children, proposal.tree.host_ids
             path: list[int] = []
             while True:
                 slot = path[-1] + 1 if path else 0

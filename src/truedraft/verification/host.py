@@ -90,7 +90,7 @@ class HostWalk:
 
     def _judge_candidates(self, slot: int, draws: Sequence[Draw]) -> list[int] | None:
         """Deterministic draws: rejected ones only leave p, so what is left of it for others follows from their mass."""
-        ids = self.proposal.tree.token_list
+        ids = self.proposal.tree.host_ids
         gone: dict[int, None] = {}
         taken = 0.0
         for index, draw in enumerate(draws):
@@ -105,7 +105,7 @@ class HostWalk:
         return None
 
     def _judge_draws(self, slot: int, draws: Sequence[Draw]) -> list[int] | None:
-        ids, p = self.proposal.tree.token_list, self.probs[slot]
+        ids, p = self.proposal.tree.host_ids, self.probs[slot]
         gone: dict[int, list[int]] = {}  # tokens that distributions lost at this slot, by row
         for index, draw in enumerate(draws):
             token = ids[draw.child]
@@ -125,7 +125,7 @@ class HostWalk:
     def _drawn_from(self, draw: Draw, taken: Sequence[int]) -> Tensor:
         """What a token was drawn from, `[vocab]`, after others were taken out."""
         if draw.dist < 0:
-            return self._one_hot(self.proposal.tree.token_list[draw.child])
+            return self._one_hot(self.proposal.tree.host_ids[draw.child])
         assert self.proposal.probs is not None
         q = self.proposal.probs[draw.dist].to(self.probs.device)  # the draft may live on another device
         return self.rule.removed(q, torch.tensor(taken)) if taken else q
@@ -163,7 +163,7 @@ def _first_looks(
     places: list[list[int]] = []
     drawn: list[list[tuple[int, int]]] = []
     for proposal, own in zip(proposals, probs, strict=True):
-        ids, vocab = proposal.tree.token_list, own.shape[-1]
+        ids, vocab = proposal.tree.host_ids, own.shape[-1]
         tables.append(own)
         places.append([(parent + 1) * vocab + ids[node] for node, parent in enumerate(proposal.tree.shape.parents)])
         drawn.append([(draw.child, draw.dist) for draws in proposal.draws for draw in draws if draw.dist >= 0])

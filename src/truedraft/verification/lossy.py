@@ -361,7 +361,7 @@ class _Node:
     @property
     def candidates(self) -> list[int]:
         """Tokens of the draws, each once, in order."""
-        ids = self.proposal.tree.token_list
+        ids = self.proposal.tree.host_ids
         return list(dict.fromkeys(ids[draw.child] for draw in self.draws))
 
     @property
@@ -458,7 +458,7 @@ def _dist_of(node: _Node, draw: Draw) -> Tensor:
     """The distribution `[vocab]` that a draw came from."""
     if draw.dist < 0:
         one_hot = torch.zeros_like(node.p)
-        one_hot[node.proposal.tree.token_list[draw.child]] = 1.0
+        one_hot[node.proposal.tree.host_ids[draw.child]] = 1.0
         return one_hot
     assert node.proposal.probs is not None
     return node.proposal.probs[draw.dist].to(node.p)

@@ -79,7 +79,7 @@ class BatchVerdicts(Protocol):
         """They, once `wanted` was read.
 
         Args:
-            proposals: those decided about; the host knows their tokens.
+            proposals: those decided about; their tokens are on the host.
             numbers: in each tensor of `wanted`, flat.
         """
         ...
@@ -101,7 +101,7 @@ class HostVerdicts:
 
 def verdict_at(proposal: Proposal, path: Sequence[int], token: int) -> Verdict:
     """The verdict of a walk that accepts the nodes of `path` and ends with `token`."""
-    ids = proposal.tree.token_list
+    ids = proposal.tree.host_ids
     final = Origin.RECOVERED if proposal.draws[path[-1] + 1 if path else 0] else Origin.BONUS
     return Verdict(tuple(path), (*(ids[node] for node in path), token), final)
 
@@ -171,10 +171,10 @@ class Rule(ABC):
             For each request the accepted path and one more token; from a lossy rule also each token's divergence.
         """
         decision = self.decide(proposals, probs, noise)
-        unknown = [proposal.tree for proposal in proposals if not proposal.tree.is_known]
-        numbers = transfers.fetch([*decision.wanted, *(tree.tokens for tree in unknown)])
-        for tree, ids in zip(unknown, numbers[len(decision.wanted) :], strict=True):
-            tree.learn([int(token) for token in ids])
+        on_device = [proposal.tree for proposal in proposals if proposal.tree.on_device]
+        numbers = transfers.fetch([*decision.wanted, *(tree.tokens for tree in on_device)])
+        for tree, ids in zip(on_device, numbers[len(decision.wanted) :], strict=True):
+            tree.keep_host_ids([int(token) for token in ids])
         verdicts = decision.verdicts(proposals, numbers[: len(decision.wanted)])
         return self.measured(verdicts, proposals, probs, noise)
 
@@ -182,7 +182,7 @@ class Rule(ABC):
     def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
 
-        The host need not know the proposals' tokens yet. An id outside the vocabulary gives some decision: the caller
+        The proposals' tokens may still be on the device. An id outside the vocabulary gives some decision: the caller
         discards it.
         """
 

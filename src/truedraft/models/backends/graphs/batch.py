@@ -242,7 +242,7 @@ def path_bits(shape: TreeShape, written: int, dropped: tuple[int, ...], words: i
 class Inputs:
     """Memory for the inputs of one bucket. Loading them waits for nothing.
 
-    All numbers that the host knows go up in one copy; tokens that only the device knows are put between them there.
+    All numbers on the host go up in one copy; tokens that are on the device already are put between them there.
 
     Args:
         bucket: the shape.
@@ -270,16 +270,16 @@ class Inputs:
         numbers.target.fill(self._nowhere)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
-        unknown: list[tuple[int, Tensor]] = []
+        on_device: list[tuple[int, Tensor]] = []
         start = 0
         for tokens in batch.tokens():
             if transfers.waits(tokens.device):
-                unknown.append((start, tokens))
+                on_device.append((start, tokens))
             else:
                 numbers.tokens[start : start + len(tokens)] = tokens.numpy()
             start += len(tokens)
         self._flat.copy_(host, non_blocking=True)
-        for start, tokens in unknown:
+        for start, tokens in on_device:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
 
 
