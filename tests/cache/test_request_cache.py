@@ -82,7 +82,7 @@ def test_the_next_forward_overwrites_what_was_not_kept() -> None:
 
 
 def test_commit_of_a_branch_moves_the_entries() -> None:
-    """The worked example of `commit`: from length 10, slots 12 and 14 go to 11 and 12, and the length is 13."""
+    """The worked example of `commit`: from length 10, positions 12 and 14 go to 11 and 12, and the length is 13."""
     cache = filled(range(10))
     forward(cache, [10, 11, 12, 13, 14])
     cache.commit([0, 2, 4])
@@ -94,7 +94,7 @@ def test_commit_of_a_branch_moves_the_entries() -> None:
     "path", [(), (0,), (5,), (0, 1), (1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (3, 4, 5), (0, 1, 2, 3, 4, 5), (1, 3, 5)]
 )
 def test_commit_keeps_any_path(path: tuple[int, ...]) -> None:
-    """Also where source and target slots overlap, as in 1, 2, 3, 4, 5 to 0, 1, 2, 3, 4."""
+    """Also where source and target positions overlap, as in 1, 2, 3, 4, 5 to 0, 1, 2, 3, 4."""
     cache = filled([50, 51])
     forward(cache, range(6))
     cache.commit(path)

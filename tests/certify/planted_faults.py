@@ -20,7 +20,7 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import Rule
 from truedraft.verification.coupled import coupled_choice
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 
 
 class SlippedCache(RequestCache):
@@ -81,15 +81,15 @@ class AcceptAlways(Rule):
 
     def _verify(self, proposal: Proposal, dist: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
-        slot = 0
-        while children := proposal.tree.shape.children[slot]:
+        row = 0
+        while children := proposal.tree.shape.children[row]:
             path.append(children[0])
-            slot = children[0] + 1
+            row = children[0] + 1
         gumbel = noise.gumbel(len(path), dist.shape[-1], dist.device)
-        token = int(coupled_choice(dist[slot : slot + 1], gumbel))
+        token = int(coupled_choice(dist[row : row + 1], gumbel))
         return Verdict(tuple(path), (*(proposal.tree.host_ids[node] for node in path), token), Origin.BONUS)
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         raise NotImplementedError
 
 

@@ -24,7 +24,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
 
@@ -59,10 +59,10 @@ class JudgesAnotherDist(SpeculativeSampling):
         wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
         return super().decide(wrong, probs, noise)
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        (slot,) = group
-        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in slot.draws)
-        return super().outcomes([JudgedSlot(slot.p, wrong)])
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+        (row,) = group
+        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in row.draws)
+        return super().outcomes([JudgedRow(row.p, wrong)])
 
 
 class ProductOfRatios(BlockVerification):
@@ -103,7 +103,7 @@ def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: Dr
 
 
 class FirstNumber:
-    """The number of the first draw of a slot decides about all of them."""
+    """The number of the first draw of a tree row decides about all of them."""
 
     def __init__(self, noise: Noise) -> None:
         self._noise = noise
@@ -118,7 +118,7 @@ class FirstNumber:
 class HonestKernel(SpeculativeSampling):
     """What its kernel says is right, whatever it does."""
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         return SpeculativeSampling().outcomes(group)
 
 
@@ -145,7 +145,7 @@ def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
         def pass_probability(self, weight: Number, mass: Number) -> Number:
             return 0.9 * super().pass_probability(weight, mass)
 
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
             return BlockVerification().outcomes(group)
 
     assert statuses(findings(Hides(), DRAWN)) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
@@ -153,7 +153,7 @@ def test_a_block_kernel_does_not_hide_what_verify_does() -> None:
 
 def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
     class WrongKernel(SpeculativeSampling):
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
             return AcceptsAlways().outcomes(group)
 
     found = findings(WrongKernel(), DRAWN)

@@ -28,7 +28,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 
 
 def test_coupled_and_greedy_requests_hold() -> None:
@@ -98,9 +98,9 @@ def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
 
 def test_a_coupled_kernel_that_follows_the_draft_fails() -> None:
     class ByDraft(CoupledSampling):
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-            (slot,) = group
-            return super().outcomes([JudgedSlot(slot.draws[0].q if slot.draws else slot.p, slot.draws)])
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+            (row,) = group
+            return super().outcomes([JudgedRow(row.draws[0].q if row.draws else row.p, row.draws)])
 
     found = findings(ByDraft(), DRAWN)
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled kernel"}

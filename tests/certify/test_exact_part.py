@@ -26,7 +26,7 @@ from truedraft.verification import (
     SpeculativeSampling,
     TypicalAcceptance,
 )
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.verification.rule import JudgedRow, Outcome
 
 HOST = torch.device("cpu")
 CAUGHT = 0.01
@@ -127,7 +127,7 @@ def test_the_milder_rule_is_nearer_and_one_by_hand() -> None:
 
 def test_a_lossy_rule_that_does_not_do_what_its_kernel_says_fails() -> None:
     class Hides(LenientSampling):
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
             return LenientSampling(0.8).outcomes(group)
 
     (found,) = findings(Hides(0.5), FIXED).values()

@@ -17,10 +17,10 @@ IND, WOR, DET = DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DET
 
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
-    """Random trees without equal siblings; several draws may name one child; each distribution row is recognisable."""
+    """Random trees without equal siblings; several draws may name one child; each distribution is recognisable."""
     paths = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), max_size=5))
     tree = TokenTree.from_paths(paths)
-    rows = 0
+    dists = 0
     draws: list[tuple[Draw, ...]] = []
     for children in tree.shape.children:
         if not children:
@@ -31,19 +31,19 @@ def proposals(draw: st.DrawFn) -> Proposal:
         here = []
         for child in named:
             fixed = kind is DET or draw(st.booleans())
-            here.append(Draw(child, -1 if fixed else rows, DET if fixed else kind))
+            here.append(Draw(child, -1 if fixed else dists, DET if fixed else kind))
         if any(each.dist >= 0 for each in here):
-            rows += 1
+            dists += 1
         draws.append(tuple(here))
     seeded = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
-    return Proposal(tree, tuple(draws), torch.rand(rows, VOCAB, generator=seeded) if rows else None)
+    return Proposal(tree, tuple(draws), torch.rand(dists, VOCAB, generator=seeded) if dists else None)
 
 
 def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
     """For each path of an inner node its draws in order: token, kind, and the distribution's own numbers."""
     found = {}
-    for slot, draws in enumerate(proposal.draws):
-        path = proposal.tree.path_tokens(slot - 1)
+    for row, draws in enumerate(proposal.draws):
+        path = proposal.tree.path_tokens(row - 1)
         found.setdefault(path, []).extend(
             (
                 proposal.tree.host_ids[d.child],
@@ -154,8 +154,8 @@ LAWS = torch.full((1, VOCAB), 0.25)
 @pytest.mark.parametrize(
     ("draws", "probs", "message"),
     [
-        (((Draw(0, 0, IND),), (), ()), LAWS, "slot 0 name other nodes"),
-        (((Draw(0, 0, IND), Draw(1, 0, IND)), (Draw(1, 0, IND),), ()), LAWS, "slot 1 name other nodes"),
+        (((Draw(0, 0, IND),), (), ()), LAWS, "tree row 0 name other nodes"),
+        (((Draw(0, 0, IND), Draw(1, 0, IND)), (Draw(1, 0, IND),), ()), LAWS, "tree row 1 name other nodes"),
         (((Draw(0, 0, IND), Draw(1, 1, IND)), (), ()), LAWS, "names no distribution"),
         (((Draw(0, 0, IND), Draw(1, -1, IND)), (), ()), LAWS, "names no distribution"),
         (((Draw(0, -1, DET), Draw(1, 0, DET)), (), ()), LAWS, "names no distribution"),
@@ -167,8 +167,8 @@ def test_contradictions_are_found(draws: tuple, probs: torch.Tensor | None, mess
         Proposal(TREE, draws, probs).check()
 
 
-def test_a_slot_for_the_root_and_for_each_node() -> None:
-    with pytest.raises(ValueError, match="has 3 slots, got 2"):
+def test_a_tree_row_for_the_root_and_for_each_node() -> None:
+    with pytest.raises(ValueError, match="has 3 tree rows, got 2"):
         Proposal(TREE, ((), ()))
     repeated = Proposal(TREE, ((Draw(0, 0, IND), Draw(1, 0, IND), Draw(0, 0, IND)), (), ()), LAWS)
     repeated.check()  # two draws may name one child

@@ -38,9 +38,7 @@ def test_shapes_against_the_slow_way(parents: tuple[int, ...]) -> None:
     assert shape.depths == tuple(len(each) for each in up)
     assert shape.depth == max((len(each) for each in up), default=0)
     assert [shape.path(node) for node in nodes] == [tuple(reversed(each)) for each in up]
-    assert shape.children == tuple(
-        tuple(n for n in nodes if parents[n] == slot - 1) for slot in range(len(parents) + 1)
-    )
+    assert shape.children == tuple(tuple(n for n in nodes if parents[n] == row - 1) for row in range(len(parents) + 1))
     assert shape.leaves == tuple(n for n in nodes if n not in parents)
     assert shape.is_chain == all(parents[n] == n - 1 for n in nodes)
     assert shape.path(-1) == ()

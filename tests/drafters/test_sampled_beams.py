@@ -24,7 +24,7 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Child, Drawing, OpenNode
 from truedraft.drafters.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
-from truedraft.verification.rule import DrawnToken, JudgedSlot
+from truedraft.verification.rule import DrawnToken, JudgedRow
 from truedraft.verification.speculative import SpeculativeSampling
 
 VOCAB, LENGTH = 3, 2
@@ -117,22 +117,22 @@ def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
     found: dict[tuple[int, ...], float] = {}
     rule = SpeculativeSampling()
 
-    def walk(slot: int, path: tuple[int, ...], reach: float) -> None:
+    def walk(row: int, path: tuple[int, ...], reach: float) -> None:
         if len(path) == LENGTH + 1:
             found[path] = found.get(path, 0.0) + reach
             return
         p = dist("p", path)
         draws = []
-        if slot >= 0:
-            assert proposal.probs is not None or not proposal.draws[slot]
-            for draw in proposal.draws[slot]:
+        if row >= 0:
+            assert proposal.probs is not None or not proposal.draws[row]
+            for draw in proposal.draws[row]:
                 token = proposal.tree.host_ids[draw.child]
                 draws.append(DrawnToken(token, draw.dist, proposal.probs[draw.dist], draw.kind))  # type: ignore[index]
-        for outcome in rule.outcomes([JudgedSlot(p, tuple(draws))]):
+        for outcome in rule.outcomes([JudgedRow(p, tuple(draws))]):
             child = -1
             if outcome.accepted:
                 ids = proposal.tree.host_ids
-                child = next(draw.child for draw in proposal.draws[slot] if ids[draw.child] == outcome.tokens[0]) + 1
+                child = next(draw.child for draw in proposal.draws[row] if ids[draw.child] == outcome.tokens[0]) + 1
             walk(child, (*path, *outcome.tokens), reach * outcome.probability)
 
     walk(0, (), 1.0)
@@ -210,15 +210,15 @@ def test_coupled_paths_hold_what_the_noise_would_choose_under_the_head() -> None
         proposal.check()
         assert proposal.kinds == {DrawKind.COUPLED}
         path: list[int] = []
-        slot = 0
+        row = 0
         for depth in range(LENGTH):
             gumbel = noise.gumbel(depth, VOCAB, torch.device("cpu"))
             assert gumbel is not None
             choice = int((dist("q", path).log() + gumbel).argmax())
-            first = proposal.draws[slot][0].child
+            first = proposal.draws[row][0].child
             assert proposal.tree.host_ids[first] == choice
             path.append(choice)
-            slot = first + 1
+            row = first + 1
 
 
 def test_a_head_like_the_target_is_always_right_when_coupled() -> None:

@@ -268,7 +268,7 @@ BODIES = pytest.mark.parametrize("body", [StockBackend, fastest_backend])
 
 @BODIES
 def test_nan_values_of_a_rejected_token_do_not_poison_later_steps(body: BackendMaker) -> None:
-    """Later forwards read the slots behind with the weight 0, and 0 times NaN is NaN."""
+    """Later forwards read the key/value positions behind with the weight 0, and 0 times NaN is NaN."""
     answers, plain = poisoned(body)
     assert [answer.finish_reason for answer in answers] == ["length"] * 6
     assert [answer.token_ids for answer in answers] == plain

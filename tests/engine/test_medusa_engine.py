@@ -77,11 +77,11 @@ def medusa_scheme(target: MarkovWithHead, drafter: Medusa) -> Callable[[Prefix, 
     def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
         before = prefix[: len(prefix) - len(drafted)]
         tree = proposed((0, *before)).tree
-        slot = 0
+        row = 0
         for token in drafted:
-            slot = 1 + next(node for node in tree.shape.children[slot] if tree.host_ids[node] == token)
+            row = 1 + next(node for node in tree.shape.children[row] if tree.host_ids[node] == token)
         eye = torch.eye(target.vocab_size, dtype=torch.float64)
-        children = tree.shape.children[slot]
+        children = tree.shape.children[row]
         return [PlannedDraw(-1, eye[tree.host_ids[node]], DrawKind.DETERMINISTIC) for node in children]
 
     return scheme

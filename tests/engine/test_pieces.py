@@ -127,7 +127,7 @@ def test_the_check_sees_what_it_is_for(target: MarkovModel, fault: str) -> None:
 
 
 def test_a_break_behind_an_accepted_token_tries_no_further_position() -> None:
-    """The draws below the broken slot were judged by a stand-in of its distribution, so they count as not tried."""
+    """The draws below the broken tree row were judged by a stand-in of its distribution, so they count as not tried."""
     probs = MarkovModel.random(VOCAB, seed=1).probs.clone()
     for seed in range(8):
         told = MarkovModel(probs.clone())

@@ -111,8 +111,8 @@ def as_published(proposal: Proposal, p: DistOf, q: DistOf) -> Ends:
 def by_the_rule(proposal: Proposal, p: DistOf, q: DistOf) -> Ends:
     """Draw from the target, follow the child that carries the token."""
 
-    def walk(slot: int, path: tuple[int, ...], reach: float) -> Ends:
-        carried = {proposal.tree.host_ids[node]: node for node in proposal.tree.shape.children[slot]}
+    def walk(row: int, path: tuple[int, ...], reach: float) -> Ends:
+        carried = {proposal.tree.host_ids[node]: node for node in proposal.tree.shape.children[row]}
         for token, mass in enumerate(p(path).tolist()):
             if token in carried:
                 yield from walk(carried[token] + 1, (*path, token), reach * mass)

@@ -86,7 +86,7 @@ def flip_in_prompts(monkeypatch: pytest.MonkeyPatch, flip: Callable[[Tensor], No
             assert isinstance(made, ChainLayout)
             assert made.blocked is not None
             mask = made.blocked.mask.clone()  # it is shared by all chains of this length
-            flip(mask[:, : len(shape)])  # behind the prompt lie slots that nobody sees
+            flip(mask[:, : len(shape)])  # behind the prompt lie key/value positions that nobody sees
             return ChainLayout(Blocked(made.blocked.first, mask))
         return made
 

@@ -35,11 +35,11 @@ def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Pr
 
     def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
         tree = proposed(prefix[: len(prefix) - len(drafted)]).tree
-        slot = 0
+        row = 0
         for token in drafted:
-            slot = 1 + next(node for node in tree.shape.children[slot] if tree.host_ids[node] == token)
+            row = 1 + next(node for node in tree.shape.children[row] if tree.host_ids[node] == token)
         eye = torch.eye(world.vocab_size, dtype=torch.float64)
-        children = tree.shape.children[slot]
+        children = tree.shape.children[row]
         return [PlannedDraw(-1, eye[tree.host_ids[node]], DrawKind.DETERMINISTIC) for node in children]
 
     return scheme

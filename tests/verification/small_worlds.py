@@ -122,8 +122,8 @@ class World:
             if choice.kind is FIXED:
                 plan.append(PlannedDraw(-1, one_hot(self.fixed_token(choice, prefix), self.vocab), FIXED))
             else:
-                row = sorted(self.drafters).index(choice.drafter)
-                plan.append(PlannedDraw(row, self.drafters[choice.drafter].dist(prefix), choice.kind))
+                dist = sorted(self.drafters).index(choice.drafter)
+                plan.append(PlannedDraw(dist, self.drafters[choice.drafter].dist(prefix), choice.kind))
         return plan
 
 
@@ -147,7 +147,7 @@ def build(name: str, vocab: int, plans: Sequence[Plan], p: str = "dense", q: str
 
 @dataclass(frozen=True)
 class Case:
-    """One proposal that a world can make at the root, its probability, and the target's distributions `[slots,
+    """One proposal that a world can make at the root, its probability, and the target's distributions `[rows,
     vocab]`."""
 
     probability: float
@@ -162,41 +162,41 @@ def every_proposal(world: World) -> list[Case]:
         tokens: list[int] = []
         parents: list[int] = []
         draws: list[list[Draw]] = [[]]
-        rows: list[Tensor] = []
+        dists: list[Tensor] = []
         paths: list[Prefix] = [()]
 
         def add(
-            slot: int,
+            row: int,
             tree: RefTree,
             tokens: list[int] = tokens,
             parents: list[int] = parents,
             draws: list[list[Draw]] = draws,
-            rows: list[Tensor] = rows,
+            dists: list[Tensor] = dists,
             paths: list[Prefix] = paths,
         ) -> None:
-            path = paths[slot]
+            path = paths[row]
             nodes: dict[int, int] = {}
-            row_of: dict[str, int] = {}
+            dist_of: dict[str, int] = {}
             for choice, token in tree.drawn:
                 if token not in nodes:
                     nodes[token] = len(tokens)
                     tokens.append(token)
-                    parents.append(slot - 1)
+                    parents.append(row - 1)
                     draws.append([])
                     paths.append((*path, token))
-                row = -1
+                dist = -1
                 if choice.kind is not FIXED:
-                    if choice.drafter not in row_of:
-                        row_of[choice.drafter] = len(rows)
-                        rows.append(world.drafters[choice.drafter].dist(path))
-                    row = row_of[choice.drafter]
-                draws[slot].append(Draw(nodes[token], row, choice.kind))
+                    if choice.drafter not in dist_of:
+                        dist_of[choice.drafter] = len(dists)
+                        dists.append(world.drafters[choice.drafter].dist(path))
+                    dist = dist_of[choice.drafter]
+                draws[row].append(Draw(nodes[token], dist, choice.kind))
             for token, below in tree.below.items():
                 add(nodes[token] + 1, below)
 
         add(0, tree)
         shape = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
-        proposal = Proposal(shape, tuple(map(tuple, draws)), torch.stack(rows) if rows else None)
+        proposal = Proposal(shape, tuple(map(tuple, draws)), torch.stack(dists) if dists else None)
         proposal.check()
         cases.append(Case(float(probability), proposal, torch.stack([world.target.dist(path) for path in paths])))
     return cases

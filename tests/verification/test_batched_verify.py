@@ -123,10 +123,10 @@ def greedy_noise(count: int) -> list[KeyedNoise]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_requests_are_judged_by_their_logits_as_by_their_distributions(dtype: torch.dtype) -> None:
     """bfloat16 rounds logits together: the argmax of equals is the lowest id, for distributions and logits alike."""
-    rows = [logits(4, seed).to(dtype) for seed in range(8)]
-    for row in rows:
-        row[:, [250, 30, 299]] = row.amax(dim=-1, keepdim=True)
-    best = [row.argmax(dim=-1).tolist() for row in rows]
+    tables = [logits(4, seed).to(dtype) for seed in range(8)]
+    for table in tables:
+        table[:, [250, 30, 299]] = table.amax(dim=-1, keepdim=True)
+    best = [table.argmax(dim=-1).tolist() for table in tables]
     proposals = [
         Proposal.empty(),
         fixed(torch.tensor(best[1][:3])),
@@ -135,10 +135,10 @@ def test_greedy_requests_are_judged_by_their_logits_as_by_their_distributions(dt
         Proposal.deterministic(TokenTree.from_paths([[7, 8], [best[4][0]]])),
         *(fixed(torch.tensor(each[:3])) for each in best[5:]),
     ]
-    slots = [row[: len(proposal.tree) + 1] for row, proposal in zip(rows, proposals, strict=True)]
-    probs = [L.probs_from_logits(row, SamplingParams(temperature=0.0)) for row in slots]
+    given = [table[: len(proposal.tree) + 1] for table, proposal in zip(tables, proposals, strict=True)]
+    probs = [L.probs_from_logits(own, SamplingParams(temperature=0.0)) for own in given]
     rule = CoupledSampling()
-    verdicts = rule.verify(proposals, slots, greedy_noise(8))
+    verdicts = rule.verify(proposals, given, greedy_noise(8))
     assert verdicts == rule.verify(proposals, probs, greedy_noise(8))
     assert verdicts == SpeculativeSampling().verify(proposals, probs, [KeyedNoise(i, 0, 0) for i in range(8)])
     assert verdicts[1] == Verdict((0, 1, 2), tuple(best[1]), Origin.BONUS)

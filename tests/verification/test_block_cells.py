@@ -19,7 +19,7 @@ from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import BlockVerification, SpeculativeSampling
 from truedraft.verification.exact import target_dist
-from truedraft.verification.rule import JudgedSlot, Outcome
+from truedraft.verification.rule import JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
 MERGED = (Choice("a", INDEPENDENT), Choice("b", INDEPENDENT))
@@ -102,7 +102,7 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
         def pass_probability(self, weight: Number, mass: Number) -> Number:
             return 0.9 * super().pass_probability(weight, mass)
 
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
             return RULE.outcomes(group)
 
     cases = every_proposal(BROKEN_ON)

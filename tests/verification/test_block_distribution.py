@@ -35,7 +35,7 @@ from truedraft.core.proposal import DrawKind
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 from truedraft.verification.block import BlockHostWalk
 from truedraft.verification.exact import distance, emitted_dist, target_dist
-from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
+from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome
 from truedraft.verification.walk import Batch, Number
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -150,9 +150,9 @@ def by_kernel(rule: BlockVerification, world: World) -> dict[tuple[Prefix, int],
             probs.append(world.target.dist(prefix))
             draws.append(DrawnToken(token, 0, world.drafters["a"].dist(prefix), INDEPENDENT))
             prefix, tree = (*prefix, token), tree.below[token]
-        group = [JudgedSlot(p, (draw,)) for p, draw in zip(probs, draws, strict=True)]
+        group = [JudgedRow(p, (draw,)) for p, draw in zip(probs, draws, strict=True)]
         if not group:
-            group = [JudgedSlot(world.target.dist(prefix), ())]
+            group = [JudgedRow(world.target.dist(prefix), ())]
         for end in rule.outcomes(group):
             bonus = enumerate(world.target.dist(prefix).tolist())
             finals = {(token,): share for token, share in bonus} if end.goes_on else {(): 1.0}
@@ -229,8 +229,8 @@ class PassesByWeight(BlockVerification):
 
 class TokenByTokenWalk(BlockHostWalk):
     def _kept(self, block: Sequence[int], weights: Sequence[float]) -> int:
-        for place, slot in enumerate(block):
-            draw = self.proposal.draws[slot][0]
+        for place, row in enumerate(block):
+            draw = self.proposal.draws[row][0]
             stays = self.rule.accept_probability(self.p_x[draw.child], self.q_x[draw.child, draw.dist])
             if self.noise.uniform(Purpose.ACCEPT, len(self.path) + place) >= stays:
                 return place
@@ -247,16 +247,16 @@ class TokenByTokenButJointResidual(BlockVerification):
         alone = stays[blocks.draws] & blocks.is_filled  # type: ignore[attr-defined]
         return alone.long().cumprod(dim=-1).sum(dim=-1)
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         if not group[0].draws:
             return super().outcomes(group)
         outcomes, reach, weight = [], 1.0, 1.0
-        tokens = tuple(slot.draws[0].token for slot in group)
-        for length, slot in enumerate(group):
-            (draw,) = slot.draws
-            p_x, q_x = float(slot.p[draw.token]), float(draw.q[draw.token])
+        tokens = tuple(row.draws[0].token for row in group)
+        for length, row in enumerate(group):
+            (draw,) = row.draws
+            p_x, q_x = float(row.p[draw.token]), float(draw.q[draw.token])
             keep = self.accept_probability(p_x, q_x)
-            rest = self.rejected(weight * slot.p, draw.q)
+            rest = self.rejected(weight * row.p, draw.q)
             rest = rest / rest.sum()
             outcomes += [
                 Outcome(reach * (1 - keep) * float(x), (*tokens[:length], token), length)
@@ -286,6 +286,6 @@ def test_a_block_of_one_is_a_node() -> None:
     p, q = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]], dtype=torch.float64)
     for token in range(3):
         draw = DrawnToken(token, 0, q, DrawKind.INDEPENDENT)
-        of_node = {(o.accepted, o.tokens): o.probability for o in ALONE.outcomes([JudgedSlot(p, (draw,))])}
-        for end in RULE.outcomes([JudgedSlot(p, (draw,))]):
+        of_node = {(o.accepted, o.tokens): o.probability for o in ALONE.outcomes([JudgedRow(p, (draw,))])}
+        for end in RULE.outcomes([JudgedRow(p, (draw,))]):
             assert end.probability == pytest.approx(of_node.get((end.accepted, end.tokens), 0.0), abs=EXACT)

@@ -18,7 +18,7 @@ from truedraft.core.noise import Purpose
 from truedraft.core.proposal import Proposal
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_dist, target_dist
-from truedraft.verification.rule import BatchVerdicts, JudgedSlot, Outcome
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -86,10 +86,10 @@ class JudgesAnotherDist(SpeculativeSampling):
         wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
         return super().decide(wrong, probs, noise)
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        (slot,) = group
-        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in slot.draws)
-        return super().outcomes([JudgedSlot(slot.p, wrong)])
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+        (row,) = group
+        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in row.draws)
+        return super().outcomes([JudgedRow(row.p, wrong)])
 
 
 BROKEN: list[tuple[type[SpeculativeSampling], World]] = [
@@ -137,7 +137,7 @@ def test_a_kernel_that_hides_what_verify_does_is_caught() -> None:
     """An exact kernel beside a broken `verify`: the cells are measured, so they differ from the kernel."""
 
     class Hides(SpeculativeSampling):
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
             return SpeculativeSampling().outcomes(group)
 
     class HidesAcceptance(Hides):
@@ -278,9 +278,9 @@ def test_dropping_drawn_tokens_by_their_probability_is_caught() -> None:
 
 def test_a_coupled_rule_that_judges_by_the_draft_distribution_is_caught() -> None:
     class FollowsDraft(CoupledSampling):
-        def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-            (slot,) = group
-            return super().outcomes([JudgedSlot(slot.draws[0].q if slot.draws else slot.p, slot.draws)])
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+            (row,) = group
+            return super().outcomes([JudgedRow(row.draws[0].q if row.draws else row.p, row.draws)])
 
     world = build("coupled", 3, [A1, A1])
     assert by_kernel(CoupledSampling(), world) < EXACT

@@ -230,22 +230,22 @@ def test_greedy_ties_go_to_the_lowest_id_everywhere() -> None:
 
 def follow(proposal: Proposal, probs: Tensor, noise: KeyedNoise) -> Verdict:
     """The walk in slow words: draw the target's token, look for a child that carries it."""
-    slot, path, tokens = 0, [], []
+    row, path, tokens = 0, [], []
     while True:
         scores = [
             (math.log(p) + g if p > 0 else -math.inf)
             for p, g in zip(
-                probs[slot].tolist(), noise.gumbel(len(path), probs.shape[1], probs.device).tolist(), strict=True
+                probs[row].tolist(), noise.gumbel(len(path), probs.shape[1], probs.device).tolist(), strict=True
             )
         ]
         token = scores.index(max(scores))
         tokens.append(token)
-        children = [i for i, parent in enumerate(proposal.tree.shape.parents) if parent == slot - 1]
+        children = [i for i, parent in enumerate(proposal.tree.shape.parents) if parent == row - 1]
         match = [i for i in children if proposal.tree.host_ids[i] == token]
         if not match:
             return Verdict(tuple(path), tuple(tokens), Origin.RECOVERED if children else Origin.BONUS)
         path.append(match[0])
-        slot = match[0] + 1
+        row = match[0] + 1
 
 
 def test_batched_verify_follows_the_slow_walk() -> None:
@@ -264,19 +264,19 @@ def large_case(number: int, vocab: int) -> tuple[Proposal, Tensor]:
     """A tree over a large vocabulary, whose distributions are dense, cut, or one-hot; some of its tokens get
     accepted."""
     generator = torch.Generator().manual_seed(number)
-    rows = L.probs_from_logits(
+    probs = L.probs_from_logits(
         torch.randn(6, vocab, generator=generator) * (1 + number % 5), SamplingParams(temperature=1.0)
     )
     if number % 3 == 1:
-        rows = rows * (rows >= rows.topk(40, dim=-1).values[:, -1:])
-        rows = rows / rows.sum(dim=-1, keepdim=True)
+        probs = probs * (probs >= probs.topk(40, dim=-1).values[:, -1:])
+        probs = probs / probs.sum(dim=-1, keepdim=True)
     noise = KeyedNoise(number, 4, 1)
     first, second = (
-        int((rows[slot].double().log() + noise.gumbel(depth, vocab, torch.device("cpu"))).argmax())
-        for slot, depth in ((0, 0), (1, 1))
+        int((probs[row].double().log() + noise.gumbel(depth, vocab, torch.device("cpu"))).argmax())
+        for row, depth in ((0, 0), (1, 1))
     )
     paths = [[], [[first, second, 5], [8, 9]], [[first, 3], [8, 9, 10]]][number % 3 if number % 4 else 0]
-    return (Proposal.deterministic(TokenTree.from_paths(paths)) if paths else Proposal.empty()), rows
+    return (Proposal.deterministic(TokenTree.from_paths(paths)) if paths else Proposal.empty()), probs
 
 
 def test_large_vocabularies_follow_the_slow_walk_whatever_stands_beside_them() -> None:

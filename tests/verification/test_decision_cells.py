@@ -153,8 +153,8 @@ def test_keys_asked_for_are_those_of_the_walk_and_never_the_drafters() -> None:
         depth = len(verdict.path)
         final = Purpose.BONUS if verdict.final is Origin.BONUS else Purpose.RECOVERED
         expected = []
-        for level, slot in enumerate([0, *(node + 1 for node in verdict.path)]):
-            draws = case.proposal.draws[slot]
+        for level, row in enumerate([0, *(node + 1 for node in verdict.path)]):
+            draws = case.proposal.draws[row]
             judged = sum(key[0] is Purpose.ACCEPT and key[1] == level for key in asked)
             assert (judged == len(draws)) if level == depth else (draws[judged - 1].child == verdict.path[level])
             expected += [(Purpose.ACCEPT, level, index) for index in range(judged)]

@@ -176,16 +176,16 @@ def test_a_verdict_has_the_divergence_of_every_emitted_token(plans: tuple) -> No
     seen = set()
     for verdict, proposal, probs in judged(LenientSampling(lenience), world):
         assert verdict.divergence is not None and len(verdict.divergence) == len(verdict.tokens)
-        slots = (0, *(node + 1 for node in verdict.path))
-        for i, (slot, each) in enumerate(zip(slots, verdict.divergence, strict=True)):
-            draws = proposal.draws[slot]
+        rows = (0, *(node + 1 for node in verdict.path))
+        for i, (row, each) in enumerate(zip(rows, verdict.divergence, strict=True)):
+            draws = proposal.draws[row]
             plan = world.scheme(verdict.tokens[:i], verdict.tokens[:i]) if draws else []
-            dist = measured_dist(probs[slot], plan, lenience)
-            assert each.total_variation == pytest.approx(total_variation(dist, probs[slot]), abs=EXACT)
-            assert each.kl == pytest.approx(kl(dist, probs[slot]), abs=EXACT)
+            dist = measured_dist(probs[row], plan, lenience)
+            assert each.total_variation == pytest.approx(total_variation(dist, probs[row]), abs=EXACT)
+            assert each.kl == pytest.approx(kl(dist, probs[row]), abs=EXACT)
             assert each.kl <= -math.log(lenience) + EXACT  # no token beyond p / l
-            assert each.total_variation_greedy == pytest.approx(1 - float(probs[slot].max()))
-            assert each.kl_greedy == pytest.approx(-math.log(float(probs[slot].max())))
+            assert each.total_variation_greedy == pytest.approx(1 - float(probs[row].max()))
+            assert each.kl_greedy == pytest.approx(-math.log(float(probs[row].max())))
             seen.add(bool(draws))
         if verdict.final is Origin.BONUS:
             assert verdict.divergence[-1].total_variation == verdict.divergence[-1].kl == 0.0

@@ -175,42 +175,42 @@ def drawn(
     chance: random.Random, vocab: int, kinds: Sequence[DrawKind], noise: KeyedNoise, dtype: torch.dtype
 ) -> Proposal:
     """A tree whose nodes have up to four draws each; two draws may name one child, and a distribution may serve two
-    slots."""
+    tree rows."""
     tokens: list[int] = []
     parents: list[int] = []
     draws: list[list[Draw]] = [[]]
-    rows = random_probs(chance, 3, vocab).to(dtype)
-    open_slots, depths = [0], [0]
-    while open_slots and len(tokens) < 12:
-        slot = open_slots.pop(0)
-        if depths[slot] == 4:
+    dists = random_probs(chance, 3, vocab).to(dtype)
+    open_rows, depths = [0], [0]
+    while open_rows and len(tokens) < 12:
+        row = open_rows.pop(0)
+        if depths[row] == 4:
             continue
         gone: dict[int, Tensor] = {}
         child_of: dict[int, int] = {}
-        for index in range(chance.choice([1, 1, 2, 4]) if slot == 0 else chance.choice([0, 1, 1, 3])):
-            kind, row = chance.choice(list(kinds)), chance.choice([0, 0, 1, 2])
-            q = gone.get(row, rows[row]) if kind is DrawKind.WITHOUT_REPLACEMENT else rows[row]
+        for index in range(chance.choice([1, 1, 2, 4]) if row == 0 else chance.choice([0, 1, 1, 3])):
+            kind, number = chance.choice(list(kinds)), chance.choice([0, 0, 1, 2])
+            q = gone.get(number, dists[number]) if kind is DrawKind.WITHOUT_REPLACEMENT else dists[number]
             if kind is DrawKind.DETERMINISTIC:
                 token = chance.randrange(vocab)
             else:
-                u = torch.tensor([noise.uniform(Purpose.DRAFT, depths[slot], 10 * slot + index)], dtype=torch.float64)
+                u = torch.tensor([noise.uniform(Purpose.DRAFT, depths[row], 10 * row + index)], dtype=torch.float64)
                 token = int(L.draw(q[None], u))
             if token == vocab:
                 continue  # nothing is left to draw
             if kind is DrawKind.WITHOUT_REPLACEMENT:
-                gone[row] = L.without_tokens(q, torch.tensor([token]))
+                gone[number] = L.without_tokens(q, torch.tensor([token]))
             if token not in child_of:
                 child_of[token] = len(tokens)
                 tokens.append(token)
-                parents.append(slot - 1)
+                parents.append(row - 1)
                 draws.append([])
-                depths.append(depths[slot] + 1)
-                open_slots.append(len(tokens))
-            dist = -1 if kind is DrawKind.DETERMINISTIC else row
-            draws[slot].append(Draw(child_of[token], dist, kind))
+                depths.append(depths[row] + 1)
+                open_rows.append(len(tokens))
+            dist = -1 if kind is DrawKind.DETERMINISTIC else number
+            draws[row].append(Draw(child_of[token], dist, kind))
     used = any(draw.dist >= 0 for each in draws for draw in each)
     tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
-    proposal = Proposal(tree, tuple(map(tuple, draws)), rows if used else None)
+    proposal = Proposal(tree, tuple(map(tuple, draws)), dists if used else None)
     proposal.check()
     return proposal
 

@@ -31,7 +31,7 @@ from small_worlds import (
 from truedraft.core.proposal import DrawKind
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
-from truedraft.verification.rule import DrawnToken, JudgedSlot
+from truedraft.verification.rule import DrawnToken, JudgedRow
 
 EXACT = 1e-12
 RULES = [SpeculativeSampling(), CoupledSampling()]
@@ -166,7 +166,7 @@ def test_the_kernel_is_a_distribution_for_every_outcome_of_the_draws(rule: Rule,
         drawn = [DrawnToken(t, each.dist, each.q, each.kind) for t, each in zip(tokens, plan, strict=True)]
         if any(float(each.q[each.token]) == 0.0 for each in drawn) or _repeats_what_was_taken(drawn):
             continue
-        outcomes = rule.outcomes([JudgedSlot(p, tuple(drawn))])
+        outcomes = rule.outcomes([JudgedRow(p, tuple(drawn))])
         assert all(outcome.probability >= 0.0 for outcome in outcomes)
         assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1.0, abs=EXACT)
         assert {outcome.tokens[0] for outcome in outcomes if outcome.accepted} <= set(tokens)
@@ -185,7 +185,7 @@ def test_expected_acceptance_of_one_draw_is_the_overlap() -> None:
         float(q[x])
         * sum(
             o.probability
-            for o in rule.outcomes([JudgedSlot(p, (DrawnToken(x, 0, q, DrawKind.INDEPENDENT),))])
+            for o in rule.outcomes([JudgedRow(p, (DrawnToken(x, 0, q, DrawKind.INDEPENDENT),))])
             if o.accepted
         )
         for x in range(3)
@@ -202,7 +202,7 @@ def test_distance_and_target_distribution_by_hand() -> None:
 
 
 def test_a_row_that_mixes_kinds_at_one_node_is_still_exact() -> None:
-    """An independent draw is from the stored distribution even after a draw of the same row without replacement."""
+    """An independent draw is from the stored distribution even after a draw from the same one without replacement."""
     for p, q in [("dense", "dense"), ("sparse", "dense")]:
         target, draft = build("one row", 3, [], p, q).target, build("one row", 3, [], p, q).drafters["a"]
 

@@ -18,7 +18,7 @@ from truedraft.errors import IncompatibleRuleError, OptionError
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
-from truedraft.verification.rule import DrawnToken, JudgedSlot
+from truedraft.verification.rule import DrawnToken, JudgedRow
 
 EXACT, CAUGHT = 1e-12, 0.01
 SHARES = [0.9, 0.5, 0.1]
@@ -171,7 +171,7 @@ def test_at_temperature_zero_what_is_near_the_largest_stays() -> None:
     stricter = LenientSampling(0.51).greedy_form
     assert stricter.verify([chain], [probs], noise) == [Verdict((), (0,), Origin.RECOVERED)]
     outcomes = rule.outcomes(
-        [JudgedSlot(probs[0], tuple(DrawnToken(t, -1, probs[0], DrawKind.DETERMINISTIC) for t in (3, 1)))]
+        [JudgedRow(probs[0], tuple(DrawnToken(t, -1, probs[0], DrawKind.DETERMINISTIC) for t in (3, 1)))]
     )
     assert [(each.tokens, each.accepted) for each in outcomes if each.probability] == [((1,), 1)]
     assert rule.judges == frozenset(DrawKind) and not rule.lossless
@@ -182,9 +182,9 @@ def test_at_temperature_zero_a_strict_lenience_follows_the_argmax() -> None:
     for world in (build("strict", 4, plans, "dense", "dense") for plans in [(F2, F1), (A1, A1), (W2, A1)]):
         for case in every_proposal(world):
             verdict = rule.verify([case.proposal], [case.probs], [KeyedNoise(1, 0, 0)])[0]
-            slots = (0, *(node + 1 for node in verdict.path))
-            largest = [float(case.probs[slot].max()) for slot in slots]
-            assert [float(case.probs[s, t]) for s, t in zip(slots, verdict.tokens, strict=True)] == largest
+            rows = (0, *(node + 1 for node in verdict.path))
+            largest = [float(case.probs[row].max()) for row in rows]
+            assert [float(case.probs[s, t]) for s, t in zip(rows, verdict.tokens, strict=True)] == largest
 
 
 def test_the_form_at_temperature_zero_is_one_object() -> None:

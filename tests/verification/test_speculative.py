@@ -21,7 +21,7 @@ from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import target_dist
-from truedraft.verification.rule import DrawnToken, JudgedSlot
+from truedraft.verification.rule import DrawnToken, JudgedRow
 
 RULE = SpeculativeSampling()
 VOCAB = 3
@@ -39,14 +39,14 @@ def drafted(
     parents: list[int] = []
     paths: list[tuple[int, ...]] = [()]
     draws: list[list[Draw]] = [[]]
-    rows: list[Tensor] = []
-    slot = 0
+    dists: list[Tensor] = []
+    row = 0
     counts: Counter[int] = Counter()
-    while slot < len(paths):
-        path = paths[slot]
+    while row < len(paths):
+        path = paths[row]
         if len(path) < len(widths):
             dist = draft.dist((*prefix, *path))
-            rows.append(dist)
+            dists.append(dist)
             nodes: dict[int, int] = {}
             for _ in range(min(widths[len(path)], int((dist > 0).sum()))):
                 token = draw(dist, noise.uniform(Purpose.DRAFT, len(path), counts[len(path)]))
@@ -54,15 +54,15 @@ def drafted(
                 if token not in nodes:
                     nodes[token] = len(tokens)
                     tokens.append(token)
-                    parents.append(slot - 1)
+                    parents.append(row - 1)
                     draws.append([])
                     paths.append((*path, token))
-                draws[slot].append(Draw(nodes[token], len(rows) - 1, kind))
+                draws[row].append(Draw(nodes[token], len(dists) - 1, kind))
                 if kind is DrawKind.WITHOUT_REPLACEMENT:
                     dist = L.without_tokens(dist, torch.tensor([token]))
-        slot += 1
+        row += 1
     tree = TokenTree(torch.tensor(tokens, dtype=torch.int64), TreeShape(tuple(parents)))
-    return Proposal(tree, tuple(map(tuple, draws)), torch.stack(rows))
+    return Proposal(tree, tuple(map(tuple, draws)), torch.stack(dists))
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_no_token_that_the_target_forbids_is_ever_emitted_in_float32(
     draft = float32_dist(q)
     support = torch.nonzero(draft).flatten().tolist()
     tokens = (support[turn % len(support) :] + support[: turn % len(support)])[:3]
-    row = -1 if kind is DrawKind.DETERMINISTIC else 0
-    draws = (tuple(Draw(i, row, kind) for i in range(len(tokens))), *(() for _ in tokens))
+    dist = -1 if kind is DrawKind.DETERMINISTIC else 0
+    draws = (tuple(Draw(i, dist, kind) for i in range(len(tokens))), *(() for _ in tokens))
     tree = TokenTree.from_paths([[token] for token in tokens])
     verdict = RULE.verify(
-        [Proposal(tree, draws, draft[None])] if row == 0 else [Proposal(tree, draws)],
+        [Proposal(tree, draws, draft[None])] if dist == 0 else [Proposal(tree, draws)],
         [probs[: len(tokens) + 1]],
         [Constant(u)],
     )[0]
@@ -236,7 +236,7 @@ def test_distributions_equal_up_to_rounding_never_give_nan() -> None:
     verdict = RULE.verify([case], [p.expand(2, 2)], [Constant(1.0 - 2.0**-53)])[0]
     assert verdict.final is Origin.RECOVERED
     assert verdict.tokens[0] in (0, 1)
-    outcomes = RULE.outcomes([JudgedSlot(p, (DrawnToken(0, 0, q, DrawKind.INDEPENDENT),))])
+    outcomes = RULE.outcomes([JudgedRow(p, (DrawnToken(0, 0, q, DrawKind.INDEPENDENT),))])
     assert sum(outcome.probability for outcome in outcomes) == pytest.approx(1.0)
 
 

@@ -84,9 +84,9 @@ def best_by_force(rule: TypicalAcceptance, tree: TokenTree, probs: Tensor) -> tu
     found: list[tuple[int, float, tuple[int, ...]]] = [(0, 1.0, ())]
     for node in range(len(tree)):
         path = tree.shape.path(node)
-        slots = [0, *(each + 1 for each in path)]
-        p = [float(probs[slot][tree.host_ids[each]]) for slot, each in zip(slots, path, strict=False)]
-        entropies = [-sum(x * math.log(x) for x in probs[slot].tolist() if x > 0) for slot in slots]
+        rows = [0, *(each + 1 for each in path)]
+        p = [float(probs[row][tree.host_ids[each]]) for row, each in zip(rows, path, strict=False)]
+        entropies = [-sum(x * math.log(x) for x in probs[row].tolist() if x > 0) for row in rows]
         if all(x > min(rule.epsilon, rule.delta * math.exp(-h)) for x, h in zip(p, entropies, strict=False)):
             found.append((len(path), math.prod(p), path))
     _, _, path = max(found, key=lambda each: each[:2])
@@ -175,8 +175,8 @@ def test_a_token_that_the_target_forbids_is_never_emitted() -> None:
     for world in [build("zeros", 4, plans, "sparse", "dense") for plans in ((A1, A1), (F2, F2), (W2, A1))]:
         for case in every_proposal(world):
             verdict = RULE.verify([case.proposal], [case.probs], [NoNoise()])[0]
-            slots = (0, *(node + 1 for node in verdict.path))
-            assert all(float(case.probs[slot, token]) > 0 for slot, token in zip(slots, verdict.tokens, strict=True))
+            rows = (0, *(node + 1 for node in verdict.path))
+            assert all(float(case.probs[row, token]) > 0 for row, token in zip(rows, verdict.tokens, strict=True))
 
 
 # ------------------------------------------------------------------------------- its divergence
@@ -199,11 +199,11 @@ def test_divergence_is_the_mean_over_the_distribution_of_the_candidates() -> Non
     token."""
     for case in every_proposal(WORLDS["medusa"]):
         verdict = RULE.verify([case.proposal], [case.probs], [NoNoise()])[0]
-        slots = (0, *(node + 1 for node in verdict.path))
-        for slot, token, each in zip(slots, verdict.tokens, verdict.divergence or (), strict=True):
-            point = torch.zeros_like(case.probs[slot])
+        rows = (0, *(node + 1 for node in verdict.path))
+        for row, token, each in zip(rows, verdict.tokens, verdict.divergence or (), strict=True):
+            point = torch.zeros_like(case.probs[row])
             point[token] = 1.0
-            assert each.total_variation == pytest.approx(0.5 * float((point - case.probs[slot]).abs().sum()), abs=EXACT)
+            assert each.total_variation == pytest.approx(0.5 * float((point - case.probs[row]).abs().sum()), abs=EXACT)
 
 
 # ------------------------------------------------------------------------------- bad input

@@ -248,7 +248,7 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
 
 
 def _places(tree: RankTree) -> list[float]:
-    """Where each slot (the root, then the nodes) stands from left to right.
+    """Where each tree row (the root, then the nodes) stands from left to right.
 
     Leaves stand side by side in the order of ranks, a node over the middle between its first and last child.
     """
@@ -257,15 +257,15 @@ def _places(tree: RankTree) -> list[float]:
     leaf = 0
     waiting = [(0, False)]
     while waiting:
-        slot, below_is_placed = waiting.pop()
-        below = [node + 1 for node in children[slot]]
+        row, below_is_placed = waiting.pop()
+        below = [node + 1 for node in children[row]]
         if below_is_placed:
-            places[slot] = (places[below[0]] + places[below[-1]]) / 2
+            places[row] = (places[below[0]] + places[below[-1]]) / 2
         elif below:
-            waiting.append((slot, True))
+            waiting.append((row, True))
             waiting.extend((child, False) for child in reversed(below))
         else:
-            places[slot] = float(leaf)
+            places[row] = float(leaf)
             leaf += 1
     return places
 

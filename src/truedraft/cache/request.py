@@ -1,9 +1,9 @@
 """Keys and values of one request, in buffers that are kept for the next one.
 
-How many slots a product over keys looks at: a few fixed lengths, so that kernels are reused and add up alike. oneDNN
-makes a kernel for every shape, which takes about half a millisecond; a context that grows by a token at every step
-would pay that at every step. So products run over more slots than are filled, in steps of 64 (`key_span`), and the
-slots too many get the weight 0.
+How many key/value positions a product over keys looks at: a few fixed lengths, so that kernels are reused and add up
+alike. oneDNN makes a kernel for every shape, which takes about half a millisecond; a context that grows by a token at
+every step would pay that at every step. So products run over more positions than are filled, in steps of 64
+(`key_span`), and those too many get the weight 0.
 
 The same library adds up products over up to 1,024 keys in one go and longer ones in blocks of 512, which rounds
 differently. Up to 512 keys both give the same bits, so lengths in between are taken as 1,088: then a row's result
@@ -27,27 +27,27 @@ _ONE_BLOCK = 512
 _FIRST_IN_BLOCKS = 1088
 
 WIDEST_GAP = _FIRST_IN_BLOCKS - _ONE_BLOCK
-"""Most slots that a span exceeds what it was made for."""
+"""Most positions that a span exceeds what it was made for."""
 
 
-def key_span(slots: int) -> int:
-    """The least span that holds so many slots.
+def key_span(positions: int) -> int:
+    """The least span that holds so many key/value positions.
 
-    >>> [key_span(slots) for slots in (1, 64, 65, 512, 513, 1089)]
+    >>> [key_span(positions) for positions in (1, 64, 65, 512, 513, 1089)]
     [64, 64, 128, 512, 1088, 1152]
     """
-    if _ONE_BLOCK < slots <= _FIRST_IN_BLOCKS:
+    if _ONE_BLOCK < positions <= _FIRST_IN_BLOCKS:
         return _FIRST_IN_BLOCKS
-    return -(-slots // _STEP) * _STEP
+    return -(-positions // _STEP) * _STEP
 
 
 class RequestCache:
     """Keys and values of one request, for every attention call of a model.
 
-    Slots `0 .. length - 1` hold committed tokens. A forward writes its tokens behind them; they count only once
-    `commit` keeps some. Rollback is an assignment to a length. Buffers grow by doubling, up to `limit` unless a
-    tree needs more, and never shrink, so a reused cache does not allocate. Keys lie transposed, as the product with
-    queries reads them. Slots behind the written ones are read with the weight 0, so their values must be finite:
+    Key/value positions `0 .. length - 1` hold committed tokens. A forward writes its tokens behind them; they count
+    only once `commit` keeps some. Rollback is an assignment to a length. Buffers grow by doubling, up to `limit` unless
+    a tree needs more, and never shrink, so a reused cache does not allocate. Keys lie transposed, as the product with
+    queries reads them. Positions behind the written ones are read with the weight 0, so their values must be finite:
     whatever forgotten tokens left there is set to 0.
 
     Args:
@@ -57,7 +57,7 @@ class RequestCache:
     def __init__(self, limit: int) -> None:
         self.length = 0
         self._limit = limit
-        self._start = 0  # slot of the first token that the running forward writes
+        self._start = 0  # key/value position of the first token that the running forward writes
         self._written = 0  # uncommitted tokens that are there once it has run
         self._stale = 0  # from here on all values are 0
         self._capacity = 0
@@ -66,7 +66,7 @@ class RequestCache:
 
     @property
     def capacity(self) -> int:
-        """Slots that are allocated."""
+        """Key/value positions that are allocated."""
         return self._capacity
 
     @property
@@ -138,7 +138,7 @@ class RequestCache:
 
         Returns:
             Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: the committed
-            ones, the new ones, and slots without meaning up to the span (`key_span`).
+            ones, the new ones, and positions without meaning up to the span (`key_span`).
         """
         if call == len(self._keys):
             self._keys.append(keys.new_zeros(keys.shape[0], keys.shape[2], self._capacity))
@@ -156,8 +156,8 @@ class RequestCache:
     def commit(self, path: Sequence[int]) -> None:
         """Keep the written tokens named by `path` (their order among the new ones, rising) and drop the others.
 
-        Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of slots 12 and 14 to
-        slots 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
+        Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
+        to positions 11 and 12 and sets the length to 13. A path 0, 1, 2, ... moves nothing.
 
         Raises:
             CacheError: the path names a token that was not written.
@@ -172,7 +172,7 @@ class RequestCache:
             for keys, values in zip(self._keys, self._values, strict=True):
                 keys[:, :, target] = keys.index_select(2, source)
                 values[:, target] = values.index_select(1, source)
-        # Every call of the forward has cleaned the slots of its span.
+        # Every call of the forward has cleaned the positions of its span.
         end = self.length + self._written
         if self._stale <= key_span(end):
             self._stale = end
@@ -180,7 +180,7 @@ class RequestCache:
         self._written = 0
 
     def rollback(self, length: int) -> None:
-        """Forget all tokens from slot `length` on.
+        """Forget all tokens from key/value position `length` on.
 
         Raises:
             CacheError: fewer than `length` tokens are committed.

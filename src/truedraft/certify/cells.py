@@ -20,7 +20,7 @@ from truedraft.certify.worlds import Case, Prefix
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import Rule
-from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome
+from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome
 
 Key = tuple[Purpose, int, int]
 """Purpose, depth and index of a decision."""
@@ -88,14 +88,14 @@ def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[An
 
 
 def outcomes_of(rule: Rule, case: Case, group: Sequence[int]) -> list[Outcome]:
-    """What the rule's kernel says of slots that are judged together."""
-    return rule.outcomes([_judged(case, slot) for slot in group])
+    """What the rule's kernel says of tree rows that are judged together."""
+    return rule.outcomes([_judged(case, row) for row in group])
 
 
-def _judged(case: Case, slot: int) -> JudgedSlot:
-    proposal, p = case.proposal, case.probs[slot]
+def _judged(case: Case, row: int) -> JudgedRow:
+    proposal, p = case.proposal, case.probs[row]
     drawn = []
-    for draw in proposal.draws[slot]:
+    for draw in proposal.draws[row]:
         token = proposal.tree.host_ids[draw.child]
         if draw.dist < 0:
             q = torch.zeros_like(p)
@@ -104,7 +104,7 @@ def _judged(case: Case, slot: int) -> JudgedSlot:
             assert proposal.probs is not None
             q = proposal.probs[draw.dist]
         drawn.append(DrawnToken(token, draw.dist, q, draw.kind))
-    return JudgedSlot(p, tuple(drawn))
+    return JudgedRow(p, tuple(drawn))
 
 
 def kernel_probs(rule: Rule, case: Case) -> VerdictProbs:
@@ -112,8 +112,8 @@ def kernel_probs(rule: Rule, case: Case) -> VerdictProbs:
     probs: VerdictProbs = {}
     ids, draws = case.proposal.tree.host_ids, case.proposal.draws
 
-    def visit(slot: int, path: Prefix, mass: float) -> None:
-        group = rule.group(case.proposal, slot)
+    def visit(row: int, path: Prefix, mass: float) -> None:
+        group = rule.group(case.proposal, row)
         for outcome in outcomes_of(rule, case, group):
             share = mass * outcome.probability
             if share <= 0.0:
@@ -325,15 +325,15 @@ def decisions(rule: Rule, case: Case, verdict: Verdict) -> list[Key]:
 
 
 def _walked(rule: Rule, case: Case, verdict: Verdict) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The groups that a walk came by, each with the depth of its first slot."""
-    depth = slot = 0
+    """The groups that a walk came by, each with the depth of its first tree row."""
+    depth = row = 0
     while True:
-        group = rule.group(case.proposal, slot)
+        group = rule.group(case.proposal, row)
         yield depth, group
         depth += len(group)
         if depth > len(verdict.path):
             return
-        slot = verdict.path[depth - 1] + 1
+        row = verdict.path[depth - 1] + 1
 
 
 class _Predicted:
@@ -358,7 +358,7 @@ class _Predicted:
         )
         child = case.proposal.draws[group[depth - start]][number].child
         accepts = self._accepting(index, group)
-        # In a group of several slots the longest prefix decides first.
+        # In a group of several tree rows the longest prefix decides first.
         place = len(group) - 1 - (depth - start) if self._rule.joins(case.proposal.draws[group[0]]) else number
         guess = accepts[place] if place < len(accepts) else 0.5
         return [_Edge(index, script, key, _Rejected(depth, child), guess)]
@@ -385,7 +385,7 @@ class _Predicted:
             outcomes = outcomes_of(self._rule, self._cases[index], group)
             accepted = [outcome for outcome in outcomes if outcome.accepted]
             left = sum(outcome.probability for outcome in outcomes if not outcome.accepted)
-            # One decision accepts one draw of a slot, or a prefix of a longer group with any token behind it.
+            # One decision accepts one draw of a tree row, or a prefix of a longer group with any token behind it.
             alone = not self._rule.joins(self._cases[index].proposal.draws[group[0]])
             found: list[float] = []
             for _, same in itertools.groupby(reversed(accepted), key=id if alone else lambda each: each.accepted):

@@ -53,17 +53,17 @@ class JudgedCase:
 def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
     """Take argmax(log p + G), the lowest id among equals, and go on below the child that carries it, if one does."""
     ids, parents = case.proposal.tree.host_ids, case.proposal.tree.shape.parents
-    slot = 0
+    row = 0
     path: list[int] = []
     tokens: list[int] = []
     while True:
-        tokens.append(_slow_choice(case.probs[slot], noise, len(path)))
-        children = [node for node, parent in enumerate(parents) if parent == slot - 1]
+        tokens.append(_slow_choice(case.probs[row], noise, len(path)))
+        children = [node for node, parent in enumerate(parents) if parent == row - 1]
         carrying = [node for node in children if ids[node] == tokens[-1]]
         if not carrying:
             return Verdict(tuple(path), tuple(tokens), Origin.RECOVERED if children else Origin.BONUS)
         path.append(carrying[0])
-        slot = carrying[0] + 1
+        row = carrying[0] + 1
 
 
 def _slow_choice(p: Tensor, noise: KeyedNoise, depth: int) -> int:
@@ -154,11 +154,11 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[Prefix] = [()]
-    rows: list[Tensor] = []
+    dists: list[Tensor] = []
     draws: list[tuple[Draw, ...]] = []
-    slot = 0
-    while slot < len(paths):
-        path = paths[slot]
+    row = 0
+    while row < len(paths):
+        path = paths[row]
         draws.append(())
         if len(path) < depth:
             gumbel = noise.gumbel(len(path), table.vocab, _HOST)
@@ -168,14 +168,14 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
                 for weight, g in zip(table.weights(path), gumbel.tolist(), strict=True)
             ]
             best = sorted(range(table.vocab), key=lambda token: (-scores[token], token))[:width]
-            draws[slot] = tuple(Draw(len(tokens) + i, len(rows), DrawKind.COUPLED) for i in range(len(best)))
-            rows.append(table.probs(path))
+            draws[row] = tuple(Draw(len(tokens) + i, len(dists), DrawKind.COUPLED) for i in range(len(best)))
+            dists.append(table.probs(path))
             tokens += best
-            parents += [slot - 1] * len(best)
+            parents += [row - 1] * len(best)
             paths += [(*path, token) for token in best]
-        slot += 1
+        row += 1
     tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
-    proposal = Proposal(tree, tuple(draws), torch.stack(rows) if rows else None)
+    proposal = Proposal(tree, tuple(draws), torch.stack(dists) if dists else None)
     proposal.check()
     return Case(1.0, proposal, torch.stack([world.target.probs(each) for each in paths]))
 

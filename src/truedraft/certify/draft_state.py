@@ -294,12 +294,12 @@ class _Comparison:
 
 def _accepted(tree: TokenTree, text: Sequence[int]) -> int:
     """How far a tree follows a text, in tokens."""
-    ids, slot = tree.host_ids, 0
+    ids, row = tree.host_ids, 0
     for depth, token in enumerate(text):
-        child = next((node for node in tree.shape.children[slot] if ids[node] == token), None)
+        child = next((node for node in tree.shape.children[row] if ids[node] == token), None)
         if child is None:
             return depth
-        slot = child + 1
+        row = child + 1
     return len(text)
 
 

@@ -62,12 +62,12 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
 
     def judged(proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
-        slot = 0
-        while proposal.draws[slot]:
-            path.append(proposal.draws[slot][0].child)
-            slot = path[-1] + 1
+        row = 0
+        while proposal.draws[row]:
+            path.append(proposal.draws[row][0].child)
+            row = path[-1] + 1
         kept = (proposal.tree.host_ids[node] for node in path)
-        return Verdict(tuple(path), (*kept, last(probs[slot : slot + 1], noise, len(path))), Origin.BONUS)
+        return Verdict(tuple(path), (*kept, last(probs[row : row + 1], noise, len(path))), Origin.BONUS)
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         return HostVerdicts([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
@@ -81,8 +81,8 @@ def residual_is_target(rule: Rule) -> Rule:
     def redrawn(verdict: Verdict, probs: Tensor, noise: Noise) -> Verdict:
         if verdict.final is not Origin.RECOVERED:
             return verdict
-        slot = verdict.path[-1] + 1 if verdict.path else 0
-        token = _drawn(probs[slot : slot + 1], noise.uniform(Purpose.RECOVERED, len(verdict.path)))
+        row = verdict.path[-1] + 1 if verdict.path else 0
+        token = _drawn(probs[row : row + 1], noise.uniform(Purpose.RECOVERED, len(verdict.path)))
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:

@@ -68,7 +68,7 @@ class Recorder:
     """
 
     def __init__(self, drafter: Drafter, rule: Rule | None = None) -> None:
-        self._given: list[Tensor] = []  # `[slots, vocab]` of each request of the step, in order
+        self._given: list[Tensor] = []  # `[rows, vocab]` of each request of the step, in order
         self._decisions: dict[int, list[Decision]] = {}
 
         def observe(batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
@@ -96,17 +96,17 @@ class Recorder:
 
 
 def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
-    """What the tokens of one step hung on; `probs` `[slots, vocab]` are the target's."""
+    """What the tokens of one step hung on; `probs` `[rows, vocab]` are the target's."""
     proposal = outcome.proposal
-    slots = (0, *(node + 1 for node in outcome.path))
+    rows = (0, *(node + 1 for node in outcome.path))
     found = []
-    for depth, slot in enumerate(slots[: len(outcome.tokens)]):
-        draws = proposal.draws[slot]
+    for depth, row in enumerate(rows[: len(outcome.tokens)]):
+        draws = proposal.draws[row]
         drawn = bool(draws) and draws[0].dist >= 0 and proposal.probs is not None
         q = proposal.probs[draws[0].dist].clone() if drawn and proposal.probs is not None else None
         chosen = () if drawn else [draw for draw in draws if draw.dist < 0]
         fixed = tuple(proposal.tree.host_ids[draw.child] for draw in chosen)
-        found.append(Decision(depth, q, fixed, None if probs is None else probs[slot]))
+        found.append(Decision(depth, q, fixed, None if probs is None else probs[row]))
     return found
 
 

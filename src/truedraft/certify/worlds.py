@@ -83,7 +83,7 @@ class Case:
     Attributes:
         probability: that it is drafted.
         proposal: the tree and its draws.
-        probs: the target's distributions `[slots, vocab]`, float64.
+        probs: the target's distributions `[rows, vocab]`, float64.
     """
 
     probability: float
@@ -203,32 +203,32 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
     tokens: list[int] = []
     parents: list[int] = []
     draws: list[list[Draw]] = [[]]
-    rows: list[Tensor] = []
+    dists: list[Tensor] = []
     paths: list[Prefix] = [()]
 
-    def add(slot: int, drafted: _Drafted) -> None:
+    def add(row: int, drafted: _Drafted) -> None:
         nodes: dict[int, int] = {}
-        row_of: dict[int, int] = {}
+        dist_of: dict[int, int] = {}
         for choice, token in drafted.drawn:
             if token not in nodes:
                 nodes[token] = len(tokens)
                 tokens.append(token)
-                parents.append(slot - 1)
+                parents.append(row - 1)
                 draws.append([])
-                paths.append((*paths[slot], token))
-            row = -1
+                paths.append((*paths[row], token))
+            dist = -1
             if choice.kind is not DrawKind.DETERMINISTIC:
-                if choice.drafter not in row_of:
-                    row_of[choice.drafter] = len(rows)
-                    rows.append(world.drafters[choice.drafter].probs(paths[slot]))
-                row = row_of[choice.drafter]
-            draws[slot].append(Draw(nodes[token], row, choice.kind))
+                if choice.drafter not in dist_of:
+                    dist_of[choice.drafter] = len(dists)
+                    dists.append(world.drafters[choice.drafter].probs(paths[row]))
+                dist = dist_of[choice.drafter]
+            draws[row].append(Draw(nodes[token], dist, choice.kind))
         for token, below in drafted.below.items():
             add(nodes[token] + 1, below)
 
     add(0, drafted)
     tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
-    proposal = Proposal(tree, tuple(map(tuple, draws)), torch.stack(rows) if rows else None)
+    proposal = Proposal(tree, tuple(map(tuple, draws)), torch.stack(dists) if dists else None)
     proposal.check()
     return Case(probability, proposal, torch.stack([world.target.probs(path) for path in paths]))
 

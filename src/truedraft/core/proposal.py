@@ -1,4 +1,4 @@
-"""Proposals: a token tree, and for each slot the ordered draws that made its children."""
+"""Proposals: a token tree, and for each tree row the ordered draws that made its children."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class DrawKind(Enum):
 
 
 class Draw(NamedTuple):
-    """One draw at a slot.
+    """One draw at a tree row.
 
     Attributes:
-        child: node that carries the drawn token. Two draws of one slot may name one child: both count.
+        child: node that carries the drawn token. Two draws of one tree row may name one child: both count.
         dist: row of `Proposal.probs` that the token was drawn from, before any removal; -1 for a one-hot distribution.
         kind: how it was drawn. Without replacement, the distribution loses the tokens that earlier draws of the same
-            row took.
+            distribution took.
     """
 
     child: int
@@ -47,7 +47,7 @@ class Proposal:
 
     Attributes:
         tree: the drafted tokens.
-        draws: for each slot (the root, then each node) its draws, in the order in which they are judged. The order
+        draws: for each tree row (the root, then each node) its draws, in the order in which they are judged. The order
             is fixed before anything is drawn.
         probs: `[probs, vocab]`: the very tensor that was sampled from, or None when every draw is deterministic.
     """
@@ -59,7 +59,8 @@ class Proposal:
     def __post_init__(self) -> None:
         """Every node hangs on a draw of its parent, and every draw has its distribution."""
         if len(self.draws) != len(self.tree) + 1:
-            raise ValueError(f"a tree of {len(self.tree)} nodes has {len(self.tree) + 1} slots, got {len(self.draws)}")
+            nodes = len(self.tree)
+            raise ValueError(f"a tree of {nodes} nodes has {nodes + 1} tree rows, got {len(self.draws)}")
 
     def check(self) -> None:
         """Raise ValueError when draws and tree contradict each other."""
@@ -70,9 +71,9 @@ class Proposal:
         """The kinds of draws that occur."""
         return frozenset(draw.kind for draws in self.draws for draw in draws)
 
-    def without_draws(self, slots: Collection[int]) -> Proposal:
-        """The same tree, without the draws of some slots: their nodes stay, but no rule looks at them."""
-        draws = tuple(() if slot in slots else own for slot, own in enumerate(self.draws))
+    def without_draws(self, rows: Collection[int]) -> Proposal:
+        """The same tree, without the draws of some tree rows: their nodes stay, but no rule looks at them."""
+        draws = tuple(() if row in rows else own for row, own in enumerate(self.draws))
         return Proposal(self.tree, draws, self.probs)
 
     @classmethod
@@ -97,21 +98,21 @@ def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: in
 
     Args:
         shape: of the tree.
-        draws: of each slot.
+        draws: of each tree row.
         probs: how many distributions there are to draw from.
 
     Raises:
-        ValueError: a slot's draws name other nodes than its children, or a distribution that is not there.
+        ValueError: a tree row's draws name other nodes than its children, or a distribution that is not there.
     """
-    for slot, slot_draws in enumerate(draws):
-        if {draw.child for draw in slot_draws} != set(shape.children[slot]):
-            raise ValueError(f"the draws of slot {slot} name other nodes than its children")
-        for draw in slot_draws:
+    for row, own in enumerate(draws):
+        if {draw.child for draw in own} != set(shape.children[row]):
+            raise ValueError(f"the draws of tree row {row} name other nodes than its children")
+        for draw in own:
             if draw.dist >= probs or (draw.dist < 0) != (draw.kind is DrawKind.DETERMINISTIC):
                 raise ValueError(
-                    f"{draw} of slot {slot} names no distribution of this proposal ({probs} distributions)"
+                    f"{draw} of tree row {row} names no distribution of this proposal ({probs} distributions)"
                 )
-    return frozenset(draw.kind for slot_draws in draws for draw in slot_draws)
+    return frozenset(draw.kind for own in draws for draw in own)
 
 
 @lru_cache(maxsize=1024)
@@ -121,7 +122,7 @@ def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
-    """The draws of each slot where every node is a candidate that was chosen."""
+    """The draws of each tree row where every node is a candidate that was chosen."""
     return tuple(tuple(map(_candidate, nodes)) for nodes in shape.children)
 
 
@@ -149,50 +150,50 @@ class DrawCheck:
     """
 
     def __init__(self, proposals: Sequence[Proposal], device: torch.device) -> None:
-        self._drawn: list[tuple[int, int, int]] = []  # proposal, slot, and row of all tables, of each draw from one
+        self._drawn: list[tuple[int, int, int]] = []  # of each draw from one: proposal, tree row, distribution of all
         self.wanted: Sequence[Tensor] = ()
         nodes: list[int] = []
         tables: list[Tensor] = []
         trees: list[TokenTree] = []
-        first_row = first_node = 0
+        first_dist = first_node = 0
         for number, proposal in enumerate(proposals):
             if proposal.probs is None:
                 continue
-            for slot, draws in enumerate(proposal.draws):
+            for row, draws in enumerate(proposal.draws):
                 for draw in draws:
                     if draw.kind is DrawKind.INDEPENDENT or draw.kind is DrawKind.WITHOUT_REPLACEMENT:
-                        self._drawn.append((number, slot, first_row + draw.dist))
+                        self._drawn.append((number, row, first_dist + draw.dist))
                         nodes.append(first_node + draw.child)
             tables.append(proposal.probs.to(device))
             trees.append(proposal.tree)
-            first_row += len(proposal.probs)
+            first_dist += len(proposal.probs)
             first_node += len(proposal.tree)
         if self._drawn:
             probs = tables[0] if len(tables) == 1 else torch.cat(tables)
             sum_in, self._slack = _precision(probs.dtype)
             given = probs.take(self._places(nodes, trees, probs))
-            # Of a row with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
+            # Of a distribution with NaN the least entry is NaN, and of one with infinity the sum is no number near 1.
             self.wanted = probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1), given
 
     def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
-        """Where the entries of the drawn tokens are in all tables `[rows, vocab]`, one behind another."""
+        """Where the entries of the drawn tokens are in all tables `[dists, vocab]`, one behind another."""
         vocab, device = probs.shape[-1], probs.device
         if not any(tree.on_device for tree in trees):
             ids = [token for tree in trees for token in tree.host_ids]
-            places = [row * vocab + ids[node] for (_, _, row), node in zip(self._drawn, nodes, strict=True)]
+            places = [dist * vocab + ids[node] for (_, _, dist), node in zip(self._drawn, nodes, strict=True)]
             return transfers.upload(places, device)
-        rows, at = transfers.upload([*(row for _, _, row in self._drawn), *nodes], device).view(2, -1)
-        return rows * vocab + drafted_tokens(trees, vocab, device)[at]
+        dists, at = transfers.upload([*(dist for _, _, dist in self._drawn), *nodes], device).view(2, -1)
+        return dists * vocab + drafted_tokens(trees, vocab, device)[at]
 
     def unsound(self, numbers: Sequence[Sequence[float]]) -> dict[int, set[int]]:
-        """From the numbers in `wanted`: for each proposal with such draws the slots whose draws were not so made."""
+        """From the numbers in `wanted`: by proposal, the tree rows whose draws were not so made."""
         found: dict[int, set[int]] = {}
         if not self._drawn:
             return found
         sums, least, given = numbers
-        for (proposal, slot, row), mass in zip(self._drawn, given, strict=True):
-            if not (abs(sums[row] - 1.0) <= self._slack and least[row] >= 0.0 and mass > 0.0):
-                found.setdefault(proposal, set()).add(slot)
+        for (proposal, row, dist), mass in zip(self._drawn, given, strict=True):
+            if not (abs(sums[dist] - 1.0) <= self._slack and least[dist] >= 0.0 and mass > 0.0):
+                found.setdefault(proposal, set()).add(row)
         return found
 
 
@@ -215,7 +216,7 @@ _EMPTY = Proposal(TokenTree.empty(), ((),))
 
 
 def merge(proposals: Sequence[Proposal]) -> Proposal:
-    """Merge proposals for one request into one tree; at each slot the draws of earlier proposals come first.
+    """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is
     judged. Exact, because whether a draw exists depends only on tokens above it (DESIGN section 2). Which nodes are
@@ -245,9 +246,9 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
                 parents.append(node_of[parent + 1])
                 draws.append([])
             node_of.append(paths[path])
-        for slot, slot_draws in enumerate(proposal.draws):
-            draws[node_of[slot] + 1].extend(
-                Draw(node_of[d.child + 1], d.dist if d.dist < 0 else d.dist + first_dist, d.kind) for d in slot_draws
+        for row, own in enumerate(proposal.draws):
+            draws[node_of[row] + 1].extend(
+                Draw(node_of[d.child + 1], d.dist if d.dist < 0 else d.dist + first_dist, d.kind) for d in own
             )
         if proposal.probs is not None:
             probs.append(proposal.probs)

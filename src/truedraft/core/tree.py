@@ -1,7 +1,7 @@
 """Token trees: drafted tokens that share prefixes. A chain is a tree with one path.
 
 The root is the last token of the context; it is not a node. Node i has parent `parents[i]`, which is an earlier
-node or -1 for the root. *Slots* number the places where the target gives a distribution: slot 0 is the root, slot i + 1
+node or -1 for the root. *Tree rows* are the places where the target gives a distribution: row 0 is the root, row i + 1
 is node i."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TreeShape:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of each slot: `children[0]` of the root, `children[i + 1]` of node i."""
+        """Children of each tree row: `children[0]` of the root, `children[i + 1]` of node i."""
         children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)

@@ -68,7 +68,7 @@ class _BeamTree:
     row: int  # of the request among those that grow together
     nodes: list[_Node] = field(default_factory=list)
     open: list[int] = field(default_factory=lambda: [-1])  # nodes whose children are drawn next; -1 is the root
-    probs: dict[int, Tensor] = field(default_factory=dict)  # by slot
+    probs: dict[int, Tensor] = field(default_factory=dict)  # by tree row
     kind: DrawKind = DrawKind.WITHOUT_REPLACEMENT
 
     def open_nodes(self, depth: int, width: int) -> list[OpenNode]:
@@ -231,13 +231,13 @@ def _proposal(tree: _BeamTree) -> Proposal:
     number = {node: place for place, node in enumerate(kept)} | {-1: -1}
     parents = tuple(number[tree.nodes[node].parent] for node in kept)
     draws: list[list[Draw]] = [[] for _ in range(len(kept) + 1)]
-    rows: dict[int, int] = {}
+    dists: dict[int, int] = {}
     for place, node in enumerate(kept):
-        slot = tree.nodes[node].parent + 1
-        row = rows.setdefault(slot, len(rows))
-        draws[parents[place] + 1].append(Draw(place, row, tree.kind))
+        tree_row = tree.nodes[node].parent + 1
+        dist = dists.setdefault(tree_row, len(dists))
+        draws[parents[place] + 1].append(Draw(place, dist, tree.kind))
     if not kept:
         return Proposal.empty()
-    probs = torch.stack([tree.probs[slot] for slot in rows])
+    probs = torch.stack([tree.probs[tree_row] for tree_row in dists])
     ids = TokenTree.of_ids([tree.nodes[node].token for node in kept], TreeShape(parents))
     return Proposal(ids, tuple(tuple(each) for each in draws), probs)

@@ -61,9 +61,9 @@ class TreeBuilder:
         self._depth = 0
         self._tokens: list[Any] = []  # ids; tensors [1] where they stay on the device
         self._parents: list[int] = []
-        self._draws: list[tuple[Draw, ...]] = [()]  # by slot
+        self._draws: list[tuple[Draw, ...]] = [()]  # by tree row
         self._probs: list[Tensor] = []  # [nodes of a level, vocab]
-        self._rows = 0  # nodes that were drawn below
+        self._dists = 0  # nodes that were drawn below
         self._open = [-1]  # nodes whose children are drawn next; -1 is the root
         self._fed = 0
 
@@ -96,19 +96,19 @@ class TreeBuilder:
         if probs is not None:
             self._probs.append(probs)
         opened: list[int] = []
-        for row, (parent, own) in enumerate(zip(self._open, children, strict=True), self._rows):
+        for dist, (parent, own) in enumerate(zip(self._open, children, strict=True), self._dists):
             draws = []
             for token, probability in own:
                 node = len(self._tokens)
                 self._tokens.append(token)
                 self._parents.append(parent)
                 self._draws.append(())
-                draws.append(Draw(node, -1 if probs is None else row, self.drawing.kind))
+                draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
                 # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
                 if probability >= self.budget.min_probability:
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
-        self._rows += len(self._open)
+        self._dists += len(self._open)
         self._depth += 1
         grows = self._depth < self.budget.depth and len(self._tokens) < self.budget.nodes
         self._open = opened if grows else []

@@ -46,7 +46,7 @@ class StepItem:
         self.rows = slice(0, 0)
 
     @property
-    def slots(self) -> slice:
+    def judged_rows(self) -> slice:
         """Which rows of the forward's output are judged: that of the last token, and those of the nodes below it."""
         return slice(self.rows.stop - len(self.proposal.tree) - 1, self.rows.stop)
 

@@ -195,7 +195,7 @@ class Drafting:
             return False
         return True
 
-    def disown(self, request: Request, proposal: Proposal, slots: Collection[int]) -> Proposal:
+    def disown(self, request: Request, proposal: Proposal, rows: Collection[int]) -> Proposal:
         """Take out draws that were not made as the proposal says, and give the request up.
 
         What lies above them stays: to drop it because of what was drawn there would bend the distribution of the
@@ -204,15 +204,15 @@ class Drafting:
         Args:
             request: is not drafted for again.
             proposal: of the request.
-            slots: whose draws are taken out.
+            rows: whose draws are taken out.
         """
-        depth = min((0, *proposal.tree.shape.depths)[slot] for slot in slots) + 1
+        depth = min((0, *proposal.tree.shape.depths)[row] for row in rows) + 1
         error = DrafterError(
             f"the probabilities that draws at depth {depth} were made from are no distributions (finite, not negative, "
             "sum 1), or give nothing to the token drawn"
         )
         self._give_up(request, error)
-        return proposal.without_draws(slots)
+        return proposal.without_draws(rows)
 
     def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], record: StepRecord) -> None:
         """Tell drafter and controller what became of a step."""

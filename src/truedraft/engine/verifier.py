@@ -43,8 +43,8 @@ class _Part:
 
     Attributes:
         item: whose proposal is judged.
-        probs: `[slots, vocab]`, or logits where its rule only looks at the largest entry of a row.
-        broken: slots whose logits were NaN or infinite.
+        probs: `[rows, vocab]`, or logits where its rule only looks at the largest entry of a row.
+        broken: tree rows whose logits were NaN or infinite.
         verdict: what the rule says.
     """
 
@@ -55,11 +55,11 @@ class _Part:
 
     @property
     def judged(self) -> Judged:
-        """The verdict up to the first broken slot on its way: what plain decoding would emit."""
+        """The verdict up to the first broken tree row on its way: what plain decoding would emit."""
         assert self.verdict is not None
         if self.broken:
-            slots = (0, *(node + 1 for node in self.verdict.path))
-            place = next((i for i, slot in enumerate(slots) if slot in self.broken), None)
+            rows = (0, *(node + 1 for node in self.verdict.path))
+            place = next((i for i, row in enumerate(rows) if row in self.broken), None)
             if place is not None:
                 return Judged(self.verdict.cut(place), broken=True)
         return Judged(self.verdict)
@@ -96,7 +96,7 @@ class Verifier:
         logits = output.logits
         sizes = [len(item.proposal.tree) + 1 for item in items]
         if sum(sizes) < len(logits):  # there are rows of parts of prompts, which a drafter wanted
-            logits = torch.cat([logits[item.slots] for item in items])
+            logits = torch.cat([logits[item.judged_rows] for item in items])
         parts, sound = self._parts(items, sizes, logits)
         self._judge(parts, sizes, sound)
         judged = iter(parts)
@@ -105,7 +105,7 @@ class Verifier:
     def _parts(
         self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor
     ) -> tuple[list[_Part], Tensor | None]:
-        """The items with the distributions of their slots, and which rows of `logits` `[rows, vocab]` give any."""
+        """The items with the distributions of their tree rows, and which rows of `logits` `[rows, vocab]` give any."""
         sound = _sound(logits)
         argmax = [self._takes_argmax(item) for item in items]
         usable = logits if sound is None or all(argmax) else _usable(logits, sound)
@@ -132,7 +132,7 @@ class Verifier:
         return _AT_TEMPERATURE_ONE if params.greedy and item.request.rule is not self._coupled else params
 
     def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Tensor | None) -> None:
-        """Set the verdicts of the parts and their broken slots: judge all, read all that was decided, at once."""
+        """Set the verdicts of the parts and their broken tree rows: judge all, read all that was decided, at once."""
         by_rule: dict[Rule, list[_Part]] = {}
         for part in parts:
             by_rule.setdefault(part.item.request.rule, []).append(part)
@@ -145,10 +145,10 @@ class Verifier:
             wanted += each.wanted
         numbers = iter(transfers.fetch(wanted if sound is None else [sound, *wanted]))
         if sound is not None:
-            rows = iter(next(numbers))
+            flags = iter(next(numbers))
             for part, size in zip(parts, sizes, strict=True):
-                flags = itertools.islice(rows, size)
-                part.broken = frozenset(slot for slot, is_sound in enumerate(flags) if not is_sound)
+                of_part = itertools.islice(flags, size)
+                part.broken = frozenset(row for row, is_sound in enumerate(of_part) if not is_sound)
         unsound = check.unsound([next(numbers) for _ in check.wanted])
         for part in on_device:
             part.item.proposal.tree.keep_host_ids([int(token) for token in next(numbers)])
@@ -173,7 +173,7 @@ class Verifier:
         Args:
             parts: of the step.
             on_device: those whose ids were there, and have just come to the host.
-            unsound: slots with such draws, by number of the part.
+            unsound: tree rows with such draws, by number of the part.
         """
         changed = []
         for number, part in enumerate(parts):

@@ -6,7 +6,8 @@ the terms, down to the last bits. In a chain a row's keys always come in the ord
 between them. In a tree siblings stand between, so each row's keys and values are first brought into the order of its
 own path: a node then gets the very bits that it would get in a chain (DESIGN section 2, row invariance).
 
-Products run over spans of slots (`cache.key_span`), which are longer than what is filled; the rest is masked.
+Products run over spans of slots, the key/value positions of a cache (`cache.key_span`), which are longer than what is
+filled; the rest is masked.
 """
 
 from __future__ import annotations

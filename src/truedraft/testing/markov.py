@@ -75,6 +75,6 @@ def _texts(segment: Segment) -> list[list[int]]:
     cache, shape = segment.cache, segment.shape
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)
-    slots: list[int] = cache.write(0, ids, ids)[0].flatten().long().tolist()
-    context, drafted = slots[: cache.length], slots[cache.length :]
+    stored: list[int] = cache.write(0, ids, ids)[0].flatten().long().tolist()
+    context, drafted = stored[: cache.length], stored[cache.length :]
     return [context + [drafted[node] for node in shape.path(node_)] for node_ in range(segment.written, len(shape))]

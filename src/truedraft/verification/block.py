@@ -15,7 +15,7 @@ from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification.host import HostWalk
-from truedraft.verification.rule import HasKind, JudgedSlot, Outcome
+from truedraft.verification.rule import HasKind, JudgedRow, Outcome
 from truedraft.verification.speculative import SpeculativeSampling
 from truedraft.verification.walk import Batch, Number, WalkPlan, either, is_joint, larger
 
@@ -23,14 +23,14 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class BlockHostWalk(HostWalk):
-    """A walk by blocks and by slots with other draws."""
+    """A walk by blocks and by tree rows with other draws."""
 
     rule: BlockVerification
 
-    def judge(self, slot: int) -> list[int] | None:
-        block = self.rule.group(self.proposal, slot)
-        if not is_joint(self.proposal.draws[slot]):
-            return super().judge(slot)
+    def judge(self, row: int) -> list[int] | None:
+        block = self.rule.group(self.proposal, row)
+        if not is_joint(self.proposal.draws[row]):
+            return super().judge(row)
         drawn = [self.proposal.draws[each][0] for each in block]
         weights = [1.0]
         for draw in drawn:
@@ -40,7 +40,7 @@ class BlockHostWalk(HostWalk):
         if kept == len(block):
             return accepted
         self.path += accepted
-        self.slot = block[kept]
+        self.row = block[kept]
         self.left = self.rule.rejected(*self._scaled(block[kept], weights[kept]))
         return None
 
@@ -49,7 +49,7 @@ class BlockHostWalk(HostWalk):
         for length in range(len(block), 0, -1):
             # The number is keyed by the last token of the prefix that it lets pass or not.
             uniform = self.noise.uniform(Purpose.ACCEPT, len(self.path) + length - 1)
-            # h <= w for every prefix, so most that fail do so without a look at a whole row.
+            # h <= w for every prefix, so most that fail do so without a look at a whole distribution.
             if uniform >= weights[length]:
                 continue
             if length == len(block):
@@ -59,9 +59,9 @@ class BlockHostWalk(HostWalk):
                 return length
         return 0
 
-    def _scaled(self, slot: int, weight: float) -> tuple[Tensor, Tensor]:
-        """The target's scaled distribution and the draft's at a slot of a block."""
-        return self.probs[slot] * weight, self._drawn_from(self.proposal.draws[slot][0], [])
+    def _scaled(self, row: int, weight: float) -> tuple[Tensor, Tensor]:
+        """The target's scaled distribution and the draft's at a tree row of a block."""
+        return self.probs[row] * weight, self._drawn_from(self.proposal.draws[row][0], [])
 
 
 class BlockVerification(SpeculativeSampling):
@@ -132,9 +132,9 @@ class BlockVerification(SpeculativeSampling):
             weights.append(self.weight(weights[-1], p_x[:, place], q_x[:, place]))
         above, below = torch.stack(weights[:-1], dim=-1), torch.stack(weights[1:], dim=-1)  # [blocks, tokens]
         batch.weights = p_x.new_ones(len(batch.plan.depths))
-        batch.weights[blocks.own] = above[blocks.rows, blocks.columns]
-        kept = self._kept(batch, blocks, below)[blocks.rows]
-        stays[blocks.draws[blocks.rows, blocks.columns]] = blocks.columns < kept
+        batch.weights[blocks.own] = above[blocks.block, blocks.place]
+        kept = self._kept(batch, blocks, below)[blocks.block]
+        stays[blocks.draws[blocks.block, blocks.place]] = blocks.place < kept
         return stays
 
     def _kept(self, batch: Batch, blocks: _Blocks, weights: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ class BlockVerification(SpeculativeSampling):
             weights: `[blocks, tokens]`: w_1 to w_n.
         """
         uniforms = batch.uniforms[batch.plan.draw_key[blocks.draws]]  # [blocks, tokens]
-        slots = blocks.below.flatten()  # whether a prefix passes is said by what is behind it
-        mass = self.beyond(batch.target(slots), batch.draft(slots, self.removed)).view(weights.shape)
+        rows = blocks.below.flatten()  # whether a prefix passes is said by what is behind it
+        mass = self.beyond(batch.target(rows), batch.draft(rows, self.removed)).view(weights.shape)
         passes = (uniforms < weights) & (blocks.is_last | (uniforms < self.pass_probability(weights, mass)))
         lengths = torch.arange(1, weights.shape[1] + 1, device=weights.device)
         return (lengths * (passes & blocks.is_filled)).amax(dim=-1)  # the longest that passes
@@ -155,14 +155,14 @@ class BlockVerification(SpeculativeSampling):
     def joins(self, draws: Sequence[HasKind]) -> bool:
         return is_joint(draws)
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         if not self.joins(group[0].draws):
             return super().outcomes(group)
-        drawn = [slot.draws[0] for slot in group]
+        drawn = [row.draws[0] for row in group]
         tokens = tuple(draw.token for draw in drawn)
         weights = [1.0]
-        for slot, draw in zip(group, drawn, strict=True):
-            weights.append(self.weight(weights[-1], float(slot.p[draw.token]), float(draw.q[draw.token])))
+        for row, draw in zip(group, drawn, strict=True):
+            weights.append(self.weight(weights[-1], float(row.p[draw.token]), float(draw.q[draw.token])))
         passes = min(1.0, float(weights[-1]))
         outcomes = [Outcome(passes, tokens, len(tokens))]
         reach = 1.0 - passes
@@ -181,16 +181,16 @@ class BlockVerification(SpeculativeSampling):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a batch, side by side; each is filled up with its last slot.
+    """The blocks of a batch, side by side; each is filled up with its last tree row.
 
     Attributes:
         draws: `[blocks, tokens]`: their draws.
-        below: `[blocks, tokens]`: the slot behind each in its block; of the last itself.
+        below: `[blocks, tokens]`: the tree row behind each in its block; of the last itself.
         is_filled: `[blocks, tokens]` bool: False for what fills up.
-        is_last: `[blocks, tokens]` bool: the last slot of each.
-        own: `[slots of blocks]`: all of them.
-        rows: `[slots of blocks]`: the block of each.
-        columns: `[slots of blocks]`: its place there.
+        is_last: `[blocks, tokens]` bool: the last tree row of each.
+        own: `[rows of blocks]`: all of them.
+        block: `[rows of blocks]`: the block of each.
+        place: `[rows of blocks]`: its place there.
     """
 
     draws: Tensor
@@ -198,34 +198,34 @@ class _Blocks:
     is_filled: Tensor
     is_last: Tensor
     own: Tensor
-    rows: Tensor
-    columns: Tensor
+    block: Tensor
+    place: Tensor
 
 
 @lru_cache(maxsize=512)
 def _blocks(plan: WalkPlan) -> _Blocks | None:
     """The blocks of a batch; None if there are none."""
     joint = set(plan.joint)
-    block_of: dict[int, list[int]] = {}  # by the last slot found of it
-    for slot in plan.joint:  # a slot comes behind the one above it
-        block = block_of.pop(plan.parents[slot], []) if plan.parents[slot] in joint else []
-        block_of[slot] = [*block, slot]
+    block_of: dict[int, list[int]] = {}  # by the last tree row found of it
+    for row in plan.joint:  # a tree row comes behind the one above it
+        block = block_of.pop(plan.parents[row], []) if plan.parents[row] in joint else []
+        block_of[row] = [*block, row]
     blocks = list(block_of.values())
     if not blocks:
         return None
     width = max(map(len, blocks))
-    slots = np.array([[*block, *block[-1:] * (width - len(block))] for block in blocks])
+    rows = np.array([[*block, *block[-1:] * (width - len(block))] for block in blocks])
     lengths = np.array([len(block) for block in blocks])[:, None]
     is_filled = np.arange(width) < lengths
-    rows, columns = is_filled.nonzero()
-    draw_at = {slot: draw for draw, slot in enumerate(plan.draw_slots)}
+    of_block, place = is_filled.nonzero()
+    draw_at = {row: draw for draw, row in enumerate(plan.draw_rows)}
     tables = (
-        np.array([[draw_at[slot] for slot in own] for own in slots.tolist()]),
-        np.concatenate([slots[:, 1:], slots[:, -1:]], axis=1),
+        np.array([[draw_at[row] for row in own] for own in rows.tolist()]),
+        np.concatenate([rows[:, 1:], rows[:, -1:]], axis=1),
         is_filled,
         np.arange(width) == lengths - 1,
-        slots[is_filled],
-        rows,
-        columns,
+        rows[is_filled],
+        of_block,
+        place,
     )
     return _Blocks(*map(plan.array, tables))

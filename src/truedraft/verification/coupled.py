@@ -15,7 +15,7 @@ from truedraft.core.noise import Noise, is_greedy
 from truedraft.core.probs import most_likely
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Verdict
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome, Rule, verdict_at
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome, Rule, verdict_at
 
 
 def coupled_choice(probs: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -50,29 +50,29 @@ class CoupledSampling(Rule):
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Fix the token of every slot; the accepted path follows from them where they are read.
+        """Fix the token of every tree row; the accepted path follows from them where they are read.
 
         Where a request is greedy (its noise has no Gumbel numbers), `probs` may hold for it any rows
-        `[slots, vocab]` with the argmax of the distributions, such as logits in the model's dtype. A row with NaN gives
+        `[rows, vocab]` with the argmax of the distributions, such as logits in the model's dtype. A row with NaN gives
         some token: the caller discards it.
         """
         if not proposals:
             return HostVerdicts([])
-        return _SlotTokens(_choices(proposals, probs, noise))
+        return _RowTokens(_choices(proposals, probs, noise))
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        """A slot ends with a token of p, accepted where a child carries it.
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+        """A tree row ends with a token of p, accepted where a child carries it.
 
         The noise is integrated over, so this is exact for draws that do not share it; for coupled draws it is the
         marginal, which is all that the distribution of the answer depends on: later positions have noise of their own.
         """
-        (slot,) = group
-        drawn = {draw.token for draw in slot.draws}
-        return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(slot.p)]
+        (row,) = group
+        drawn = {draw.token for draw in row.draws}
+        return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(row.p)]
 
 
 def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Tensor:
-    """The tokens `[slots]` of all proposals: a slot at depth d decides the d-th token of the step, d from 0."""
+    """The tokens `[rows]` of all proposals: a tree row at depth d decides the d-th token of the step, d from 0."""
     chosen: dict[int, Tensor] = {}
     sampled: list[int] = []
     places: list[Place] = []
@@ -83,17 +83,17 @@ def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequ
             sampled.append(number)
             places += [(own, depth) for depth in (0, *proposal.tree.shape.depths)]
     if sampled:
-        rows = [probs[number] for number in sampled]
+        tables = [probs[number] for number in sampled]
         # A row that is no distribution has no token; whatever is taken there, the caller discards.
-        last = transfers.upload([row.shape[-1] - 1 for row in rows for _ in range(len(row))], rows[0].device)
-        tokens = torch.minimum(coupled_choices(rows, places)[:, 0], last)
-        chosen.update(zip(sampled, tokens.split([len(row) for row in rows]), strict=True))
+        last = transfers.upload([table.shape[-1] - 1 for table in tables for _ in range(len(table))], tables[0].device)
+        tokens = torch.minimum(coupled_choices(tables, places)[:, 0], last)
+        chosen.update(zip(sampled, tokens.split([len(table) for table in tables]), strict=True))
     return chosen[0] if len(chosen) == 1 else torch.cat([chosen[number] for number in range(len(proposals))])
 
 
 @dataclass(frozen=True, slots=True)
-class _SlotTokens:
-    """The token at every slot `[slots]`, int64, of all requests, one behind another."""
+class _RowTokens:
+    """The token at every tree row `[rows]`, int64, of all requests, one behind another."""
 
     tokens: Tensor
 
@@ -108,9 +108,9 @@ class _SlotTokens:
             children, ids = proposal.tree.shape.children, proposal.tree.host_ids
             path: list[int] = []
             while True:
-                slot = path[-1] + 1 if path else 0
-                token = int(numbers[0][root + slot])
-                child = next((node for node in children[slot] if ids[node] == token), None)
+                row = path[-1] + 1 if path else 0
+                token = int(numbers[0][root + row])
+                child = next((node for node in children[row] if ids[node] == token), None)
                 if child is None:
                     break
                 path.append(child)

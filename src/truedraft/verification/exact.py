@@ -10,7 +10,7 @@ from torch import Tensor
 
 from truedraft.core import probs as L
 from truedraft.core.proposal import DrawKind
-from truedraft.verification.rule import DrawnToken, JudgedSlot, Outcome, Rule
+from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome, Rule
 
 Prefix = tuple[int, ...]
 Target = Callable[[Prefix], Tensor]
@@ -18,10 +18,10 @@ Target = Callable[[Prefix], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
-    """A draw that a drafting scheme makes at a node: a distribution `[vocab]`, its row, and how it is drawn.
+    """A draw that a drafting scheme makes at a node: a distribution `[vocab]`, its number, and how it is drawn.
 
-    A deterministic draw has a one-hot distribution. Draws of one node with one row and without replacement lose each
-    other's tokens.
+    A deterministic draw has a one-hot distribution. Draws of one node from one distribution and without replacement
+    lose each other's tokens.
     """
 
     dist: int
@@ -75,19 +75,19 @@ def _outcomes(
 
 def _drawn_groups(
     rule: Rule, target: Target, scheme: Scheme, prefix: Prefix, drafted: Prefix
-) -> Iterator[tuple[float, list[JudgedSlot]]]:
+) -> Iterator[tuple[float, list[JudgedRow]]]:
     """Every group that may be drafted from a node on, with its probability."""
     planned = scheme(prefix, drafted)
     p = target(prefix)
     for probability, draws in _drawn(planned):
-        slot = JudgedSlot(p, tuple(draws))
+        row = JudgedRow(p, tuple(draws))
         if rule.joins(planned):
             token = draws[0].token
             if rule.joins(scheme((*prefix, token), (*drafted, token))):
                 for mass, below in _drawn_groups(rule, target, scheme, (*prefix, token), (*drafted, token)):
-                    yield probability * mass, [slot, *below]
+                    yield probability * mass, [row, *below]
                 continue
-        yield probability, [slot]
+        yield probability, [row]
 
 
 def target_dist(target: Target, length: int) -> dict[Prefix, float]:

@@ -35,14 +35,14 @@ class HostWalk:
     Args:
         rule: whose parts decide.
         proposal: what is judged.
-        probs: the target's distributions `[slots, vocab]`.
+        probs: the target's distributions `[rows, vocab]`.
         noise: of the request at this step.
         p_x: by node, from the untouched distributions.
-        q_x: by node and row of its distribution, from the untouched ones.
+        q_x: by node and number of its distribution, from the untouched ones.
 
     Attributes:
         path: the accepted nodes.
-        slot: where the walk ended.
+        row: where the walk ended.
         left: `[vocab]`: the distribution of the token that ends it.
     """
 
@@ -62,33 +62,33 @@ class HostWalk:
         self.p_x = p_x
         self.q_x = q_x
         self.path: list[int] = []
-        self.slot = 0
+        self.row = 0
         self.left: Tensor
-        while (accepted := self.judge(self.slot)) is not None:
+        while (accepted := self.judge(self.row)) is not None:
             self.path += accepted
-            self.slot = self.path[-1] + 1
+            self.row = self.path[-1] + 1
 
     @property
     def uniform(self) -> float:
         """The number that draws the last token."""
-        purpose = Purpose.RECOVERED if self.proposal.draws[self.slot] else Purpose.BONUS
+        purpose = Purpose.RECOVERED if self.proposal.draws[self.row] else Purpose.BONUS
         return self.noise.uniform(purpose, len(self.path))
 
-    def judge(self, slot: int) -> list[int] | None:
-        """The nodes that are accepted from a slot on; None, with `left` set, where the walk ends there."""
-        draws = self.proposal.draws[slot]
+    def judge(self, row: int) -> list[int] | None:
+        """The nodes that are accepted from a tree row on; None, with `left` set, where the walk ends there."""
+        draws = self.proposal.draws[row]
         if not draws:
-            self.left = self.probs[slot]
+            self.left = self.probs[row]
             return None
         if {draw.kind for draw in draws} == _CANDIDATES:
-            return self._judge_candidates(slot, draws)
-        return self._judge_draws(slot, draws)
+            return self._judge_candidates(row, draws)
+        return self._judge_draws(row, draws)
 
     def _stays(self, index: int, p_x: float, q_x: float) -> bool:
         number = self.noise.uniform(Purpose.ACCEPT, len(self.path), index)
         return bool(number < self.rule.accept_probability(p_x, q_x))
 
-    def _judge_candidates(self, slot: int, draws: Sequence[Draw]) -> list[int] | None:
+    def _judge_candidates(self, row: int, draws: Sequence[Draw]) -> list[int] | None:
         """Deterministic draws: rejected ones only leave p, so what is left of it for others follows from their mass."""
         ids = self.proposal.tree.host_ids
         gone: dict[int, None] = {}
@@ -101,12 +101,12 @@ class HostWalk:
             if token not in gone:
                 gone[token] = None
                 taken += mass
-        self.left = self.rule.rejected(self.probs[slot], self._one_hot(*gone))
+        self.left = self.rule.rejected(self.probs[row], self._one_hot(*gone))
         return None
 
-    def _judge_draws(self, slot: int, draws: Sequence[Draw]) -> list[int] | None:
-        ids, p = self.proposal.tree.host_ids, self.probs[slot]
-        gone: dict[int, list[int]] = {}  # tokens that distributions lost at this slot, by row
+    def _judge_draws(self, row: int, draws: Sequence[Draw]) -> list[int] | None:
+        ids, p = self.proposal.tree.host_ids, self.probs[row]
+        gone: dict[int, list[int]] = {}  # tokens that distributions lost at this tree row, by their numbers
         for index, draw in enumerate(draws):
             token = ids[draw.child]
             taken = gone.get(draw.dist, []) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else []
@@ -168,7 +168,7 @@ def _first_looks(
         places.append([(parent + 1) * vocab + ids[node] for node, parent in enumerate(proposal.tree.shape.parents)])
         drawn.append([(draw.child, draw.dist) for draws in proposal.draws for draw in draws if draw.dist >= 0])
         tables.append(own if proposal.probs is None else proposal.probs)
-        places.append([row * vocab + ids[child] for child, row in drawn[-1]])
+        places.append([dist * vocab + ids[child] for child, dist in drawn[-1]])
     flat = torch.tensor(list(itertools.chain.from_iterable(places)))
     parts = zip(tables, flat.split([len(each) for each in places]), strict=True)
     taken = [table.take(part.to(table.device)).cpu().double() for table, part in parts if len(part)]

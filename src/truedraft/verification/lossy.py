@@ -26,7 +26,7 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
 from truedraft.core.tree import TreeShape
 from truedraft.core.verdict import TokenDivergence, Verdict
 from truedraft.errors import OptionError
-from truedraft.verification.rule import BatchVerdicts, JudgedSlot, Outcome, Rule, verdict_at
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome, Rule, verdict_at
 from truedraft.verification.speculative import SpeculativeSampling
 from truedraft.verification.walk import Number
 
@@ -57,31 +57,31 @@ class ThresholdAcceptance(Rule):
         """Look up all that paths are chosen by; a greedy request is given distributions at temperature 1."""
         best, numbers = [], []
         for proposal, p in zip(proposals, probs, strict=True):
-            own = most_likely(p)  # [slots]
+            own = most_likely(p)  # [rows]
             best.append(own)
             numbers.append(p.gather(1, own[:, None])[:, 0].double())
             if len(proposal.tree):
-                # Entropies of slots with children alone: they cost as much as the distributions.
-                inner, parents = _slots(proposal.tree.shape, p.device)
+                # Entropies of tree rows with children alone: they cost as much as the distributions.
+                inner, parents = _inner_rows(proposal.tree.shape, p.device)
                 tokens = drafted_tokens([proposal.tree], p.shape[-1], p.device)
                 numbers += (self.thresholds(p[inner]).double(), p[parents, tokens].double())
         return _Thresholds(self.stays, best, numbers)
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        """It is certain how a slot ends.
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+        """It is certain how a tree row ends.
 
         Of several that stay, this is the likeliest: right where nothing is drafted below them, or where at most one
-        stays. In deeper trees the choice is by whole paths, which no kernel of one slot can know; there `verify`
+        stays. In deeper trees the choice is by whole paths, which no kernel of one tree row can know; there `verify`
         itself, which uses no noise, gives the distribution.
         """
-        (slot,) = group
-        least = float(self.thresholds(slot.p[None]))
-        p_x = [float(slot.p[draw.token]) for draw in slot.draws]
+        (row,) = group
+        least = float(self.thresholds(row.p[None]))
+        p_x = [float(row.p[draw.token]) for draw in row.draws]
         staying = [index for index, mass in enumerate(p_x) if self.stays(mass, least)]
         if not staying:
-            return [Outcome(1.0, (int(most_likely(slot.p)),), accepted=0)]
+            return [Outcome(1.0, (int(most_likely(row.p)),), accepted=0)]
         chosen = max(staying, key=lambda i: p_x[i])
-        return [Outcome(float(i == chosen), (draw.token,), 1) for i, draw in enumerate(slot.draws[: chosen + 1])]
+        return [Outcome(float(i == chosen), (draw.token,), 1) for i, draw in enumerate(row.draws[: chosen + 1])]
 
 
 class TypicalAcceptance(ThresholdAcceptance):
@@ -152,9 +152,9 @@ class LenientArgmax(ThresholdAcceptance):
 
 
 @lru_cache(maxsize=4096)
-def _slots(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The slots of a tree that have children, in order, and the slot above each node."""
-    inner = [slot for slot, nodes in enumerate(shape.children) if nodes]
+def _inner_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tree rows of a tree that have children, in order, and the tree row above each node."""
+    inner = [row for row, nodes in enumerate(shape.children) if nodes]
     return transfers.upload(inner, device), transfers.upload([parent + 1 for parent in shape.parents], device)
 
 
@@ -164,9 +164,9 @@ class _Thresholds:
 
     Attributes:
         stays: whether a token of some probability passes a threshold.
-        best: `[slots]` of each request: the likeliest tokens.
+        best: `[rows]` of each request: the likeliest tokens.
         numbers: float64, of each request the probabilities of these, and, where it has nodes, the thresholds of the
-            slots that have children, and what the target gives to each node's token.
+            tree rows that have children, and what the target gives to each node's token.
     """
 
     stays: Callable[[float, float], bool]
@@ -184,10 +184,10 @@ class _Thresholds:
             shape, largest = proposal.tree.shape, next(others)
             thresholds, p_x = (next(others), next(others)) if len(shape) else ((), ())
             path = self._deepest(shape, thresholds, p_x)
-            slots = [0, *(node + 1 for node in path)]
-            verdict = verdict_at(proposal, path, int(tokens[slots[-1]]))
-            given = [*(p_x[node] for node in path), largest[slots[-1]]]
-            divergence = tuple(map(TokenDivergence.of_choice, given, (largest[slot] for slot in slots)))
+            rows = [0, *(node + 1 for node in path)]
+            verdict = verdict_at(proposal, path, int(tokens[rows[-1]]))
+            given = [*(p_x[node] for node in path), largest[rows[-1]]]
+            divergence = tuple(map(TokenDivergence.of_choice, given, (largest[row] for row in rows)))
             verdicts.append(dataclasses.replace(verdict, divergence=divergence))
         return verdicts
 
@@ -196,10 +196,10 @@ class _Thresholds:
 
         Args:
             shape: of the tree.
-            thresholds: of the slots that have children, in order.
+            thresholds: of the tree rows that have children, in order.
             p_x: of each node's token.
         """
-        least = dict(zip((slot for slot, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
+        least = dict(zip((row for row, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
         reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
         for node, parent in enumerate(shape.parents):
             if parent in reached and self.stays(p_x[node], least[parent + 1]):
@@ -368,8 +368,8 @@ class _Node:
     def likeness(self) -> tuple[object, ...]:
         """Nodes with one likeness are measured together: distributions of one width, and the same draws up to
         tokens."""
-        rows = list(dict.fromkeys(draw.dist for draw in self.draws))
-        return self.p.dtype, *((rows.index(draw.dist), draw.kind) for draw in self.draws)
+        dists = list(dict.fromkeys(draw.dist for draw in self.draws))
+        return self.p.dtype, *((dists.index(draw.dist), draw.kind) for draw in self.draws)
 
 
 def lenient_divergence(
@@ -384,13 +384,13 @@ def lenient_divergence(
     Args:
         lenience: l in (0, 1].
         proposals: of each request.
-        probs: target distributions `[slots, vocab]` of each.
+        probs: target distributions `[rows, vocab]` of each.
         noise: of each, at this step; used under keys that decide nothing else.
         paths: accepted nodes of each.
     """
     requests = [
-        [_Node(proposal, proposal.draws[slot], rows[slot], own, depth) for depth, slot in enumerate(slots)]
-        for proposal, rows, own, slots in zip(
+        [_Node(proposal, proposal.draws[row], table[row], own, depth) for depth, row in enumerate(rows)]
+        for proposal, table, own, rows in zip(
             proposals, probs, noise, ([0, *(node + 1 for node in path)] for path in paths), strict=True
         )
     ]
@@ -433,7 +433,7 @@ def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
     """The draws of alike nodes, side by side."""
     draws = group[0].draws
-    rows = list(dict.fromkeys(draw.dist for draw in draws))
+    dists = list(dict.fromkeys(draw.dist for draw in draws))
     stacked = []
     for place, draw in enumerate(draws):
         q = torch.stack([_dist_of(node, node.draws[place]) for node in group])
@@ -442,7 +442,7 @@ def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
             # Index 0 draws the recovered token; those above it are not asked for elsewhere.
             numbers = [node.noise.uniform(Purpose.RECOVERED, node.depth, 1 + place) for node in group]
             uniform = torch.tensor(numbers, dtype=torch.float64).to(q.device, non_blocking=True)
-        stacked.append(NodeDraw(rows.index(draw.dist), q, draw.kind, uniform))
+        stacked.append(NodeDraw(dists.index(draw.dist), q, draw.kind, uniform))
     return stacked
 
 

@@ -22,7 +22,7 @@ class DrawnToken:
 
     Attributes:
         token: the drawn token.
-        dist: row of the distribution it was drawn from; draws with one row share removals. -1 for a one-hot
+        dist: number of the distribution it was drawn from; draws from one share removals. -1 for a one-hot
             distribution.
         q: `[vocab]`: that distribution before any removal.
         kind: how it was drawn.
@@ -35,8 +35,8 @@ class DrawnToken:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedSlot:
-    """A slot of a group, as the kernel of the group sees it.
+class JudgedRow:
+    """A tree row of a group, as the kernel of the group sees it.
 
     Attributes:
         p: `[vocab]`: the target's distribution there.
@@ -49,7 +49,7 @@ class JudgedSlot:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One way in which a group of slots can end.
+    """One way in which a group of tree rows can end.
 
     Attributes:
         probability: over the rule's own noise.
@@ -163,7 +163,7 @@ class Rule(ABC):
 
         Args:
             proposals: one for each request.
-            probs: for each request the target's distributions `[slots, vocab]`: row 0 after the context, row i + 1
+            probs: for each request the target's distributions `[rows, vocab]`: row 0 after the context, row i + 1
                 after node i.
             noise: for each request the noise of this step.
 
@@ -196,25 +196,25 @@ class Rule(ABC):
         """The verdicts with each token's divergence, of a lossy rule that did not decide about it; arguments alike."""
         return verdicts
 
-    # The kernel: slots that are judged together are a group, and the distribution of an answer follows from the
+    # The kernel: tree rows that are judged together are a group, and the distribution of an answer follows from the
     # outcomes of groups by recursion (`truedraft.verification.exact`).
 
     def joins(self, draws: Sequence[HasKind]) -> bool:
-        """Whether a slot with these draws is judged together with the slot below its only child, if that joins, too."""
+        """Whether a tree row with these draws is judged together with that of its only child, if this joins, too."""
         return False
 
-    def group(self, proposal: Proposal, slot: int) -> tuple[int, ...]:
-        """The slots that are judged together where a walk comes to `slot`, from the top down; `slot` is the first."""
-        slots = [slot]
-        if self.joins(proposal.draws[slot]):
-            while self.joins(proposal.draws[below := proposal.draws[slots[-1]][0].child + 1]):
-                slots.append(below)
-        return tuple(slots)
+    def group(self, proposal: Proposal, row: int) -> tuple[int, ...]:
+        """The tree rows that are judged together where a walk comes to `row`, from the top down; `row` is the first."""
+        rows = [row]
+        if self.joins(proposal.draws[row]):
+            while self.joins(proposal.draws[below := proposal.draws[rows[-1]][0].child + 1]):
+                rows.append(below)
+        return tuple(rows)
 
     @abstractmethod
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        """The kernel of a group: how it ends, given the tokens drawn at its slots, from the top down.
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+        """The kernel of a group: how it ends, given the tokens drawn at its tree rows, from the top down.
 
-        The probabilities are over the rule's own noise and sum to 1. Of a single slot, acceptances come in the order
-        of the draws; those of draws that are never reached may be missing.
+        The probabilities are over the rule's own noise and sum to 1. Of a single tree row, acceptances come in the
+        order of the draws; those of draws that are never reached may be missing.
         """

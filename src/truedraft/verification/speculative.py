@@ -14,7 +14,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.probs import without_tokens
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.verification.host import HostWalk, host_verdicts
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedSlot, Outcome, Rule
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome, Rule
 from truedraft.verification.walk import Batch, Number, WalkEnds, either, jump_table, larger
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -47,12 +47,12 @@ class SpeculativeSampling(Rule):
     def rejected(self, p: Tensor, q: Tensor) -> Tensor:
         """What is left of the target's distributions `[..., vocab]` after draws from `q` were rejected.
 
-        Several candidates of one slot are rejected at once, with q 1 at each of them: that takes them out of p.
+        Several candidates of one tree row are rejected at once, with q 1 at each of them: that takes them out of p.
         """
         return L.residual(p, q)
 
     def left_of_candidate(self, p_x: Number, taken: Number) -> Number:
-        """What is left of a candidate's probability `p_x` after others of its slot, of `taken` together, were rejected.
+        """What is left of a candidate's probability `p_x` after others of its row, of `taken` together, were rejected.
 
         Both are of the target before anything was rejected.
         """
@@ -74,18 +74,18 @@ class SpeculativeSampling(Rule):
         plan = batch.plan
         jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
         ends, left = self._end(batch, jump, jump[plan.roots])
-        return WalkEnds(ends, L.draw(left, batch.final_uniforms(ends)), plan.first_slots)
+        return WalkEnds(ends, L.draw(left, batch.final_uniforms(ends)), plan.first_rows)
 
     def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
-        """Which draws `[draws]` would stay among those of the first runs of slots; `p_x` and `q_x` are theirs."""
+        """Which draws `[draws]` would stay among those of the first runs of tree rows; `p_x` and `q_x` are theirs."""
         plan = batch.plan
-        if plan.width > 1:  # candidates of one slot: each is judged by what is left of p without those before it
-            table = p_x.new_zeros(len(plan.depths), plan.width)  # [slots, width]
-            table[plan.draw_slot, plan.draw_column] = p_x
+        if plan.width > 1:  # candidates of one tree row: each is judged by what is left of p without those before it
+            table = p_x.new_zeros(len(plan.depths), plan.width)  # [rows, width]
+            table[plan.draw_row, plan.draw_column] = p_x
             table = batch.without_repeated(table)
             taken = torch.zeros_like(table)
             taken[:, 1:] = table.cumsum(-1)[:, :-1]
-            p_x = self.left_of_candidate(table, taken)[plan.draw_slot, plan.draw_column]
+            p_x = self.left_of_candidate(table, taken)[plan.draw_row, plan.draw_column]
         return batch.uniforms[plan.draw_key] < self.accept_probability(p_x, q_x)
 
     def _end(self, batch: Batch, jump: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,11 +93,11 @@ class SpeculativeSampling(Rule):
 
         Args:
             batch: that is judged.
-            jump: `[slots]`: where first runs lead.
-            ends: `[requests]`: slots whose first run was rejected, or where nothing was drawn.
+            jump: `[rows]`: where first runs lead.
+            ends: `[requests]`: tree rows whose first run was rejected, or where nothing was drawn.
 
         Returns:
-            The slots where walks end `[requests]`, and what is left of p there `[requests, vocab]`.
+            The tree rows where walks end `[requests]`, and what is left of p there `[requests, vocab]`.
         """
         plan, left = batch.plan, batch.target(ends)
         run = torch.where(plan.is_drawn[ends], ends, -1)  # that was rejected; -1 where nothing is left to reject
@@ -117,8 +117,8 @@ class SpeculativeSampling(Rule):
 
         Args:
             batch: that is judged.
-            jump: `[slots]`: where first runs lead.
-            state: of the walks: slot, what is left of p there, and the run to judge, -1 where there is none.
+            jump: `[rows]`: where first runs lead.
+            state: of the walks: tree row, what is left of p there, and the run to judge, -1 where there is none.
 
         Returns:
             The state after it; the run is one that was rejected, or -1.
@@ -134,13 +134,13 @@ class SpeculativeSampling(Rule):
         run = torch.where(stays, torch.where(plan.is_drawn[moved], moved, -1), run)
         return moved, torch.where(stays[:, None], batch.target(moved), left), run
 
-    def outcomes(self, group: Sequence[JudgedSlot]) -> list[Outcome]:
-        (slot,) = group
-        p = slot.p
+    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+        (row,) = group
+        p = row.p
         outcomes = []
         reach = 1.0
         reduced: dict[int, Tensor] = {}
-        for draw in slot.draws:
+        for draw in row.draws:
             again = draw.kind is DrawKind.WITHOUT_REPLACEMENT and draw.dist in reduced
             q = reduced[draw.dist] if again else draw.q
             accept = self.accept_probability(float(p[draw.token]), float(q[draw.token]))

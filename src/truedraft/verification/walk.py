@@ -1,9 +1,9 @@
 """The walk down proposals, for a batch at once: where to look in the tables of p and q, and what is looked at.
 
-A *slot* is a place where the target gives a distribution (the root, then each node); a *run* what is judged there at
-once: a single draw, or all candidates of a slot that has deterministic draws only. Slots, nodes, runs and the rows of
-draft distributions are numbered through the requests of a batch, and the first run of a slot has the slot's number.
-Where things stand depends on trees and draws alone, and these recur, so it is kept (`walk_plan`); trees that a drafter
+A *tree row* is a place where the target gives a distribution (the root, then each node); a *run* what is judged there
+at once: a single draw, or all candidates of a row that has deterministic draws only. Rows, nodes, runs and draft
+distributions are numbered through the requests of a batch, and the first run of a row has the row's number. Where
+things stand depends on trees and draws alone, and these recur, so it is kept (`walk_plan`); trees that a drafter
 chooses at each step do not, so it is a few arrays.
 
 This is for devices, where nothing is read before all is decided; on the CPU `host` looks at numbers as it needs them.
@@ -49,23 +49,23 @@ def either(flag: Number, yes: Number, no: Number) -> Number:
 
 
 def is_joint(draws: Sequence[HasKind]) -> bool:
-    """Whether the draws of a slot are one independent draw, which block verification judges with those around it."""
+    """Whether the draws of a row are one independent draw, which block verification judges with those around it."""
     return len(draws) == 1 and draws[0].kind is DrawKind.INDEPENDENT
 
 
 @dataclass(frozen=True, slots=True)
 class _LaterRun:
-    """A draw that is judged where an earlier one of its slot was rejected, and not all of them are deterministic.
+    """A draw that is judged where an earlier one of its tree row was rejected, and not all of them are deterministic.
 
     Attributes:
-        slot: where.
+        row: where.
         index: number of the draw there.
         node: that carries the token.
-        dist: row of the draft distribution; -1 for a deterministic candidate.
+        dist: number of the draft distribution; -1 for a deterministic candidate.
         removed: nodes whose tokens earlier draws took out of that distribution.
     """
 
-    slot: int
+    row: int
     index: int
     node: int
     dist: int
@@ -78,14 +78,15 @@ class _Layout:
 
     Attributes:
         shape: of its tree.
-        probs: rows of draft distributions.
-        draws: `[4, draws]`: slot, column, node and row of the draws of first runs; the row is -1 for candidates.
+        probs: how many draft distributions.
+        draws: `[4, draws]`: row, column, node and distribution of the draws of first runs; this last is -1
+            for candidates.
         key_of: `[draws]`: places in `keys`.
         keys: `[2, keys]`: depth and index of their decisions. Siblings' subtrees share them, for a walk comes by one of
             them only.
-        later: the other runs, slot by slot in the order of their draws.
+        later: the other runs, tree row by tree row in the order of their draws.
         rounds: most runs that a walk sees rejected.
-        joint: slots with one independent draw alone; see `is_joint`.
+        joint: tree rows with one independent draw alone; see `is_joint`.
     """
 
     shape: TreeShape
@@ -104,20 +105,20 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -
         return _children_layout(shape)
     firsts: list[tuple[int, int, int, int]] = []
     later: list[_LaterRun] = []
-    rejected = [0] * len(draws)  # most runs on the way to a slot and there, but for the last one
-    for slot, own in enumerate(draws):
-        above = rejected[shape.parents[slot - 1] + 1] if slot else 0
+    rejected = [0] * len(draws)  # most runs on the way to a tree row and there, but for the last one
+    for row, own in enumerate(draws):
+        above = rejected[shape.parents[row - 1] + 1] if row else 0
         fixed = all(draw.kind is DrawKind.DETERMINISTIC for draw in own)
-        rejected[slot] = above + (0 if fixed else len(own) - 1)
+        rejected[row] = above + (0 if fixed else len(own) - 1)
         for index, draw in enumerate(own):
             if fixed or not index:
-                firsts.append((slot, index, draw.child, draw.dist))
+                firsts.append((row, index, draw.child, draw.dist))
                 continue
             alike = draw.kind is DrawKind.WITHOUT_REPLACEMENT
             before = own[:index] if alike else ()
             removed = tuple(each.child for each in before if each.dist == draw.dist and each.kind is draw.kind)
-            later.append(_LaterRun(slot, index, draw.child, draw.dist, removed))
-    joint = tuple(slot for slot, own in enumerate(draws) if is_joint(own))
+            later.append(_LaterRun(row, index, draw.child, draw.dist, removed))
+    joint = tuple(row for row, own in enumerate(draws) if is_joint(own))
     table = np.array(firsts, np.int64).reshape(-1, 4).T
     rounds = 1 + max(rejected) if firsts else 0
     return _Layout(shape, probs, table, *_keys(shape, table), tuple(later), rounds, joint)
@@ -128,8 +129,8 @@ def _children_layout(shape: TreeShape) -> _Layout:
     """That of a tree all of whose nodes are candidates, judged in their order."""
     columns = [place for nodes in shape.children for place in range(len(nodes))]
     nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
-    slots = np.array(shape.parents, np.int64)[nodes] + 1
-    table = np.stack([slots, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
+    rows = np.array(shape.parents, np.int64)[nodes] + 1
+    table = np.stack([rows, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
     return _Layout(shape, 0, table, *_keys(shape, table), rounds=int(len(nodes) > 0))
 
 
@@ -146,27 +147,27 @@ class WalkPlan:
 
     Attributes:
         requests: how many there are.
-        slots: of each request.
-        first_slots: of each request the slot where its walk begins.
-        depths: of each slot.
-        joint: slots with one independent draw alone; see `is_joint`.
+        rows: of each request.
+        first_rows: of each request the tree row where its walk begins.
+        depths: of each tree row.
+        joint: tree rows with one independent draw alone; see `is_joint`.
         drafts: whether anything is drawn.
         doublings: steps of two, four, ... nodes that reach the deepest one.
         rounds: most runs that a walk sees rejected; 0 where nothing is drafted.
-        width: most candidates of a slot.
-        draws: of each request, how many draws its slots are judged by first.
+        width: most candidates of a tree row.
+        draws: of each request, how many draws its tree rows are judged by first.
         keys: of the decisions about these draws, then about later runs.
-        roots: `[requests]`: `first_slots`.
-        own: `[slots]`: their numbers.
-        draw_slots: slots of the draws of first runs; `draw_slot` `[draws]` as an array.
+        roots: `[requests]`: `first_rows`.
+        own: `[rows]`: their numbers.
+        draw_rows: tree rows of the draws of first runs; `draw_row` `[draws]` as an array.
         draw_column: `[draws]`: their numbers there.
         draw_node: `[draws]`: their nodes.
-        draw_child: `[draws]`: the slots of these.
+        draw_child: `[draws]`: the tree rows of these.
         draw_key: `[draws]`: places in `keys`.
         sampled_draws: `[sampled]`: which of the draws are from a distribution.
-        sampled_dist: `[sampled]`: rows of these.
-        is_drawn: `[slots]` bool: where there are draws.
-        dist: `[runs]`: rows of draft distributions; -1 for candidates, and where nothing is drawn.
+        sampled_dist: `[sampled]`: distributions of these.
+        is_drawn: `[rows]` bool: where there are draws.
+        dist: `[runs]`: numbers of draft distributions; -1 for candidates, and where nothing is drawn.
         has_candidates: whether there are runs of deterministic candidates.
         device: where the numbers are.
     """
@@ -175,17 +176,17 @@ class WalkPlan:
         self.device = device
         self._layouts = layouts
         self.requests = len(layouts)
-        self.slots = [len(each.shape) + 1 for each in layouts]
-        self.first_slots = list(itertools.accumulate(self.slots, initial=0))[:-1]
+        self.rows = [len(each.shape) + 1 for each in layouts]
+        self.first_rows = list(itertools.accumulate(self.rows, initial=0))[:-1]
         self.depths = [depth for each in layouts for depth in (0, *each.shape.depths)]
-        self.joint = [slot + first for each, first in self._placed for slot in each.joint]
+        self.joint = [row + first for each, first in self._placed for row in each.joint]
         self.rounds = max(each.rounds for each in layouts)
         self.drafts = self.rounds > 0
         self.doublings = (max(self.depths) - 1).bit_length() if self.drafts else 0
-        self.roots, self.own = self.array(np.array(self.first_slots)), self.array(np.arange(len(self.depths)))
+        self.roots, self.own = self.array(np.array(self.first_rows)), self.array(np.arange(len(self.depths)))
         self.draws = [each.draws.shape[1] for each in layouts]
-        slot, column, node, dist = self._first_draws()
-        self.draw_slots: list[int] = slot.tolist()
+        row, column, node, dist = self._first_draws()
+        self.draw_rows: list[int] = row.tolist()
         depths = np.array(self.depths)
         self.width = int(column.max()) + 1 if self.drafts else 0
         requests = np.repeat(np.arange(self.requests), self.draws)
@@ -194,12 +195,12 @@ class WalkPlan:
         self.keys = UniformKeys(np.repeat(np.arange(self.requests), counts), *keys)
         shift = np.repeat(np.cumsum([0, *counts[:-1]]), self.draws)
         self.draw_key = self.array(np.concatenate([each.key_of for each in layouts]) + shift)
-        self.draw_slot, self.draw_column, self.draw_node = self.array(slot), self.array(column), self.array(node)
+        self.draw_row, self.draw_column, self.draw_node = self.array(row), self.array(column), self.array(node)
         self.draw_child = self.array(node + requests + 1)
         is_sampled = dist >= 0
         self.sampled_draws, self.sampled_dist = self.array(is_sampled.nonzero()[0]), self.array(dist[is_sampled])
         first_dist, is_drawn = np.full(len(depths), -1), np.zeros(len(depths), np.bool_)
-        first_dist[slot], is_drawn[slot] = dist, True
+        first_dist[row], is_drawn[row] = dist, True
         self.is_drawn, self.dist = self.array(is_drawn), self.array(first_dist)
         self.has_candidates = not bool(is_sampled.all())
         if self.rounds > 1:
@@ -207,53 +208,53 @@ class WalkPlan:
 
     @property
     def _placed(self) -> list[tuple[_Layout, int]]:
-        return list(zip(self._layouts, self.first_slots, strict=True))
+        return list(zip(self._layouts, self.first_rows, strict=True))
 
     @cached_property
     def parents(self) -> list[int]:
-        """Of each slot the slot above; -1 of a root."""
+        """Of each tree row the tree row above; -1 of a root."""
         return [up for each, first in self._placed for up in (-1, *(node + 1 + first for node in each.shape.parents))]
 
     def _first_draws(self) -> Ints:
-        """Slot, column, node and row of the draws of first runs, `[4, draws]`, numbered through the batch."""
+        """Row, column, node and distribution of the draws of first runs, `[4, draws]`, numbered through the batch."""
         if self.requests == 1:
             return self._layouts[0].draws
-        nodes = [first - number for number, first in enumerate(self.first_slots)]
+        nodes = [first - number for number, first in enumerate(self.first_rows)]
         probs = [0, *itertools.accumulate(each.probs for each in self._layouts)]
-        shift = np.repeat(np.array([self.first_slots, nodes, probs[:-1]]), self.draws, axis=1)
-        slot, column, node, dist = np.concatenate([each.draws for each in self._layouts], axis=1)
-        return np.stack([slot + shift[0], column, node + shift[1], np.where(dist >= 0, dist + shift[2], -1)])
+        shift = np.repeat(np.array([self.first_rows, nodes, probs[:-1]]), self.draws, axis=1)
+        row, column, node, dist = np.concatenate([each.draws for each in self._layouts], axis=1)
+        return np.stack([row + shift[0], column, node + shift[1], np.where(dist >= 0, dist + shift[2], -1)])
 
     def _add_later_runs(self, first_dist: Ints) -> None:
-        """The tables of all runs, where slots have several: those of first runs, then those of later ones.
+        """The tables of all runs, where tree rows have several: those of first runs, then those of later ones.
 
-        Sets `dist`; `following` `[runs]`, the next run of the slot or -1; `run_node`, `run_child` and `run_key`
+        Sets `dist`; `following` `[runs]`, the next run of the tree row or -1; `run_node`, `run_child` and `run_key`
         `[runs]`, of first runs any; `later` `[runs]`, their numbers, -1 of first runs; `is_reduced` `[runs]` bool and
         `removed` `[runs, tokens]`, nodes whose tokens were taken out of the distribution, filled up with the first;
         `reduces`, whether there are any.
         """
-        slots = len(first_dist)
-        following, dist, node, child = [-1] * slots, first_dist.tolist(), [0] * slots, [0] * slots
-        key = [0] * slots
+        rows = len(first_dist)
+        following, dist, node, child = [-1] * rows, first_dist.tolist(), [0] * rows, [0] * rows
+        key = [0] * rows
         keys = {place: number for number, place in enumerate(self.keys.listed)}
-        removed: list[list[int]] = [[] for _ in range(slots)]
-        last: dict[int, int] = {}  # the last run of a slot
+        removed: list[list[int]] = [[] for _ in range(rows)]
+        last: dict[int, int] = {}  # the last run of a tree row
         first_dist_of = 0
         for number, (each, first) in enumerate(self._placed):
             for run in each.later:
-                slot = run.slot + first
-                following[last.get(slot, slot)] = last[slot] = len(dist)
+                row = run.row + first
+                following[last.get(row, row)] = last[row] = len(dist)
                 dist.append(run.dist + first_dist_of if run.dist >= 0 else -1)
                 following.append(-1)
                 node.append(run.node + first - number)
                 child.append(run.node + first + 1)
                 removed.append([own + first - number for own in run.removed])
-                place = number, self.depths[slot], run.index
+                place = number, self.depths[row], run.index
                 key.append(keys.setdefault(place, len(keys)))
             first_dist_of += each.probs
         width = max(map(len, removed))
         self.reduces = width > 0
-        self.later = self.array(np.array([-1] * slots + list(range(slots, len(dist)))))
+        self.later = self.array(np.array([-1] * rows + list(range(rows, len(dist)))))
         self.following, self.dist, self.run_node, self.run_child, self.run_key = (
             self.array(np.array(each)) for each in (following, dist, node, child, key)
         )
@@ -278,17 +279,17 @@ def walk_plan(proposals: Sequence[Proposal], device: torch.device) -> WalkPlan:
 
 
 def jump_table(plan: WalkPlan, stays: Tensor) -> Tensor:
-    """Where a walk ends that comes to a slot, `[slots]`, if it follows the first draw of each first run that stays.
+    """Where a walk ends that comes to a tree row, `[rows]`, if it follows the first draw of each first run that stays.
 
     Args:
         plan: of the batch.
         stays: `[draws]` bool: which draws of first runs would stay.
     """
     columns = torch.where(stays, plan.draw_column, plan.width)  # [draws]
-    first = plan.own.new_full((len(plan.own),), plan.width).scatter_reduce(0, plan.draw_slot, columns, "amin")
-    is_first = stays & (plan.draw_column == first[plan.draw_slot])
-    below = torch.where(is_first, plan.draw_child - plan.draw_slot, 0)
-    jump = plan.own.scatter_add(0, plan.draw_slot, below)  # [slots]: one below where a draw stays, else itself
+    first = plan.own.new_full((len(plan.own),), plan.width).scatter_reduce(0, plan.draw_row, columns, "amin")
+    is_first = stays & (plan.draw_column == first[plan.draw_row])
+    below = torch.where(is_first, plan.draw_child - plan.draw_row, 0)
+    jump = plan.own.scatter_add(0, plan.draw_row, below)  # [rows]: one below where a draw stays, else itself
     for _ in range(plan.doublings):
         jump = jump[jump]
     return jump
@@ -302,12 +303,12 @@ class Batch:
         plan: where it stands.
         proposals: one for each request.
         noise: of each request.
-        p: `[slots, vocab]`: the target's distributions.
-        q: `[rows, vocab]`: those that were drafted from.
+        p: `[rows, vocab]`: the target's distributions.
+        q: `[dists, vocab]`: those that were drafted from.
         dtype: in which p and q are compared.
         tokens: `[nodes]`.
         uniforms: `[keys]`, float64: the numbers that accept.
-        weights: `[slots]`, float64: what a rule scales p by, where it does.
+        weights: `[rows]`, float64: what a rule scales p by, where it does.
     """
 
     plan: WalkPlan
@@ -338,20 +339,20 @@ class Batch:
         tokens = self.tokens[plan.draw_node]
         q_x = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
         q_x[plan.sampled_draws] = _entries(self.q, plan.sampled_dist, tokens[plan.sampled_draws])
-        return _entries(self.p, plan.draw_slot, tokens), q_x
+        return _entries(self.p, plan.draw_row, tokens), q_x
 
     def without_repeated(self, table: Tensor) -> Tensor:
-        """A table `[slots, width]` of the draws of first runs with 0 where an earlier one of the slot has its token."""
+        """A table `[rows, width]` of the draws of first runs with 0 where an earlier one of the row has its token."""
         plan = self.plan
-        tokens = (-1 - torch.arange(plan.width, device=table.device)).repeat(len(table), 1)  # [slots, width]
-        tokens[plan.draw_slot, plan.draw_column] = self.tokens[plan.draw_node]
-        same = tokens[:, :, None] == tokens[:, None, :]  # [slots, width, width]
+        tokens = (-1 - torch.arange(plan.width, device=table.device)).repeat(len(table), 1)  # [rows, width]
+        tokens[plan.draw_row, plan.draw_column] = self.tokens[plan.draw_node]
+        same = tokens[:, :, None] == tokens[:, None, :]  # [rows, width, width]
         return torch.where(same.tril(-1).any(-1), 0.0, table)
 
-    def target(self, slots: Tensor) -> Tensor:
-        """The target's distributions at some slots `[slots, vocab]`, scaled where the rule does so."""
-        p = self.p.index_select(0, slots).to(self.dtype)
-        return p if self.weights is None else p * self.weights[slots][:, None].to(self.dtype)
+    def target(self, rows: Tensor) -> Tensor:
+        """The target's distributions at some tree rows `[rows, vocab]`, scaled where the rule does so."""
+        p = self.p.index_select(0, rows).to(self.dtype)
+        return p if self.weights is None else p * self.weights[rows][:, None].to(self.dtype)
 
     def draft(self, runs: Tensor, removed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """What the tokens of some runs were drawn from, `[runs, vocab]`; for candidates 1 at each of them.
@@ -375,7 +376,7 @@ class Batch:
     def _candidates(self, runs: Tensor) -> Tensor:
         """1 or more at the tokens of each run, `[runs, vocab]`."""
         plan = self.plan
-        tokens, of_run = self.tokens[plan.draw_node], plan.draw_slot == runs[:, None]  # [draws], [runs, draws]
+        tokens, of_run = self.tokens[plan.draw_node], plan.draw_row == runs[:, None]  # [draws], [runs, draws]
         if plan.rounds > 1:
             tokens = torch.cat([tokens, self.tokens[plan.run_node]])
             of_run = torch.cat([of_run, plan.later == runs[:, None]], dim=1)
@@ -410,21 +411,21 @@ class WalkEnds:
     """Where the walks of a batch end.
 
     Attributes:
-        ends: `[requests]`, int64: the slot where each ends; its node and those above it are accepted.
+        ends: `[requests]`, int64: the tree row where each ends; its node and those above it are accepted.
         finals: `[requests]`, int64: the token that ends it.
-        first_slots: of each request the number of its root.
+        first_rows: of each request the number of its root.
     """
 
     ends: Tensor
     finals: Tensor
-    first_slots: Sequence[int]
+    first_rows: Sequence[int]
 
     @property
     def wanted(self) -> Sequence[Tensor]:
         return self.ends, self.finals
 
     def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        ended = zip(proposals, self.first_slots, *numbers, strict=True)
+        ended = zip(proposals, self.first_rows, *numbers, strict=True)
         return [
             verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
             for proposal, root, end, final in ended
