@@ -1,9 +1,9 @@
 """Speculative sampling on the CPU: the walk looks at each number when it needs it.
 
 It takes the same decisions as the batched walk, by the same parts of the rule. It is here because that walk is slower
-on the CPU: where a small model's forward has just run, each of its some sixty operations on a few numbers costs more
-than this walk's few lines of Python, together 6 to 8 % of a step (docs/performance.md). A device cannot afford this
-walk: each look would wait.
+on the CPU, by 65 to 330 microseconds a step for one request: its operations on a few numbers, and what it takes to say
+where to look, cost more than this walk's few lines of Python (docs/performance.md, "One house"). A device cannot afford
+this walk: each look would wait.
 """
 
 from __future__ import annotations
