@@ -22,16 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-_PROMPTS = (
-    "import os\nimport sys\n\n\ndef main(argv):\n",
-    "class Stack:\n    def push(self, item):",
-    "def quicksort(items):\n    if len(items) <= 1:\n        return items\n",
-    "from collections import deque\n\n# A queue of jobs\n",
-    "for name in sorted(names):\n    print(name, names[name])\nfor name in",
-    '"""Read a file line by line."""\n\nimport io\n\nwith open(path) as file:\n',
-    "def test_addition(self):\n    self.assertEqual(1 + 1, 2)\n\ndef test_",
-    "x = [1, 2, 3, 4, 5, 6, 7, 8, 9]\ny = [",
-)
+from fixed_record import PROMPTS
+
 _DRAFT, _MEDUSA, _BEAMS = "draft,num_speculative_tokens=4", "medusa,nodes=8", "redrafter,beams=4,length=4,nodes=8"
 CASES = (
     *((drafter, "speculative", 0.0) for drafter in ("none", "prompt-lookup", _DRAFT, _MEDUSA, _BEAMS)),
@@ -62,7 +54,7 @@ def answer_in_turns(size: str) -> None:
             for i in range(batch)
         ]
         started = time.perf_counter()
-        answers = engine.generate(list(_PROMPTS[:batch]), params)
+        answers = engine.generate(list(PROMPTS[:batch]), params)
         seconds = time.perf_counter() - started
         print(json.dumps([seconds, [answer.token_ids for answer in answers]]), flush=True)
 

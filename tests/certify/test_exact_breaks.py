@@ -13,6 +13,13 @@ import torch
 from test_exact_part import CAUGHT, DRAWN, FIXED, KERNEL, REMOVED, SHIPPED, findings, statuses
 from torch import Tensor
 
+from support.broken_rules import (
+    AcceptsAlways,
+    AcceptsWithoutRatio,
+    DrawsFromTarget,
+    JudgesAnotherDist,
+    RemovesNothing,
+)
 from truedraft.certify.cells import decision_cells, mass_that_moves
 from truedraft.certify.checks import Status
 from truedraft.certify.exact import TOLERANCE
@@ -26,43 +33,6 @@ from truedraft.verification import (
 )
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 from truedraft.verification.walk import Number
-
-
-class AcceptsAlways(SpeculativeSampling):
-    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
-        return p_x * 0.0 + 1.0
-
-
-class AcceptsWithoutRatio(SpeculativeSampling):
-    def accept_probability(self, p_x: Number, q_x: Number) -> Number:
-        return p_x
-
-
-class DrawsFromTarget(SpeculativeSampling):
-    def rejected(self, p: Tensor, q: Tensor) -> Tensor:
-        return p
-
-
-class RemovesNothing(SpeculativeSampling):
-    def removed(self, q: Tensor, tokens: Tensor) -> Tensor:
-        return q
-
-
-class JudgesAnotherDist(SpeculativeSampling):
-    """Judges against a flatter distribution than the one that the token was drawn from."""
-
-    @staticmethod
-    def _other(dist: Tensor) -> Tensor:
-        return dist.sqrt() / dist.sqrt().sum(dim=-1, keepdim=True)
-
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
-        return super().decide(wrong, probs, noise)
-
-    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
-        (row,) = group
-        wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in row.draws)
-        return super().outcomes([JudgedRow(row.p, wrong)])
 
 
 class ProductOfRatios(BlockVerification):

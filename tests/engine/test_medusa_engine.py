@@ -8,7 +8,7 @@ fail both."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -17,11 +17,12 @@ import torch
 from scipy import stats
 
 from support.answers import assert_ends_inside_blocks
+from support.candidate_schemes import candidates_scheme
 from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise, Noise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa
 from truedraft.drafters.base import DraftRequest, StepOutcome
@@ -31,7 +32,7 @@ from truedraft.heads import MedusaHeads
 from truedraft.heads.published import published_tree
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
+from truedraft.verification.exact import Prefix, distance, emitted_dist, target_dist
 
 TREES = {
     "chain": RankTree(((0,), (0, 0), (0, 0, 0))),
@@ -62,31 +63,6 @@ def drafter_of(target: MarkovWithHead, tree: str = "mixed", nodes: int = 64) -> 
 # --- the distribution ---
 
 
-def medusa_scheme(target: MarkovWithHead, drafter: Medusa) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
-    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
-    drafter.check(target)
-
-    @cache
-    def proposed(before: Prefix) -> Proposal:
-        request = DraftRequest(0, SamplingParams(temperature=1.0), list(before))
-        drafter.begin(request)
-        vector = target.vector_after(before[:-1])[None]
-        drafter.observe([request], [StepOutcome(Proposal.empty(), (), (0,), vector)])
-        return drafter.propose([request], [drafter.limits], [KeyedNoise(0, 0, 0)])[0]
-
-    def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
-        before = prefix[: len(prefix) - len(drafted)]
-        tree = proposed((0, *before)).tree
-        row = 0
-        for token in drafted:
-            row = 1 + next(node for node in tree.shape.children[row] if tree.host_ids[node] == token)
-        eye = torch.eye(target.vocab_size, dtype=torch.float64)
-        children = tree.shape.children[row]
-        return [PlannedDraw(-1, eye[tree.host_ids[node]], DrawKind.DETERMINISTIC) for node in children]
-
-    return scheme
-
-
 def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     world = MarkovWithHead.random(vocab, seed=3, sharpness=1.0)
     heads = random_heads(world, heads=3, spread=0.5)
@@ -99,7 +75,7 @@ def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     def dist(prefix: Prefix) -> torch.Tensor:
         return world.probs_after((0, *prefix))
 
-    return distance(emitted_dist(rule, dist, medusa_scheme(world, drafter), 4), target_dist(dist, 4))
+    return distance(emitted_dist(rule, dist, candidates_scheme(world, drafter), 4), target_dist(dist, 4))
 
 
 @pytest.mark.parametrize("tree", [*TREES, "likeliest", "calibrated"])

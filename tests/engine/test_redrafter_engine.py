@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support.answers import assert_ends_inside_blocks
-from support.beam_schemes import beams_scheme, proposal_after
+from support.candidate_schemes import candidates_scheme, proposal_after
 from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
@@ -80,7 +80,7 @@ def test_beams_emit_the_targets_distribution_exactly(
     def dist(prefix: Prefix) -> Tensor:
         return world.probs_after((0, *prefix))
 
-    emitted = emitted_dist(SpeculativeSampling(), dist, beams_scheme(world, drafter), 4)
+    emitted = emitted_dist(SpeculativeSampling(), dist, candidates_scheme(world, drafter), 4)
     assert distance(emitted, target_dist(dist, 4)) < 1e-12
 
 

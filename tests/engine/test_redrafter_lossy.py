@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from support.beam_schemes import beams_scheme
+from support.candidate_schemes import candidates_scheme
 from support.head_models import MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
@@ -48,7 +48,7 @@ def off_by(rule: Rule, beams: int, length: int) -> float:
     def dist(prefix: Prefix) -> torch.Tensor:
         return world.probs_after((0, *prefix))
 
-    return distance(emitted_dist(rule, dist, beams_scheme(world, drafter), 4), target_dist(dist, 4))
+    return distance(emitted_dist(rule, dist, candidates_scheme(world, drafter), 4), target_dist(dist, 4))
 
 
 @pytest.mark.parametrize(("beams", "length"), [(1, 2), (3, 1), (3, 2)])

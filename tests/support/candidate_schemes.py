@@ -1,4 +1,4 @@
-"""What a drafter of chosen beams proposes, as planned draws whose output distribution can be computed exactly."""
+"""What a drafter of chosen candidates proposes, as planned draws whose output distribution can be computed exactly."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from functools import cache
 
 import torch
 
-from support.head_models import MarkovWithEmbedding
+from support.head_models import MarkovWithHead
 from truedraft import SamplingParams
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.drafters import Redrafter
-from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.verification.exact import PlannedDraw, Prefix
 
 
-def proposal_after(drafter: Redrafter, world: MarkovWithEmbedding, before: Sequence[int]) -> Proposal:
+def proposal_after(drafter: Drafter, world: MarkovWithHead, before: Sequence[int]) -> Proposal:
     """What is proposed when the last of some tokens was just drawn, for a sampled request."""
     request = DraftRequest(0, SamplingParams(temperature=1.0), [0, *before])
     drafter.begin(request)
@@ -25,7 +24,7 @@ def proposal_after(drafter: Redrafter, world: MarkovWithEmbedding, before: Seque
     return drafter.propose([request], [drafter.limits], [KeyedNoise(0, 0, 0)])[0]
 
 
-def beams_scheme(world: MarkovWithEmbedding, drafter: Redrafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
+def candidates_scheme(world: MarkovWithHead, drafter: Drafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
     """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
     drafter.check(world)
 
