@@ -60,7 +60,7 @@ def described(proposal: Proposal) -> dict[tuple[int, ...], list[tuple]]:
 def test_merging_keeps_paths_draws_distributions_and_order(parts: list[Proposal]) -> None:
     for part in parts:
         part.check()
-    merged = merge(parts)
+    merged = merge(parts)[0]
     merged.check()
     paths = [merged.tree.path_tokens(node) for node in range(len(merged.tree))]
     assert len(set(paths)) == len(paths)
@@ -79,18 +79,21 @@ def test_merging_keeps_paths_draws_distributions_and_order(parts: list[Proposal]
 @quick
 @given(proposals())
 def test_merging_one_proposal_changes_nothing(proposal: Proposal) -> None:
-    merged = merge([proposal])
+    merged = merge([proposal])[0]
     assert merged.tree.host_ids == proposal.tree.host_ids
     assert merged.tree.shape == proposal.tree.shape
     assert merged.draws == proposal.draws
     assert merged.probs is proposal.probs or torch.equal(merged.probs, proposal.probs)
-    beside = merge([Proposal.empty(), proposal, Proposal.empty()])
+    beside = merge([Proposal.empty(), proposal, Proposal.empty()])[0]
     assert described(beside) == described(proposal)
 
 
 def test_the_worked_example_of_merge() -> None:
     probs = torch.eye(9)[:2]
-    merged = merge([Proposal.chain(torch.tensor([5, 7]), probs), Proposal.chain(torch.tensor([5, 8]), probs + 1)])
+    merged, nodes = merge(
+        [Proposal.chain(torch.tensor([5, 7]), probs), Proposal.chain(torch.tensor([5, 8]), probs + 1)]
+    )
+    assert nodes == [(0, 1), (0, 2)]
     assert merged.tree.host_ids == [5, 7, 8]
     assert merged.tree.shape.parents == (-1, 0, 0)
     assert merged.draws == (
@@ -105,10 +108,10 @@ def test_the_worked_example_of_merge() -> None:
 def test_merging_fixed_and_sampled_proposals() -> None:
     fixed = Proposal.deterministic(TokenTree.from_paths([[1, 2], [3]]))
     sampled = Proposal.chain(torch.tensor([3, 0]), torch.eye(VOCAB)[:2], WOR)
-    merged = merge([fixed, sampled])
+    merged = merge([fixed, sampled])[0]
     assert merged.kinds == {DET, WOR}
     assert merged.draws[0] == (Draw(0, -1, DET), Draw(2, -1, DET), Draw(2, 0, WOR))
-    assert merge([fixed, fixed]).probs is None
+    assert merge([fixed, fixed])[0].probs is None
 
 
 def test_merging_nothing_is_refused() -> None:

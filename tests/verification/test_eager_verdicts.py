@@ -152,7 +152,7 @@ def batch(
         kinds = of or chance.choice([[kind] for kind in KINDS] + [list(KINDS)] * 2)
         proposal = drawn(chance, vocab, kinds, each, draft_dtype)
         if chance.random() < 0.2:
-            proposal = merge([proposal, drawn(chance, vocab, kinds, KeyedNoise(number, 1, 1), draft_dtype)])
+            proposal = merge([proposal, drawn(chance, vocab, kinds, KeyedNoise(number, 1, 1), draft_dtype)])[0]
         proposals.append(proposal)
         probs.append(random_probs(chance, len(proposal.tree) + 1, vocab))
         noise.append(each)

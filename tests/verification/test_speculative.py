@@ -129,7 +129,7 @@ def test_merged_proposals_of_several_drafters_keep_the_distribution(fixed: bool)
         for left, one in chains_of(first, 2):
             for right, two in chains_of(second, 2):
                 parts = [one, Proposal.deterministic(TokenTree.chain([1, 2])), two] if fixed else [one, two]
-                merged = merge(parts)
+                merged = merge(parts)[0]
                 merged.check()
                 paths = [(), *(merged.tree.path_tokens(i) for i in range(len(merged.tree)))]
                 cases.append(Case(left * right, merged, torch.stack([target.dist(path) for path in paths])))
@@ -143,7 +143,7 @@ def test_merged_proposals_of_several_drafters_keep_the_distribution(fixed: bool)
 def test_fixed_draws_beside_an_unused_table_of_distributions(rule: Rule) -> None:
     """A merge of prompt lookup with a drafter that drafted nothing has a table of distributions that no draw names."""
     nothing = Proposal(TokenTree.empty(), ((),), torch.zeros(0, VOCAB, dtype=torch.float64))
-    merged = merge([Proposal.deterministic(TokenTree.chain([1])), nothing])
+    merged = merge([Proposal.deterministic(TokenTree.chain([1])), nothing])[0]
     probs = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     verdict = rule.verify([merged], [probs], [KeyedNoise(0, 0, 0)])[0]
     assert verdict == Verdict((0,), (1, 0), Origin.BONUS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
@@ -50,6 +50,21 @@ NO_DRAFT = Budget(0, 0, 0)
 """The budget that makes a step plain decoding."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a drafter knows of its next proposal before it makes it, from committed tokens alone.
+
+    Attributes:
+        kind: proposals of one kind are about equally good: for prompt lookup the length of the n-gram that was found.
+        behind: committed tokens that it has not read and must catch up with before it drafts.
+        finds: whether there is anything to propose.
+    """
+
+    kind: int = 0
+    behind: int = 0
+    finds: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class RequestView:
     """What a controller may look at before a step, of one request that may be drafted for.
@@ -64,8 +79,10 @@ class RequestView:
         seed: keys the noise of the request, also where `params` leaves it open.
         context: tokens in the target's cache.
         remaining: tokens that may still be emitted; whatever is decided, no path is drafted beyond them.
-        limits: for each drafter by name the most that it drafts.
+        limits: for each drafter by name the most that it drafts. One that failed for the request, or that has no room
+            in memory, is not among them.
         counters: of the request so far; to be read only.
+        hints: for each drafter by name a function that says what it knows before it drafts, see `Hint`.
     """
 
     id: int
@@ -75,14 +92,45 @@ class RequestView:
     remaining: int
     limits: Mapping[str, Budget]
     counters: Counters
+    hints: Mapping[str, Callable[[], Hint]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which drafter drafts for a request in the next step, and how much; `NO_DRAFT` makes it plain decoding."""
+    """Which drafter drafts for a request in the next step, and how much; `NO_DRAFT` makes it plain decoding.
+
+    Attributes:
+        drafter: by name.
+        budget: of it.
+        merged: further drafters, whose proposals are merged behind the first one's into one tree, in this order.
+        reason: why, in a word or two, for `--explain`.
+        expected_tokens: that the request's step is expected to emit; None where nobody estimated it.
+        speedup: estimated factor over plain decoding, of the step with all its requests; likewise.
+    """
 
     drafter: str
     budget: Budget
+    merged: tuple[Decision, ...] = ()
+    reason: str = ""
+    expected_tokens: float | None = None
+    speedup: float | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing is drafted."""
+        return self.budget.is_zero and all(each.is_zero for each in self.merged)
+
+    @property
+    def parts(self) -> tuple[Decision, ...]:
+        """One decision for each drafter that drafts, in order."""
+        every = (self, *self.merged) if self.merged else (self,)
+        return tuple(each for each in every if not each.budget.is_zero)
+
+    def cut(self, depth: int) -> Decision:
+        """The same with paths of at most `depth` tokens."""
+        if self.budget.depth <= depth and not self.merged:
+            return self
+        return replace(self, budget=self.budget.cut(depth), merged=tuple(each.cut(depth) for each in self.merged))
 
 
 def nodes_of(branching: Sequence[int]) -> int:

@@ -1,12 +1,13 @@
 """Keyed noise: every random number is a function of what it decides, never of when it was drawn.
 
-A draw is keyed (seed, sample, position, purpose, step, index). No key serves two decisions: noise reused after a
-rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token). The generator is
+A draw is keyed (seed, sample, position, purpose, member, step, index). No key serves two decisions: noise reused after
+a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token). The generator is
 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the CPU and on a GPU.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,6 +23,7 @@ _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+_MEMBER_BITS = 8  # below them the purpose, so that member 0 keeps the bits of a drafter that is alone
 _FEW = 24
 """So many numbers are faster made one by one than all at once."""
 
@@ -71,31 +73,44 @@ class KeyedNoise:
         step: the request's target calls so far.
         sample: which of several answers to the same prompt.
         greedy: whether Gumbel noise is 0, as at temperature 0.
+        member: which drafter of several draws with it; 0 is also the noise of verdicts.
     """
 
-    def __init__(self, seed: int, position: int, step: int, sample: int = 0, *, greedy: bool = False) -> None:
+    def __init__(
+        self, seed: int, position: int, step: int, sample: int = 0, *, greedy: bool = False, member: int = 0
+    ) -> None:
         self._root = mix(mix(GOLDEN, seed), sample)
         self._position = position
         self._step = step
+        self._member = member
         self.greedy = greedy
         self._uniform_keys: dict[tuple[int, int], int] = {}  # by purpose and depth
         self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """What all numbers are keyed by: 64 bits for seed and sample, the position and the step."""
-        return self._root, self._position & _MASK, self._step & _MASK
+    def key(self) -> tuple[int, int, int, int]:
+        """What all numbers are keyed by: 64 bits for seed and sample, the position, the step and the member."""
+        return self._root, self._position & _MASK, self._step & _MASK, self._member
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        """A number in (0, 1), keyed by (seed, sample, position, purpose, step, index)."""
+        """A number in (0, 1), keyed by (seed, sample, position, purpose, member, step, index)."""
         place = (purpose, depth)
         key = self._uniform_keys.get(place)
         if key is None:
             key = self._root
-            for part in (self._position + depth, int(purpose), self._step):
+            for part in (self._position + depth, int(purpose) | self._member << _MEMBER_BITS, self._step):
                 key = mix(key, part)
             self._uniform_keys[place] = key
         return open_unit(mix(key, index))
+
+    def of_member(self, member: int) -> KeyedNoise:
+        """The noise with which a drafter of several draws: its own uniform numbers, and the Gumbel noise of all."""
+        if not member:
+            return self
+        own = copy.copy(self)
+        own._member = member
+        own._uniform_keys = {}
+        return own
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
@@ -121,9 +136,9 @@ class KeyedNoise:
 
 def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDArray[np.float64]:
     """The numbers of some decisions `[keys]`, float64: those of `Noise.uniform`."""
-    if len(keys.listed) <= _FEW or not all(type(own) is KeyedNoise for own in noise):
+    if len(keys.listed) <= _FEW or not all(type(own) is KeyedNoise and not own.key[3] for own in noise):
         return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in keys.listed])
-    roots, positions, steps = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
+    roots, positions, steps, _ = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
     bits = roots[keys.requests]
     places = positions[keys.requests] + keys.depths.view(np.uint64)
     for part in (places, np.uint64(purpose), steps[keys.requests], keys.indices.view(np.uint64)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.tree import TokenTree, TreeShape
+from truedraft.core.tree import TokenTree, TreeShape, shape_of
 
 
 class DrawKind(Enum):
@@ -215,7 +215,7 @@ def _precision(dtype: torch.dtype) -> tuple[torch.dtype, float]:
 _EMPTY = Proposal(TokenTree.empty(), ((),))
 
 
-def merge(proposals: Sequence[Proposal]) -> Proposal:
+def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]]]:
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is
@@ -223,7 +223,10 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
     equal depends on the tokens, so those of proposals on a device are waited for.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name
-    it, and its children 1 = 7 and 2 = 8.
+    it, and its children 1 = 7 and 2 = 8; the nodes of the first became (0, 1) and those of the second (0, 2).
+
+    Returns:
+        The merged proposal, and for each given one the nodes that its own became.
 
     Raises:
         ValueError: no proposals.
@@ -235,6 +238,7 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
     parents: list[int] = []
     draws: list[list[Draw]] = [[]]
     probs: list[Tensor] = []
+    nodes: list[tuple[int, ...]] = []
     first_dist = 0
     for proposal in proposals:
         node_of = [-1]
@@ -253,5 +257,6 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
         if proposal.probs is not None:
             probs.append(proposal.probs)
             first_dist += proposal.probs.shape[0]
-    tree = TokenTree.of_ids(tokens, TreeShape(tuple(parents)))
-    return Proposal(tree, tuple(map(tuple, draws)), torch.cat(probs) if probs else None)
+        nodes.append(tuple(node_of[1:]))
+    tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
+    return Proposal(tree, tuple(map(tuple, draws)), torch.cat(probs) if probs else None), nodes

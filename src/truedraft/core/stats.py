@@ -4,8 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from truedraft.core.verdict import Divergence
+
+if TYPE_CHECKING:
+    from truedraft.core.budget import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """What one drafter did for one request in one step.
+
+    Attributes:
+        drafter: by name.
+        nodes: that it proposed.
+        depth: length of its longest path.
+        path: its nodes on the accepted path, from the root's child down, as long as they follow that path.
+        judged: drafted positions of it that the verdict came to: those accepted, and one more where its draws there
+            were rejected.
+    """
+
+    drafter: str
+    nodes: int
+    depth: int
+    path: tuple[int, ...] = ()
+    judged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTime:
+    """What asking one drafter took in a step.
+
+    Attributes:
+        drafter: by name.
+        requests: that it was asked for.
+        depth: of its deepest proposal.
+        nodes: of all of them.
+        behind: committed tokens that it caught up with, of all of them.
+        seconds: of `propose`.
+    """
+
+    drafter: str
+    requests: int
+    depth: int
+    nodes: int
+    behind: int
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +69,8 @@ class RequestStep:
         emitted: all tokens that were emitted.
         rejected: whether draws were judged and rejected below the accepted path.
         stop_tokens: 1 where an end-of-text or stop token ended the answer.
+        decision: what was decided for it; None where nobody was asked, as during its prompt.
+        shares: what each drafter did that drafted for it.
     """
 
     id: int
@@ -37,6 +84,8 @@ class RequestStep:
     emitted: int = 0
     rejected: bool = False
     stop_tokens: int = 0
+    decision: Decision | None = None
+    shares: tuple[DraftShare, ...] = ()
 
     @property
     def survival(self) -> tuple[bool, ...]:
@@ -52,10 +101,12 @@ class StepRecord:
 
     Attributes:
         requests: what it did for each request that took part.
-        draft_s: asking the drafter, catch-up included.
+        draft_s: asking the drafters, catch-up included.
         target_s: the target's forward.
         verify_s: probabilities and verdicts.
         total_s: the whole step up to here: accepted tokens emitted and caches committed.
+        decide_s: asking the controller.
+        drafting: what asking each drafter took that was asked; empty on a device, where that is only queued.
     """
 
     requests: tuple[RequestStep, ...]
@@ -63,6 +114,8 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
+    decide_s: float = 0.0
+    drafting: tuple[DraftTime, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, NoReturn, overload
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.core.budget import NO_DRAFT, Budget
+from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
@@ -156,6 +156,9 @@ class TreeFacts:
     accuracy: Sequence[Sequence[float]] | None = None
 
 
+_NO_HINT = Hint()
+
+
 class Drafter(ABC):
     """Proposes token trees and observes what became of them.
 
@@ -182,9 +185,18 @@ class Drafter(ABC):
     caches: Mapping[int, RequestCache] = MappingProxyType({})
 
     @property
+    def members(self) -> Mapping[str, Drafter]:
+        """The drafters that a controller chooses among, by name; only a portfolio has others than itself."""
+        return {self.name: self}
+
+    @property
     @abstractmethod
     def kinds(self) -> frozenset[DrawKind]:
         """The kinds of draws that it makes for sampled requests."""
+
+    def hint(self, request: DraftRequest) -> Hint:
+        """What it knows of its next proposal for a request before it makes it; asked at any time, and cheap."""
+        return _NO_HINT
 
     def check(self, target: LanguageModel) -> None:  # noqa: B027 - most drafters fit every target
         """Refuse a target that it does not fit, before anything runs.

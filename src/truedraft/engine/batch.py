@@ -9,11 +9,13 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposal import Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Features
+from truedraft.drafters.portfolio import MergedProposal
 from truedraft.engine.request import Request
 from truedraft.models.base import LanguageModel, Segment
+
+NOTHING_DRAFTED = MergedProposal.of({})
 
 
 class StepItem:
@@ -28,11 +30,12 @@ class StepItem:
         context: tokens in its cache before the step.
         prefill: whether it is fed a part of its prompt.
         judged: whether a token is drawn behind what it is fed: not behind a part of a prompt that is not its last.
-        proposal: what was drafted for it. What turns out not to have been drawn as it says is taken out.
+        drafted: what was drafted for it, and by whom.
+        proposal: what is judged of that. What turns out not to have been drawn as it says is taken out.
         rows: which rows of the forward's output are its own.
     """
 
-    __slots__ = ("context", "fed", "judged", "noise", "prefill", "proposal", "request", "rows")
+    __slots__ = ("context", "drafted", "fed", "judged", "noise", "prefill", "proposal", "request", "rows")
 
     def __init__(self, request: Request, fed: int) -> None:
         assert request.cache is not None
@@ -42,7 +45,8 @@ class StepItem:
         self.context = request.cache.length
         self.prefill = request.emitted == 0
         self.judged = self.context + fed == len(request.tokens)
-        self.proposal = Proposal.empty()
+        self.drafted = NOTHING_DRAFTED
+        self.proposal = NOTHING_DRAFTED.proposal
         self.rows = slice(0, 0)
 
     @property
@@ -69,7 +73,7 @@ class Batch:
         return [Batch([StepItem(item.request, item.fed)]) for item in left]
 
     def segments(
-        self, proposals: Sequence[Proposal], target: LanguageModel, features: Features | None
+        self, proposals: Sequence[MergedProposal], target: LanguageModel, features: Features | None
     ) -> list[Segment]:
         """What the target is fed: for each request its last token and the tree below it, or a part of its prompt.
 
@@ -78,8 +82,8 @@ class Batch:
             target: that is fed.
             features: at which rows of a part of a prompt they are wanted; without any, only where a token is drawn.
         """
-        for item, proposal in zip(self.items, proposals, strict=True):
-            item.proposal = proposal
+        for item, merged in zip(self.items, proposals, strict=True):
+            item.drafted, item.proposal = merged, merged.proposal
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))

@@ -1,262 +1,235 @@
-"""Ask a drafter for proposals, and keep its failures from the requests."""
+"""From a controller's decisions to one proposal for each request, and back to every drafter what became of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Collection, Sequence
 
 from truedraft.control import Controller
-from truedraft.core import transfers
-from truedraft.core.budget import NO_DRAFT, Budget, RequestView
-from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposal import Proposal, check_draws
-from truedraft.core.stats import StepRecord
-from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, StepOutcome
-from truedraft.engine.batch import Batch, StepItem
+from truedraft.core.budget import Decision, RequestView
+from truedraft.core.proposal import Proposal
+from truedraft.core.stats import DraftTime, StepRecord
+from truedraft.drafters.base import Drafter, Features, StepOutcome
+from truedraft.drafters.portfolio import MergedProposal
+from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.failures import Failures, told
+from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
-from truedraft.models.base import LanguageModel
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that a proposal is asked for."""
-
-    request: Request
-    budget: Budget
-    noise: KeyedNoise
-
-
-_NOTHING = Proposal.empty()
-
-
-def _view(item: StepItem, limits: Mapping[str, Budget]) -> RequestView:
-    request = item.request
-    return RequestView(
-        request.id, request.params, request.seed, item.context, request.remaining, limits, request.counters
-    )
+from truedraft.models.base import ForwardOutput, LanguageModel
 
 
 class Drafting:
-    """The engine's dealings with a drafter: budgets, checks, and what happens when it raises.
-
-    A request whose drafter fails goes on undrafted, with a warning; the others do not notice.
+    """The engine's dealings with its drafters and the controller that chooses among them.
 
     Args:
-        drafter: any drafter.
-        controller: decides the budgets.
+        drafter: any drafter, or a portfolio.
+        controller: decides which of them drafts how much.
         target: what is drafted for.
         failures: is told what failed.
     """
 
     def __init__(self, drafter: Drafter, controller: Controller, target: LanguageModel, failures: Failures) -> None:
-        self._drafter = drafter
+        self._members = {
+            name: GuardedDrafter(name, member, target, failures) for name, member in drafter.members.items()
+        }
+        self._numbers = {name: number for number, name in enumerate(self._members)}
+        self._limits = {name: member.limits for name, member in drafter.members.items()}
+        self._whole = drafter if list(drafter.members.values()) != [drafter] else None  # is told of merged proposals
+        self._drafts = any(not limits.is_zero for limits in self._limits.values())
         self._controller = controller
-        self._vocab_size = target.vocab_size
-        self._on_device = transfers.waits(target.device)  # whether drafted ids may stay there until they were judged
         self._failures = failures
 
-    def begin(self, request: Request) -> None:
-        """Tell the drafter that a request starts."""
-        try:
-            self._drafter.begin(request.draft)
-        except Exception as error:
-            self._give_up(request, error)
+    @property
+    def spent(self) -> tuple[DraftTime, ...]:
+        """What asking each drafter took in this step."""
+        return tuple(member.spent for member in self._members.values() if member.spent is not None)
 
-    def decide(self, batch: Batch) -> list[Budget]:
-        """How much may be drafted for each item: nothing during its prompt, or where its drafter failed."""
-        budgets = [NO_DRAFT] * len(batch)
-        if self._drafter.limits.is_zero:
-            return budgets
-        asked = [number for number, item in enumerate(batch) if not item.prefill and not item.request.undrafted]
+    def begin(self, request: Request) -> None:
+        """Tell the drafters that a request starts."""
+        for member in self._members.values():
+            member.begin(request)
+        if self._whole is not None:
+            self._whole.begin(request.draft)
+
+    def decide(self, batch: Batch) -> list[Decision | None]:
+        """What is drafted for each item; None during its prompt, and where its drafters failed."""
+        decisions: list[Decision | None] = [None] * len(batch)
+        if not self._drafts:
+            return decisions
+        asked = [number for number, item in enumerate(batch) if not item.prefill and not self._is_undrafted(item)]
         if not asked:
-            return budgets
-        limits = {self._drafter.name: self._drafter.limits}
-        views = [_view(batch.items[number], limits) for number in asked]
+            return decisions
+        views = [self._view(batch.items[number]) for number in asked]
         try:
-            decided: list[Budget | None] = list(self._budgets(views))
+            decided: Sequence[Decision | None] = self._decided(views)
         except Exception as error:
             decided = self._decide_alone([batch.items[number].request for number in asked], views, error)
-        for number, budget, view in zip(asked, decided, views, strict=True):
-            if budget is not None:
+        for number, decision, view in zip(asked, decided, views, strict=True):
+            if decision is not None:
                 # A step emits one token more than it accepts, so the last block is cut to fit.
-                budgets[number] = budget.cut(view.remaining - 1)
-        return budgets
+                decisions[number] = decision.cut(max(view.remaining - 1, 0))
+        return decisions
 
-    def _budgets(self, views: Sequence[RequestView]) -> list[Budget]:
+    def _is_undrafted(self, item: StepItem) -> bool:
+        return len(item.request.failed) >= len(self._members)
+
+    def _view(self, item: StepItem) -> RequestView:
+        request, view = item.request, item.request.view
+        if view is None:
+            hints = {
+                name: (lambda drafter=member.drafter: drafter.hint(request.draft))
+                for name, member in self._members.items()
+            }
+            view = request.view = RequestView(
+                request.id, request.params, request.seed, 0, 0, self._limits, request.counters, hints
+            )
+        view.context, view.remaining = item.context, request.remaining
+        if request.failed:
+            view.limits = {name: limits for name, limits in self._limits.items() if name not in request.failed}
+        return view
+
+    def _decided(self, views: Sequence[RequestView]) -> Sequence[Decision]:
         decisions = self._controller.decide(views)
         if len(decisions) != len(views):
             raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
-        for decision in decisions:
-            if decision.drafter != self._drafter.name:
-                raise ValueError(f"it chose a drafter {decision.drafter!r}; there is {self._drafter.name!r}")
-        return [decision.budget for decision in decisions]
+        for decision, view in zip(decisions, views, strict=True):
+            for part in decision.parts:
+                if part.drafter not in view.limits:
+                    there = ", ".join(map(repr, view.limits))
+                    raise ValueError(f"it chose a drafter {part.drafter!r}; there is {there}")
+        return decisions
 
     def _decide_alone(
         self, requests: Sequence[Request], views: Sequence[RequestView], error: Exception
-    ) -> list[Budget | None]:
+    ) -> list[Decision | None]:
         """The same after a failure: for whom it fails shows when it is asked for each alone; None where it does."""
         if len(requests) == 1:
-            self._give_up(requests[0], error, "the controller")
+            self._give_up(requests[0], error)
             return [None]
         self._failures.asked_again(requests, "the controller", error)
-        budgets: list[Budget | None] = []
+        decisions: list[Decision | None] = []
         for request, view in zip(requests, views, strict=True):
             try:
-                budgets += self._budgets([view])
+                decisions += self._decided([view])
             except Exception as own:
-                self._give_up(request, own, "the controller")
-                budgets.append(None)
-        return budgets
+                self._give_up(request, own)
+                decisions.append(None)
+        return decisions
 
-    def propose(self, batch: Batch, budgets: Sequence[Budget]) -> list[Proposal]:
-        """A proposal for each item, within its budget; empty where that is zero or the drafter failed."""
-        asked = [
-            _Asked(item.request, budget, item.noise)
-            for item, budget in zip(batch, budgets, strict=True)
-            if not budget.is_zero
-        ]
-        made: dict[int, Proposal] = {}
-        if asked:
-            try:
-                made = self._ask(asked)
-            except Exception as error:
-                made = self._ask_alone(asked, error)
-        return [made.get(item.request.id, _NOTHING) for item in batch]
+    def propose(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[MergedProposal]:
+        """A proposal for each item, as was decided; empty where that is nothing or the drafter failed."""
+        for member in self._members.values():
+            member.spent = None
+        asked: dict[str, list[Asked]] = {}
+        for item, decision in zip(batch, decisions, strict=True):
+            for part in decision.parts if decision is not None else ():
+                noise = item.noise.of_member(self._numbers[part.drafter])
+                asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
+        if not asked:
+            return [NOTHING_DRAFTED] * len(batch)
+        made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
+        proposals = []
+        for item, decision in zip(batch, decisions, strict=True):
+            parts = decision.parts if decision is not None else ()
+            own = {part.drafter: made[part.drafter].get(item.request.id) for part in parts}
+            proposals.append(MergedProposal.of({name: each for name, each in own.items() if each is not None}))
+        return proposals
 
-    def _ask_alone(self, asked: Sequence[_Asked], error: Exception) -> dict[int, Proposal]:
-        """What can still be had after a failure: whose fault it was shows when each request is asked for alone."""
-        if len(asked) == 1:
-            self._give_up(asked[0].request, error)
-            return {}
-        self._failures.asked_again([each.request for each in asked], self._who, error)
-        made: dict[int, Proposal] = {}
-        for each in asked:
-            try:
-                made |= self._ask([each])
-            except Exception as own:
-                self._give_up(each.request, own)
-        return made
-
-    def _ask(self, asked: Sequence[_Asked]) -> dict[int, Proposal]:
-        """Checked proposals by request."""
-        proposals = self._drafter.propose(
-            [each.request.draft for each in asked], [each.budget for each in asked], [each.noise for each in asked]
-        )
-        if len(proposals) != len(asked):
-            raise DrafterError(
-                f"drafter {self._drafter.name!r} made {len(proposals)} proposals for {len(asked)} requests"
-            )
-        for proposal, each in zip(proposals, asked, strict=True):
-            self._check(proposal, each)
-            if not (proposal.tree.on_device and self._on_device):
-                self._check_ids(proposal.tree)
-        return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
-
-    def _check(self, proposal: Proposal, asked: _Asked) -> None:
-        """Refuse what the rule would judge wrongly, or the budget forbids."""
-        tree, name, vocab = proposal.tree, self._drafter.name, self._vocab_size
-        if not len(tree):
-            return
-        if tree.shape.depth > asked.budget.depth or len(tree) > asked.budget.nodes:
-            raise DrafterError(
-                f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
-            )
-        kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
-        judges = asked.request.rule.judges
-        if not kinds <= judges:
-            names = ", ".join(sorted(kind.value for kind in kinds - judges))
-            raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
-        probs = proposal.probs
-        if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
-            raise DrafterError(
-                f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
-                f"floats of [distributions, {vocab}]"
-            )
-        if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
-            shape = tuple(tree.tokens.shape)
-            raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
-
-    def _check_ids(self, tree: TokenTree) -> None:
-        ids, last = tree.host_ids, self._vocab_size - 1
-        if ids and not 0 <= min(ids) <= max(ids) <= last:
-            raise DrafterError(f"drafter {self._drafter.name!r} proposed ids outside 0 to {last}: {ids}")
-
-    def admits(self, request: Request, proposal: Proposal) -> bool:
+    def admits(self, item: StepItem) -> bool:
         """Check the tokens of a proposal that came to the host after it was made; if some do not exist, give it up."""
-        try:
-            self._check_ids(proposal.tree)
-        except DrafterError as error:
-            self._give_up(request, error)
-            return False
+        for name in item.drafted.parts:
+            try:
+                self._members[name].check_ids(item.proposal.tree)
+            except DrafterError as error:
+                self._members[name].give_up(item.request, error)
+                return False
         return True
 
-    def disown(self, request: Request, proposal: Proposal, rows: Collection[int]) -> Proposal:
-        """Take out draws that were not made as the proposal says, and give the request up.
+    def disown(self, item: StepItem, rows: Collection[int]) -> Proposal:
+        """Take out draws that were not made as the proposal says, and give up who made it for this request.
 
         What lies above them stays: to drop it because of what was drawn there would bend the distribution of the
             answer.
 
         Args:
-            request: is not drafted for again.
-            proposal: of the request.
+            item: whose proposal it is.
             rows: whose draws are taken out.
         """
-        depth = min((0, *proposal.tree.shape.depths)[row] for row in rows) + 1
-        error = DrafterError(
-            f"the probabilities that draws at depth {depth} were made from are no distributions (finite, not negative, "
-            "sum 1), or give nothing to the token drawn"
-        )
-        self._give_up(request, error)
-        return proposal.without_draws(rows)
+        error = disowned(rows, item.proposal)
+        for name in item.drafted.parts:
+            self._members[name].give_up(item.request, error)
+        return item.proposal.without_draws(rows)
 
-    def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], record: StepRecord) -> None:
-        """Tell drafter and controller what became of a step."""
-        drafted = [(item.request, own) for item, own in zip(batch, outcomes, strict=True) if not item.request.undrafted]
-        if not drafted:
-            return
-        self._observe(drafted)
+    def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], output: ForwardOutput) -> None:
+        """Tell every drafter what became of a step.
+
+        Args:
+            batch: of the step.
+            outcomes: of each item, without what drafters want to see of the forward.
+            output: of the target's forward.
+        """
+        for name, member in self._members.items():
+            features = member.drafter.features
+            seen = [
+                (item.request, _outcome_for(name, item, outcome, features, output))
+                for item, outcome in zip(batch, outcomes, strict=True)
+                if name not in item.request.failed
+            ]
+            if seen:
+                member.observe(seen)
+        if self._whole is not None:
+            self._whole.observe([item.request.draft for item in batch], outcomes)
+
+    def record(self, batch: Batch, record: StepRecord) -> None:
+        """Tell the controller what a step did."""
         try:
             self._controller.observe(record)
         except Exception as error:
-            for request, _ in drafted:
-                self._give_up(request, error, "the controller")
-
-    def _observe(self, seen: Sequence[tuple[Request, StepOutcome]]) -> None:
-        try:
-            self._drafter.observe([request.draft for request, _ in seen], [outcome for _, outcome in seen])
-        except Exception as error:
-            if len(seen) == 1:
-                self._give_up(seen[0][0], error)
-                return
-            self._failures.asked_again([request for request, _ in seen], self._who, error)
-            for request, outcome in seen:
-                # What was noted of whom is unknown, so the drafter forgets them all.
-                self.end(request)
-                self.begin(request)
-                if not request.undrafted:
-                    self._observe([(request, outcome)])
+            for item in batch:
+                if not self._is_undrafted(item):
+                    self._give_up(item.request, error)
 
     def end(self, request: Request) -> None:
-        """Tell the drafter that a request is over."""
-        try:
-            self._drafter.end(request.draft)
-            if request.id in self._drafter.holding:
-                raise DrafterError("it still keeps something for the request")
-        except Exception as error:
-            self._failures.log(self._who, error)
-            request.warnings.append(f"{self._who} failed at the end of the request ({told(error)})")
+        """Tell the drafters that a request is over."""
+        for member in self._members.values():
+            member.end(request)
+        if self._whole is not None:
+            self._whole.end(request.draft)
 
-    def _give_up(self, request: Request, error: Exception, who: str | None = None) -> None:
-        who = who or self._who
-        self._failures.log(who, error)
-        request.undrafted = True
-        request.warnings.append(f"{who} failed ({told(error)}); the answer went on undrafted")
+    def _give_up(self, request: Request, error: Exception) -> None:
+        self._failures.log("the controller", error)
+        request.failed.update(self._members)
+        request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
 
-    @property
-    def _who(self) -> str:
-        return f"drafter {self._drafter.name!r}"
+
+def _outcome_for(
+    name: str, item: StepItem, outcome: StepOutcome, features: Features | None, output: ForwardOutput
+) -> StepOutcome:
+    """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared."""
+    proposal, nodes = item.drafted.own(name)
+    path = item.drafted.own_path(name, outcome.path)
+    if features is None:
+        if proposal is outcome.proposal:
+            return outcome
+        return StepOutcome(proposal, path, outcome.tokens, partial=outcome.partial)
+    rows: slice | list[int] = item.rows
+    if features.rows == "last":
+        # Of a tree where the next token was drawn, else the last of what was fed.
+        end = (
+            item.judged_rows.start + (outcome.path[-1] + 1 if outcome.path else 0)
+            if item.judged
+            else item.rows.stop - 1
+        )
+        rows = slice(end, end + 1)
+    elif nodes is not None:
+        first = item.judged_rows.start
+        rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in nodes)]
+    return StepOutcome(
+        proposal,
+        path,
+        outcome.tokens,
+        hidden=output.hidden[rows],
+        logits=output.logits[rows] if features.logits else None,
+        layers=tuple(vectors[rows] for vectors in output.layers),
+        partial=outcome.partial,
+    )

@@ -13,6 +13,7 @@ from truedraft.control import Controller, FixedBudget
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.drafters.base import Drafter, NoDrafter
+from truedraft.drafters.portfolio import joint_features
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.batch import Batch
@@ -81,13 +82,14 @@ class Engine:
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise OptionError(f"max_batch must be a whole number of 1 or more, got {max_batch!r}")
         self.drafter.check(self.target)
-        _check_layers(self.drafter, self.target)
+        for member in self.drafter.members.values():
+            _check_layers(member, self.target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
         self._drafting = Drafting(self.drafter, controller, self.target, self._failures)
         self._verifier = Verifier(self.rule, coupled, self._drafting)
-        self._step = Step(self.target, self._drafting, self._verifier, self.drafter.features)
+        self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))
         self._scheduler = Scheduler(max_batch)
         self._turns = Turns()  # of the threads that step
         self._loop = Loop(self.step, self._turns)

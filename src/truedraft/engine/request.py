@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from truedraft.cache import RequestCache
+from truedraft.core.budget import RequestView
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
@@ -50,7 +51,8 @@ class Request:
         self.prompt_tokens = len(prompt)
         self.cache: RequestCache | None = None
         self.counters = Counters()
-        self.undrafted = False  # after its drafter failed
+        self.failed: set[str] = set()  # drafters that failed for it
+        self.view: RequestView | None = None  # what a controller sees of it
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []

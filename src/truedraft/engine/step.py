@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from truedraft.core.budget import Decision
 from truedraft.core.stats import RequestStep, StepRecord
 from truedraft.core.verdict import Origin
 from truedraft.drafters.base import Features, StepOutcome
@@ -37,36 +38,39 @@ class Step:
     def run(self, batch: Batch) -> StepRecord:
         """One step; each request gains tokens, a part of its prompt, or an error."""
         clock = StepClock(self._target.device)
-        budgets = self._drafting.decide(batch)
-        proposals = self._drafting.propose(batch, budgets)
+        decisions = self._drafting.decide(batch)
+        clock.lap()
+        proposals = self._drafting.propose(batch, decisions)
         clock.lap()
         output = self._forward(batch.segments(proposals, self._target, self._features))
         clock.lap()
         judged = self._verifier.verify(batch, output)
         clock.lap()
-        outcomes, record = self._commit(batch, judged, output, clock)
-        self._drafting.observe(batch, outcomes, record)
+        steps, outcomes = self._commit(batch, decisions, judged)
+        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent)
+        self._drafting.observe(batch, outcomes, output)
+        self._drafting.record(batch, record)
         return record
 
     def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)
 
     def _commit(
-        self, batch: Batch, judged: Sequence[Judged | None], output: ForwardOutput, clock: StepClock
-    ) -> tuple[list[StepOutcome], StepRecord]:
+        self, batch: Batch, decisions: Sequence[Decision | None], judged: Sequence[Judged | None]
+    ) -> tuple[tuple[RequestStep, ...], list[StepOutcome]]:
         """Keep accepted paths in the caches, emit, count, and say what became of each proposal."""
         steps: list[RequestStep] = []
         outcomes: list[StepOutcome] = []
-        for item, own in zip(batch, judged, strict=True):
+        for item, decision, own in zip(batch, decisions, judged, strict=True):
             shape = item.proposal.tree.shape
-            step = RequestStep(item.request.id, item.context, item.fed + len(shape), item.prefill)
+            step = RequestStep(item.request.id, item.context, item.fed + len(shape), item.prefill, decision=decision)
             path, tokens = self._emit(item, own, step) if own is not None else ((), ())
             assert item.request.cache is not None
             item.request.cache.commit([*range(item.fed), *(item.fed + node for node in path)])
             item.request.counters.count(step)
             steps.append(step)
-            outcomes.append(self._outcome(item, path, tokens, output))
-        return outcomes, StepRecord(tuple(steps), *clock.seconds())
+            outcomes.append(StepOutcome(item.proposal, path, tokens, partial=not item.judged))
+        return tuple(steps), outcomes
 
     def _emit(self, item: StepItem, judged: Judged, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append what a verdict emits to the answer; returns the accepted path, cut where the answer ended, and it."""
@@ -77,6 +81,7 @@ class Step:
         step.accepted = min(len(tokens), len(verdict.path))
         step.rejected = Origin.RECOVERED in verdict.origins[: len(tokens)]
         step.stop_tokens = int(ended_by_id)
+        step.shares = item.drafted.shares(verdict.path[: step.accepted], step.rejected)
         if judged.broken and request.finish_reason is None:
             request.fail(
                 InvalidLogitsError(
@@ -85,24 +90,3 @@ class Step:
                 )
             )
         return verdict.path[: step.accepted], tokens
-
-    def _outcome(
-        self, item: StepItem, path: tuple[int, ...], tokens: tuple[int, ...], output: ForwardOutput
-    ) -> StepOutcome:
-        """What the drafter is told of an item, with the features that it declared."""
-        features = self._features
-        if features is None:
-            return StepOutcome(item.proposal, path, tokens, partial=not item.judged)
-        rows = item.rows
-        if features.rows == "last" and rows.stop - rows.start > 1:  # of a tree: where the next token was drawn
-            row = rows.start + (path[-1] + 1 if path else 0)
-            rows = slice(row, row + 1)
-        return StepOutcome(
-            item.proposal,
-            path,
-            tokens,
-            hidden=output.hidden[rows],
-            logits=output.logits[rows] if features.logits else None,
-            layers=tuple(vectors[rows] for vectors in output.layers),
-            partial=not item.judged,
-        )

@@ -178,10 +178,10 @@ class Verifier:
         changed = []
         for number, part in enumerate(parts):
             item = part.item
-            if part in on_device and not self._drafting.admits(item.request, item.proposal):
+            if part in on_device and not self._drafting.admits(item):
                 item.proposal, part.probs = Proposal.empty(), part.probs[:1]
             elif number in unsound:
-                item.proposal = self._drafting.disown(item.request, item.proposal, unsound[number])
+                item.proposal = self._drafting.disown(item, unsound[number])
             else:
                 continue
             changed.append(part)

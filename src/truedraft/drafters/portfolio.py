@@ -1,0 +1,155 @@
+"""Several drafters for one target: a controller chooses among them at each step, and may merge what they propose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import DrawKind, Proposal, merge
+from truedraft.core.stats import DraftShare
+from truedraft.drafters.base import Drafter, DraftRequest, Features
+from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
+
+
+class Portfolio(Drafter):
+    """Drafters that stand by for one target. An engine asks its members, by the names under which they stand here.
+
+    What it observes itself are merged proposals; members observe their own. It can be no member of another one.
+
+    Args:
+        members: in the order in which their proposals are merged; a list names them by their own names, and a second
+            of one name by that and its number, "draft-2".
+
+    Raises:
+        OptionError: there is no member, or one is a portfolio.
+    """
+
+    name: ClassVar[str] = "portfolio"
+
+    def __init__(self, members: Mapping[str, Drafter] | Sequence[Drafter]) -> None:
+        named = dict(members) if isinstance(members, Mapping) else _named(members)
+        if not named:
+            raise OptionError("a portfolio needs at least one drafter, got none")
+        for name, member in named.items():
+            if list(member.members.values()) != [member]:
+                raise OptionError(f"a portfolio's members are drafters, and {name!r} is a portfolio; list its members")
+        self._members = named
+        limits = [member.limits for member in named.values()]
+        self.limits = Budget(
+            max(each.depth for each in limits), sum(each.width for each in limits), sum(each.nodes for each in limits)
+        )
+
+    @property
+    def members(self) -> Mapping[str, Drafter]:
+        return self._members
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset().union(*(member.kinds for member in self._members.values()))
+
+    def check(self, target: LanguageModel) -> None:
+        for member in self._members.values():
+            member.check(target)
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Not how it is asked.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError("a portfolio's members are asked one by one, by the engine; ask them, or merge their trees")
+
+
+def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:
+    """Members by name; a second one of a name has its number behind it."""
+    named: dict[str, Drafter] = {}
+    for member in members:
+        name, number = member.name, 1
+        while name in named:
+            number += 1
+            name = f"{member.name}-{number}"
+        named[name] = member
+    return named
+
+
+def joint_features(drafter: Drafter) -> Features | None:
+    """All that the members of a drafter want to see of the target's forward."""
+    wanted = [member.features for member in drafter.members.values() if member.features is not None]
+    if not wanted:
+        return None
+    layers = sorted({layer for each in wanted for layer in each.layers})
+    rows = "all" if any(each.rows == "all" for each in wanted) else "last"
+    return Features(rows, any(each.logits for each in wanted), tuple(layers))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MergedProposal:
+    """What is proposed for one request, and which nodes of it are whose.
+
+    Attributes:
+        proposal: what is judged.
+        parts: what each drafter proposed, by name, in the order of merging.
+        nodes: for each of them the nodes of `proposal` that its own nodes became.
+    """
+
+    proposal: Proposal
+    parts: Mapping[str, Proposal]
+    nodes: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Proposal]) -> MergedProposal:
+        """Merge what was proposed, in this order; a proposal that is alone stays as it is."""
+        if not parts:
+            return cls(Proposal.empty(), {}, {})
+        if len(parts) == 1:
+            ((name, alone),) = parts.items()
+            return cls(alone, parts, {name: range(len(alone.tree))})
+        proposal, nodes = merge(list(parts.values()))
+        return cls(proposal, parts, dict(zip(parts, nodes, strict=True)))
+
+    def own(self, name: str) -> tuple[Proposal, Sequence[int] | None]:
+        """What a drafter proposed, and its nodes here; None where it proposed all that there is."""
+        part = self.parts.get(name)
+        if part is None:
+            return Proposal.empty(), () if len(self.proposal.tree) else None
+        return part, None if part is self.proposal else self.nodes[name]
+
+    def own_path(self, name: str, path: Sequence[int]) -> tuple[int, ...]:
+        """The part of an accepted path, from the root's child down, that a drafter proposed, as its own nodes.
+
+        Worked example: of merged chains whose second's nodes became 0 and 2, the path (0, 2) is (0, 1) of its own.
+        """
+        part = self.parts.get(name)
+        if part is None:
+            return ()
+        if part is self.proposal:
+            return tuple(path)
+        own_of = self._own_numbers[name]
+        found = []
+        for node in path:
+            if node not in own_of:
+                break
+            found.append(own_of[node])
+        return tuple(found)
+
+    @cached_property
+    def _own_numbers(self) -> dict[str, dict[int, int]]:
+        return {name: {node: own for own, node in enumerate(nodes)} for name, nodes in self.nodes.items()}
+
+    def shares(self, path: Sequence[int], rejected: bool) -> tuple[DraftShare, ...]:
+        """What each drafter did, from the accepted path and whether draws were rejected where it ends."""
+        found = []
+        for name, part in self.parts.items():
+            shape, own = part.tree.shape, self.own_path(name, path)
+            row = own[-1] + 1 if own else 0
+            left = len(own) < len(path)  # the path went on elsewhere
+            tried = bool(part.draws[row]) and (left or rejected)
+            found.append(DraftShare(name, len(shape), shape.depth, own, len(own) + tried))
+        return tuple(found)

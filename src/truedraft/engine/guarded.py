@@ -1,0 +1,179 @@
+"""A drafter with its failures kept from the requests: what it proposes is checked, what it raises costs no answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from truedraft.core import transfers
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposal import Proposal, check_draws
+from truedraft.core.stats import DraftTime
+from truedraft.core.tree import TokenTree
+from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.engine.failures import Failures, told
+from truedraft.engine.request import Request
+from truedraft.errors import DrafterError
+from truedraft.models.base import LanguageModel
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that a proposal is asked for."""
+
+    request: Request
+    budget: Budget
+    noise: KeyedNoise
+
+
+class GuardedDrafter:
+    """Deals with one drafter for all requests.
+
+    A request that it fails for goes on without it, with a warning; the others do not notice.
+
+    Args:
+        name: under which controllers choose it.
+        drafter: any drafter.
+        target: what is drafted for.
+        failures: is told what failed.
+
+    Attributes:
+        name: as given.
+        drafter: as given.
+        spent: what the last `propose` took; None where nobody was asked.
+    """
+
+    def __init__(self, name: str, drafter: Drafter, target: LanguageModel, failures: Failures) -> None:
+        self.name = name
+        self.drafter = drafter
+        self.spent: DraftTime | None = None
+        self._vocab_size = target.vocab_size
+        self._on_device = transfers.waits(target.device)  # whether drafted ids may stay there until they were judged
+        self._failures = failures
+
+    def begin(self, request: Request) -> None:
+        """Tell it that a request starts."""
+        try:
+            self.drafter.begin(request.draft)
+        except Exception as error:
+            self.give_up(request, error)
+
+    def propose(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
+        """Checked proposals by request, each within its budget; none for those that it fails for."""
+        behind = 0 if self._on_device else sum(self.drafter.hint(each.request.draft).behind for each in asked)
+        began = time.perf_counter()
+        try:
+            made = self._ask(asked)
+        except Exception as error:
+            made = self._ask_alone(asked, error)
+        seconds = time.perf_counter() - began
+        trees = [proposal.tree for proposal in made.values()]
+        depth, nodes = max((tree.shape.depth for tree in trees), default=0), sum(map(len, trees))
+        self.spent = None if self._on_device else DraftTime(self.name, len(asked), depth, nodes, behind, seconds)
+        return made
+
+    def _ask_alone(self, asked: Sequence[Asked], error: Exception) -> dict[int, Proposal]:
+        """What can still be had after a failure: whose fault it was shows when each request is asked for alone."""
+        if len(asked) == 1:
+            self.give_up(asked[0].request, error)
+            return {}
+        self._failures.asked_again([each.request for each in asked], self._who, error)
+        made: dict[int, Proposal] = {}
+        for each in asked:
+            try:
+                made |= self._ask([each])
+            except Exception as own:
+                self.give_up(each.request, own)
+        return made
+
+    def _ask(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
+        """Checked proposals by request."""
+        proposals = self.drafter.propose(
+            [each.request.draft for each in asked], [each.budget for each in asked], [each.noise for each in asked]
+        )
+        if len(proposals) != len(asked):
+            raise DrafterError(f"drafter {self.name!r} made {len(proposals)} proposals for {len(asked)} requests")
+        for proposal, each in zip(proposals, asked, strict=True):
+            self._check(proposal, each)
+            if not (proposal.tree.on_device and self._on_device):
+                self.check_ids(proposal.tree)
+        return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
+
+    def _check(self, proposal: Proposal, asked: Asked) -> None:
+        """Refuse what the rule would judge wrongly, or the budget forbids."""
+        tree, name, vocab = proposal.tree, self.name, self._vocab_size
+        if not len(tree):
+            return
+        if tree.shape.depth > asked.budget.depth or len(tree) > asked.budget.nodes:
+            raise DrafterError(
+                f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
+            )
+        kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
+        judges = asked.request.rule.judges
+        if not kinds <= judges:
+            names = ", ".join(sorted(kind.value for kind in kinds - judges))
+            raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
+        probs = proposal.probs
+        if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
+            raise DrafterError(
+                f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
+                f"floats of [distributions, {vocab}]"
+            )
+        if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
+            shape = tuple(tree.tokens.shape)
+            raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
+
+    def check_ids(self, tree: TokenTree) -> None:
+        """Refuse ids that do not exist."""
+        ids, last = tree.host_ids, self._vocab_size - 1
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            raise DrafterError(f"drafter {self.name!r} proposed ids outside 0 to {last}: {ids}")
+
+    def observe(self, seen: Sequence[tuple[Request, StepOutcome]]) -> None:
+        """Tell it what became of a step."""
+        try:
+            self.drafter.observe([request.draft for request, _ in seen], [outcome for _, outcome in seen])
+        except Exception as error:
+            if len(seen) == 1:
+                self.give_up(seen[0][0], error)
+                return
+            self._failures.asked_again([request for request, _ in seen], self._who, error)
+            for request, outcome in seen:
+                # What was noted of whom is unknown, so the drafter forgets them all.
+                self.end(request)
+                self.begin(request)
+                if self.name not in request.failed:
+                    self.observe([(request, outcome)])
+
+    def end(self, request: Request) -> None:
+        """Tell it that a request is over."""
+        try:
+            self.drafter.end(request.draft)
+            if request.id in self.drafter.holding:
+                raise DrafterError("it still keeps something for the request")
+        except Exception as error:
+            self._failures.log(self._who, error)
+            request.warnings.append(f"{self._who} failed at the end of the request ({told(error)})")
+
+    def give_up(self, request: Request, error: Exception) -> None:
+        """The request goes on without it."""
+        self._failures.log(self._who, error)
+        request.failed.add(self.name)
+        request.warnings.append(f"{self._who} failed ({told(error)}); the answer went on undrafted")
+
+    @property
+    def _who(self) -> str:
+        return f"drafter {self.name!r}"
+
+
+def disowned(rows: Collection[int], proposal: Proposal) -> DrafterError:
+    """Why draws below some tree rows of a proposal are not judged."""
+    depth = min((0, *proposal.tree.shape.depths)[row] for row in rows) + 1
+    return DrafterError(
+        f"the probabilities that draws at depth {depth} were made from are no distributions (finite, not negative, "
+        "sum 1), or give nothing to the token drawn"
+    )
