@@ -1,7 +1,26 @@
 """Controllers: numbers in, decisions out. They never see a tensor."""
 
-from truedraft.control.base import Controller, FixedBudget
-from truedraft.core.budget import Budget, Decision, RequestView
+from truedraft.control.base import Controller, FixedBudget, StepTimes
+from truedraft.control.exploration import Exploration, Thompson, UpperBound
+from truedraft.control.goodput import Goodput
+from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, Schedule
+from truedraft.core.budget import Budget, Decision, Hint, RequestView
 from truedraft.core.stats import StepRecord
 
-__all__ = ["Budget", "Controller", "Decision", "FixedBudget", "RequestView", "StepRecord"]
+__all__ = [
+    "AssistedHeuristic",
+    "Budget",
+    "ConfidenceStop",
+    "Controller",
+    "Decision",
+    "Exploration",
+    "FixedBudget",
+    "Goodput",
+    "Hint",
+    "RequestView",
+    "Schedule",
+    "StepRecord",
+    "StepTimes",
+    "Thompson",
+    "UpperBound",
+]

@@ -1,12 +1,49 @@
-"""The contract of a controller."""
+"""The contract of a controller, and what it may ask about time."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 from truedraft.core.budget import Budget, Decision, RequestView
 from truedraft.core.stats import StepRecord
+
+
+class StepTimes(Protocol):
+    """What the steps of an engine take on this machine, corrected by what its steps took lately."""
+
+    def step_s(self, rows: int, contexts: Sequence[int]) -> float:
+        """Seconds of a step without drafting: the forward, its verdicts, and all that surrounds them.
+
+        Args:
+            rows: that the target is fed, of all requests together.
+            contexts: cached tokens of each request.
+        """
+        ...
+
+    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+        """Seconds of proposals of a drafter, with the usual catch-up.
+
+        Args:
+            drafter: by name.
+            requests: that it drafts for together.
+            depth: of the deepest proposal.
+            greedy: whether the requests are greedy; others draw from distributions, which costs more.
+        """
+        ...
+
+    def catch_up_s(self, drafter: str, behind: int) -> float:
+        """Seconds that a drafter takes to read tokens that it has not read, beyond those of the last step."""
+        ...
+
+    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
+        """Gains of a drafter's nodes that were measured before; empty where nobody did."""
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """A step was made, and took what its record says."""
+        ...
 
 
 class Controller(ABC):
@@ -14,6 +51,9 @@ class Controller(ABC):
 
     What it raises costs no answer: requests that it fails for go on undrafted.
     """
+
+    def begin(self, times: StepTimes) -> None:  # noqa: B027 - optional
+        """An engine takes it on; one controller serves one engine."""
 
     @abstractmethod
     def decide(self, views: Sequence[RequestView]) -> Sequence[Decision]:
@@ -24,7 +64,7 @@ class Controller(ABC):
 
 
 class FixedBudget(Controller):
-    """Always the same budget, or the drafter's own limits.
+    """Always the first drafter, with the same budget or its own limits.
 
     Args:
         budget: None takes the drafter's limits.

@@ -71,6 +71,7 @@ class RequestStep:
         stop_tokens: 1 where an end-of-text or stop token ended the answer.
         decision: what was decided for it; None where nobody was asked, as during its prompt.
         shares: what each drafter did that drafted for it.
+        greedy: whether it is at temperature 0.
     """
 
     id: int
@@ -86,6 +87,7 @@ class RequestStep:
     stop_tokens: int = 0
     decision: Decision | None = None
     shares: tuple[DraftShare, ...] = ()
+    greedy: bool = False
 
     @property
     def survival(self) -> tuple[bool, ...]:
@@ -104,7 +106,7 @@ class StepRecord:
         draft_s: asking the drafters, catch-up included.
         target_s: the target's forward.
         verify_s: probabilities and verdicts.
-        total_s: the whole step up to here: accepted tokens emitted and caches committed.
+        total_s: the whole step: accepted tokens emitted, caches committed, drafters told.
         decide_s: asking the controller.
         drafting: what asking each drafter took that was asked; empty on a device, where that is only queued.
     """

@@ -11,6 +11,7 @@ from truedraft.costs.kept import (
     target_cost,
 )
 from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target
+from truedraft.costs.running import RunningTimes
 from truedraft.costs.store import CostStore
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Measured",
     "Progress",
     "ReadBandwidth",
+    "RunningTimes",
     "StepCosts",
     "drafter_cost",
     "measure_drafter",

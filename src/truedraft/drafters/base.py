@@ -208,6 +208,10 @@ class Drafter(ABC):
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
 
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
+        """What nodes are expected to bring to requests with such options; None where nobody measured it."""
+        return None
+
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
         """Sizes to choose from by measuring, for requests with such options.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.core.budget import MOST_NODES, Budget, nodes_of
+from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
@@ -81,6 +81,9 @@ class DraftModel(Drafter):
                 f"draft {self.model.name!r} has {self.model.vocab_size} token ids and target {target.name!r} has "
                 f"{target.vocab_size}; use a draft trained on the target's tokenizer"
             )
+
+    def hint(self, request: DraftRequest) -> Hint:
+        return Hint(behind=len(request.tokens) - self.caches[request.id].length)
 
     def begin(self, request: DraftRequest) -> None:
         """Take a cache for the request; it is filled at the first proposal."""

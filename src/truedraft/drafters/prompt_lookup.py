@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget
+from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.errors import OptionError
+
+_NOTHING = Hint(finds=False)
+_FOUND = tuple(Hint(kind) for kind in range(33))
 
 
 class PromptLookup(Drafter):
@@ -57,12 +60,20 @@ class PromptLookup(Drafter):
         length = min(budget.depth, budget.nodes, self.limits.depth)
         if budget.is_zero:
             return Proposal.empty()
-        index = self._indexes[request.id]
-        index.extend(request.tokens)
-        start = index.follows(request.tokens)
+        start, _ = self._find(request)
         if start is None:
             return Proposal.empty()
         return Proposal.deterministic(TokenTree.chain(_copy(request.tokens, start, length)))
+
+    def hint(self, request: DraftRequest) -> Hint:
+        """The length of the n-gram that was found is its kind."""
+        start, size = self._find(request)
+        return _NOTHING if start is None else _FOUND[min(size, len(_FOUND) - 1)]
+
+    def _find(self, request: DraftRequest) -> tuple[int | None, int]:
+        index = self._indexes[request.id]
+        index.extend(request.tokens)
+        return index.follows(request.tokens)
 
     def end(self, request: DraftRequest) -> None:
         self._indexes.pop(request.id, None)
@@ -96,10 +107,10 @@ class _NgramIndex:
                     self._places[tuple(tokens[place - size : place])] = place
         self._known = len(tokens)
 
-    def follows(self, tokens: Sequence[int]) -> int | None:
-        """The place that followed the latest occurrence of the longest known ending."""
+    def follows(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        """The place that followed the latest occurrence of the longest known ending, and that ending's length."""
         for size in self._sizes:
             place = self._places.get(tuple(tokens[-size:]))
             if place is not None:
-                return place
-        return None
+                return place, size
+        return None, 0

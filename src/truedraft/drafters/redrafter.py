@@ -25,6 +25,7 @@ from truedraft.drafters.sampled_beams import SampledBeams
 from truedraft.errors import OptionError
 from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel
+from truedraft.theory import AcceptanceCurve
 
 DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
 """Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""
@@ -133,6 +134,13 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
             sized = functools.partial(self.with_sizes, each.beams, each.length)
             plans.append(SizePlan(f"{each.beams} beams of {each.length}", each.curve, timed[each.beams], sized))
         return plans
+
+    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
+        """That of its beams, replayed at this length or the nearest; None for drawn paths, which were not."""
+        if self._draws(params):
+            return None
+        curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
+        return min(curves, key=lambda each: abs(each.length - self.length)).curve if curves else None
 
     def _runner_for(self, target: LanguageModel) -> RedrafterRunner:
         return RedrafterRunner(self.head, target)

@@ -9,9 +9,11 @@ from typing import cast, overload
 
 import torch
 
-from truedraft.control import Controller, FixedBudget
+from truedraft.control import Controller, Goodput
+from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
+from truedraft.costs import RunningTimes, StepCosts
 from truedraft.drafters.base import Drafter, NoDrafter
 from truedraft.drafters.portfolio import joint_features
 from truedraft.drafters.specs import from_spec
@@ -39,7 +41,8 @@ class Engine:
         target: the model that decides what is answered; a name or a folder is loaded by `load_model`.
         drafter: guesses ahead; None never does. A text is read as `--drafter` reads it, such as "prompt-lookup".
         rule: how guesses are judged; None is lossless speculative sampling. A text is read as `--rule` reads it.
-        controller: how much is drafted; None is always the drafter's own limits.
+        controller: which drafter drafts how much; None expects most tokens per second (`Goodput`). A text is read as
+            `--controller` reads it, such as "fixed", which is always the first drafter's own limits.
         max_batch: most requests in one step.
         coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
@@ -61,7 +64,7 @@ class Engine:
         target: LanguageModel | str | Path,
         drafter: Drafter | str | None = None,
         rule: Rule | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         *,
         max_batch: int = 32,
         coupled_rule: Rule | None = None,
@@ -73,11 +76,11 @@ class Engine:
         self.target = target
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.rule = rule if rule is not None else SpeculativeSampling()
-        controller = controller if controller is not None else FixedBudget()
+        controller = controller_from_spec(controller) if isinstance(controller, str) else controller or Goodput()
         coupled = coupled_rule if coupled_rule is not None else CoupledSampling()
         _check_kind("drafter", self.drafter, Drafter, ", such as DraftModel(model), or its words")
         _check_kind("rule", self.rule, Rule, ", or its words")
-        _check_kind("controller", controller, Controller)
+        _check_kind("controller", controller, Controller, ", or its words")
         _check_kind("coupled_rule", coupled, Rule)
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise OptionError(f"max_batch must be a whole number of 1 or more, got {max_batch!r}")
@@ -87,6 +90,7 @@ class Engine:
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
+        controller.begin(RunningTimes(StepCosts(self.target), self.drafter.members))
         self._drafting = Drafting(self.drafter, controller, self.target, self._failures)
         self._verifier = Verifier(self.rule, coupled, self._drafting)
         self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))

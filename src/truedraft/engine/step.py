@@ -47,8 +47,8 @@ class Step:
         judged = self._verifier.verify(batch, output)
         clock.lap()
         steps, outcomes = self._commit(batch, decisions, judged)
-        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent)
         self._drafting.observe(batch, outcomes, output)
+        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent)
         self._drafting.record(batch, record)
         return record
 
@@ -63,7 +63,14 @@ class Step:
         outcomes: list[StepOutcome] = []
         for item, decision, own in zip(batch, decisions, judged, strict=True):
             shape = item.proposal.tree.shape
-            step = RequestStep(item.request.id, item.context, item.fed + len(shape), item.prefill, decision=decision)
+            step = RequestStep(
+                item.request.id,
+                item.context,
+                item.fed + len(shape),
+                item.prefill,
+                decision=decision,
+                greedy=item.request.params.greedy,
+            )
             path, tokens = self._emit(item, own, step) if own is not None else ((), ())
             assert item.request.cache is not None
             item.request.cache.commit([*range(item.fed), *(item.fed + node for node in path)])

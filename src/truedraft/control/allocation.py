@@ -1,0 +1,236 @@
+"""Which nodes of which requests a step drafts: the allocation with the most expected tokens per second.
+
+Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. Tokens are one for each
+request and the gains of all nodes that are drafted for it; seconds are those of the step with so many rows and of the
+drafting. Nothing drafted is an allocation like any other: plain decoding.
+
+Worked example: one request, gains 0.6 and 0.3, a step of 10 ms with one row and 11 ms with two or three, 1 ms for
+drafting one token and 2 ms for two. Plain decoding emits 100 tokens a second, one drafted token 1.6 / 12 ms = 133, two
+1.9 / 13 ms = 146: two it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from truedraft.control.base import StepTimes
+from truedraft.core.budget import NO_DRAFT, Budget
+
+STOPS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Numbers of nodes at which an allocation may end; steps cost about the same in between."""
+_AT_STOP = frozenset(STOPS)
+_LEAST_GAIN = 0.02  # nodes that bring less are not looked at
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A drafter that may draft for a request.
+
+    Attributes:
+        drafter: by name.
+        limits: of it, cut to what is left of the answer.
+        gains: of its nodes, in the order in which a budget takes them, falling.
+        setup_s: seconds of catching up, shared over the steps to come.
+        hint: kind of what it knows beforehand.
+    """
+
+    drafter: str
+    limits: Budget
+    gains: Sequence[float]
+    setup_s: float = 0.0
+    hint: int = 0
+
+    def budget(self, nodes: int) -> Budget:
+        """The budget that drafts so many nodes."""
+        return Budget(self.depth(nodes), self.limits.width, nodes, self.limits.min_probability) if nodes else NO_DRAFT
+
+    def depth(self, nodes: int) -> int:
+        """Of a proposal of so many nodes."""
+        return min(nodes, self.limits.depth)
+
+
+Share: TypeAlias = tuple[Candidate, int] | None
+"""What is drafted for one request: by whom and how many nodes; None is nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """What a step drafts.
+
+    Attributes:
+        shares: one for each request.
+        tokens: expected, of all requests.
+        seconds: expected.
+    """
+
+    shares: list[Share]
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def rows(self) -> int:
+        """That the target is fed."""
+        return len(self.shares) + sum(share[1] for share in self.shares if share is not None)
+
+
+class Allocator:
+    """Finds allocations for the requests of one step.
+
+    Args:
+        times: what steps and drafting take.
+        contexts: cached tokens of each request.
+        greedy: whether the requests are greedy; draws from distributions cost more.
+    """
+
+    def __init__(self, times: StepTimes, contexts: Sequence[int], greedy: bool) -> None:
+        self._times = times
+        self._contexts = contexts
+        self._greedy = greedy
+        self._known_s: dict[int, float] = {}  # seconds by rows
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of the step with so many rows, drafting apart."""
+        found = self._known_s.get(rows)
+        if found is None:
+            found = self._known_s[rows] = self._times.step_s(rows, self._contexts)
+        return found
+
+    def drafting_s(self, candidate: Candidate, requests: int, nodes: int) -> float:
+        """Seconds of drafting for so many requests, of which the deepest gets so many nodes."""
+        return self._times.drafting_s(candidate.drafter, requests, candidate.depth(nodes), self._greedy)
+
+    def plain(self) -> Allocation:
+        """Nothing is drafted."""
+        count = len(self._contexts)
+        return Allocation([None] * count, float(count), self.step_s(count))
+
+    def best(self, candidates: Sequence[Sequence[Candidate]]) -> Allocation:
+        """The best allocation: of one drafter, or of several where requests are better off with others.
+
+        Args:
+            candidates: of each request, at most one for each drafter.
+        """
+        best = self.plain()
+        names = dict.fromkeys(each.drafter for own in candidates for each in own)
+        for name in names:
+            own = [next((each for each in of_one if each.drafter == name), None) for of_one in candidates]
+            found = self._filled(own, best.rate)
+            best = found if found is not None else best
+        if len(candidates) > 1 and len(names) > 1:
+            mixed = self.priced([self.alone(best, own) for own in candidates])
+            best = mixed if mixed.rate > best.rate else best
+        return best
+
+    def _filled(self, candidates: Sequence[Candidate | None], rate: float) -> Allocation | None:
+        """The best allocation to one drafter: nodes of all requests by falling gain, as many as pay.
+
+        Args:
+            candidates: that drafter's, of each request.
+            rate: that must be beaten, else there is none.
+        """
+        nodes = [
+            (-gain, place, number, candidate)
+            for number, candidate in enumerate(candidates)
+            if candidate is not None
+            for place, gain in enumerate(candidate.gains)
+            if gain > _LEAST_GAIN
+        ]
+        nodes.sort(key=lambda node: node[:3])
+        count, found = len(candidates), None
+        tokens, deepest, setup_s, drafted = float(count), 0, 0.0, 0
+        for filled, (loss, place, _, candidate) in enumerate(nodes, 1):
+            tokens -= loss
+            if place == 0:
+                drafted += 1
+                setup_s += candidate.setup_s
+            deepest = max(deepest, place + 1)
+            if filled not in _AT_STOP and filled != len(nodes):
+                continue
+            seconds = self.step_s(count + filled) + setup_s + self.drafting_s(candidate, drafted, deepest)
+            if tokens > rate * seconds:
+                rate, found = tokens / seconds, (filled, tokens, seconds)
+        if found is None:
+            return None
+        shares: list[Share] = [None] * count
+        for _, place, number, candidate in nodes[: found[0]]:
+            shares[number] = candidate, place + 1  # a request's nodes come in order
+        return Allocation(shares, *found[1:])
+
+    def alone(self, allocation: Allocation, candidates: Sequence[Candidate]) -> Share:
+        """What one request would draft at the prices of an allocation.
+
+        A second is worth the allocation's tokens; a row costs what some more rows would there, and a drafter what one
+        more request costs it, or a first one where it drafts for nobody.
+
+        Args:
+            allocation: sets the prices.
+            candidates: of the request.
+        """
+        rows = allocation.rows
+        row_s = max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
+        drafting = {share[0].drafter for share in allocation.shares if share is not None}
+        best: Share = None
+        most = 0.0
+        for candidate in candidates:
+            shared = candidate.drafter in drafting
+            for nodes, gain in enumerate(itertools.accumulate(candidate.gains), 1):
+                seconds = self.drafting_s(candidate, 1 + shared, nodes)
+                if shared:
+                    seconds -= self.drafting_s(candidate, 1, nodes)
+                value = gain - allocation.rate * (row_s * nodes + seconds + candidate.setup_s)
+                if value > most:
+                    best, most = (candidate, nodes), value
+        return best
+
+    def priced(self, shares: list[Share]) -> Allocation:
+        """The allocation with these shares."""
+        tokens, seconds = float(len(shares)), 0.0
+        largest: dict[str, tuple[Candidate, int, int]] = {}  # by drafter: one of its candidates, requests, most nodes
+        for share in shares:
+            if share is not None:
+                candidate, nodes = share
+                tokens += sum(candidate.gains[:nodes])
+                seconds += candidate.setup_s
+                _, requests, most = largest.get(candidate.drafter, (candidate, 0, 0))
+                largest[candidate.drafter] = candidate, requests + 1, max(most, nodes)
+        seconds += sum(self.drafting_s(*each) for each in largest.values())
+        allocation = Allocation(shares, tokens, seconds)
+        allocation.seconds += self.step_s(allocation.rows)
+        return allocation
+
+    def hope(self, allocation: Allocation, number: int, candidate: Candidate, first: float) -> tuple[float, int, float]:
+        """What another drafter would bring one request at best.
+
+        Args:
+            allocation: as it is without it.
+            number: of the request.
+            candidate: to draft in its place.
+            first: the gain to hope for of its first node; those below are hoped for in proportion.
+
+        Returns:
+            Tokens that it would add, with how many nodes, and the seconds that are lost if it brings nothing.
+        """
+        now = allocation.shares[number]
+        plan_s = self.step_s(allocation.rows)
+        spared_s = 0.0 if now is None else self.drafting_s(now[0], 1, now[1])
+        brings = 0.0 if now is None else sum(now[0].gains[: now[1]])
+        best: tuple[float, int, float] | None = None
+        total = 0.0
+        scale = first / max(candidate.gains[0], 1e-9)
+        for nodes, gain in enumerate(candidate.gains[:4], 1):
+            total += min(gain * scale, first)
+            rows = allocation.rows + nodes - (0 if now is None else now[1])
+            seconds = self.step_s(rows) - plan_s + self.drafting_s(candidate, 1, nodes) + candidate.setup_s - spared_s
+            value = total - brings - allocation.rate * seconds
+            if best is None or value > best[0]:
+                best = value, nodes, max(seconds + brings / allocation.rate, 0.0)
+        assert best is not None
+        return best

@@ -1,0 +1,382 @@
+"""The goodput controller: at every step the drafters and budgets from which most tokens a second are expected.
+
+What a decision looks at. Everything is known before the step drafts anything, so whether a draw exists never depends
+on its token (DESIGN section 2, predictable choice). Requests with one seed share their noise. So verdicts of a sampled
+request whose seed somebody chose, a *private* one, decide nothing about any other request: not through estimates, which
+are drawn from greedy and coupled requests, whose tokens no budget changes, and from requests with fresh random seeds,
+whose noise nobody shares; not through the allocation, in which it stands for the others as what is known without its
+verdicts, and chooses for itself at the prices that result; and not through what probing has left, for it probes on a
+credit of its own. What is left of it for others is time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from truedraft.control.allocation import STOPS, Allocation, Allocator, Candidate, Share
+from truedraft.control.base import Controller, StepTimes
+from truedraft.control.exploration import Exploration, UpperBound
+from truedraft.control.survival import UNKNOWN_RATE, ChainGains, Gains, TreeGains
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
+from truedraft.core.stats import RequestStep, StepRecord
+
+_PRIOR_WEIGHT, _POOL_MEMORY = 4.0, 200.0  # verdicts
+_OWN_WEIGHT, _OWN_MEMORY = 3.0, 12.0
+_AHEAD = 32  # tokens over which catching up must pay, where so many may come
+_LOOK_SHARE = 0.005  # of time that deciding may take before decisions are kept for several steps
+_LONGEST_HOLD = 32
+_CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
+_PLAIN_AGE_S = 2.0  # after which what a plain step takes is measured again
+_SLOW = 0.1  # share by which one step moves what steps are known to take
+
+Kind: TypeAlias = tuple[str, int]
+"""What a request's estimates are kept apart by: drafter and kind of hint; the pool's by sampling options too."""
+
+
+@dataclass(slots=True, eq=False)
+class _Probing:
+    """What probing may still lose, of a private request or of all others together.
+
+    Attributes:
+        credit_s: seconds.
+        plain_at: when a step was last plain decoding.
+        request: that the running step probes with; None where it does not.
+        rate: tokens a second that the step was expected to emit without the probe.
+        staked_s: seconds taken from the credit for it.
+    """
+
+    plain_at: float
+    credit_s: float = 0.0
+    request: int | None = None
+    rate: float = 0.0
+    staked_s: float = 0.0
+
+    def earn(self, seconds: float, most: float) -> None:
+        """Time went by."""
+        self.credit_s = min(self.credit_s + seconds, most)
+
+    def stake(self, request: int, rate: float, seconds: float) -> None:
+        """The running step probes."""
+        self.credit_s -= seconds
+        self.request, self.rate, self.staked_s = request, rate, seconds
+
+    def settle(self, step: RequestStep) -> None:
+        """What the tokens were worth comes back, so only what was lost was spent."""
+        if self.request == step.id:
+            self.request = None
+            self.credit_s += min(max(step.emitted - 1, 0) / self.rate, self.staked_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    """What is kept of a request while it runs.
+
+    Attributes:
+        shaping: its sampling options that acceptance hangs on.
+        probing: its own, of a private one; that of all others.
+        private: whether its verdicts are to be kept from other requests.
+        gains: estimates from its own verdicts.
+        hints: kinds of hints at the last decision, of the drafters that give any.
+        share: what the joint allocation gave it.
+        decision: the last, probes apart.
+        speedup: estimated of the last allocation.
+    """
+
+    shaping: object
+    probing: _Probing
+    private: bool
+    gains: dict[Kind, Gains] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
+    share: tuple[str, int] | None = None
+    decision: Decision | None = None
+    speedup: float = 1.0
+
+
+class Goodput(Controller):
+    """Chooses drafters and budgets by expected tokens per second; the default.
+
+    Args:
+        exploration: how optimistic probes are.
+        probing: share of time that probing may lose, a fraction. It never ends, so no drafter is given up for ever.
+        hysteresis: gain in goodput, a fraction, below which nothing is changed, for costs are not known better.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        exploration: Exploration | None = None,
+        *,
+        probing: float = 0.01,
+        hysteresis: float = 0.02,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._exploration = exploration or UpperBound()
+        self._share = probing
+        self._hysteresis = hysteresis
+        self._clock = clock
+        self._times: StepTimes | None = None
+        self._pool: dict[tuple[object, Kind], Gains] = {}
+        self._own: dict[int, _Own] = {}
+        self._probing = _Probing(clock())
+        self._joint: tuple[Allocator, Allocation] | None = None
+        self._batch: tuple[int, ...] = ()
+        self._step = 0
+        self._left = 0  # steps for which the allocation is kept
+        self._look_s = 0.0  # that deciding takes
+        self._steps_s = 0.0  # that a step takes
+
+    def begin(self, times: StepTimes) -> None:
+        self._times = times
+
+    # ------------------------------------------------------------------------------------ deciding
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        owns = [self._own_of(view) for view in views]
+        batch = tuple([view.id for view in views])
+        alone = len(views) == 1
+        stale = [number for number, view in enumerate(views) if not _is_as_hinted(view, owns[number])]
+        joint = self._joint
+        if joint is None or self._left <= 0 or batch != self._batch or any(alone or not owns[i].private for i in stale):
+            return self._renew(views, owns, batch)
+        self._left -= 1
+        for number in stale:
+            view, own = views[number], owns[number]
+            own.decision = self._decision(view, joint[0].alone(joint[1], self._candidates(view, own)), own.speedup)
+        return [own.decision for own in owns if own.decision is not None]
+
+    def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own], batch: tuple[int, ...]) -> list[Decision]:
+        """Decisions from scratch, and for how many steps they are kept."""
+        began = self._clock()
+        alone = len(views) == 1
+        allocator = Allocator(self._timing, [view.context for view in views], views[0].params.greedy)
+        private = [own.private and not alone for own in owns]
+        known = [
+            self._standing_for(view, own) if kept_apart else self._candidates(view, own)
+            for view, own, kept_apart in zip(views, owns, private, strict=True)
+        ]
+        best = self._settled(allocator, allocator.best(known), known, owns)
+        speedup = best.rate / allocator.plain().rate
+        every = list(known)
+        for number, (view, own) in enumerate(zip(views, owns, strict=True)):
+            share = best.shares[number]
+            own.share = None if share is None else (share[0].drafter, share[1])
+            if private[number]:
+                every[number] = self._candidates(view, own)
+                share = allocator.alone(best, every[number])
+            own.speedup = speedup
+            own.decision = self._decision(view, share, speedup)
+        decisions = self._with_probes(views, owns, allocator, best, every)
+        self._joint, self._batch = (allocator, best), batch
+        took = self._clock() - began
+        self._look_s += _SLOW * (took - self._look_s) if self._look_s else took
+        self._left = min(int(self._look_s / (_LOOK_SHARE * self._steps_s)), _LONGEST_HOLD) if self._steps_s else 0
+        return decisions
+
+    def _decision(self, view: RequestView, share: Share, speedup: float) -> Decision:
+        if share is None:
+            return Decision(next(iter(view.limits)), NO_DRAFT, (), "plain", 1.0, speedup)
+        candidate, nodes = share
+        tokens = 1.0 + sum(candidate.gains[:nodes])
+        return Decision(candidate.drafter, candidate.budget(nodes), (), "pays", tokens, speedup)
+
+    def _own_of(self, view: RequestView) -> _Own:
+        own = self._own.get(view.id)
+        if own is None:
+            params = view.params
+            private = not (params.greedy or params.coupled or params.seed is None)
+            probing = _Probing(self._clock()) if private else self._probing
+            own = self._own[view.id] = _Own((params.probs_key, params.coupled), probing, private)
+        return own
+
+    def _candidates(self, view: RequestView, own: _Own) -> list[Candidate]:
+        """The drafters that may draft for a request, as far as its own verdicts say, too."""
+        room = view.remaining - 1
+        found = []
+        for drafter, limits in view.limits.items():
+            if limits.is_zero or room < 1:
+                continue
+            hint = view.hints[drafter]() if drafter in view.hints else Hint()
+            if hint.kind or not hint.finds:
+                own.hints[drafter] = _kind_of(hint)
+            if not hint.finds:
+                continue
+            kind: Kind = drafter, hint.kind
+            gains = self._gains_of(view, own, kind, limits)
+            most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
+            setup_s = self._timing.catch_up_s(drafter, hint.behind) / max(1, min(room, _AHEAD) // 2)
+            found.append(Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind))
+        return found
+
+    def _standing_for(self, view: RequestView, own: _Own) -> list[Candidate]:
+        """What other requests may know of a private one: nothing of its text or verdicts."""
+        found = []
+        for drafter, limits in view.limits.items():
+            if not limits.is_zero:
+                gains = self._pooled(view, own, (drafter, 0), limits).gains(min(limits.nodes, STOPS[-1]))
+                found.append(Candidate(drafter, limits, gains))
+        return found
+
+    def _gains_of(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
+        gains = own.gains.get(kind)
+        if gains is None:
+            pool = self._pooled(view, own, kind, limits)
+            gains = own.gains[kind] = pool.of_one(_OWN_WEIGHT, _OWN_MEMORY)
+        return gains
+
+    def _pooled(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
+        key = own.shaping, kind
+        if key not in self._pool:
+            known = [gain for gain in self._timing.acceptance(kind[0], view) if gain > 0.0]
+            if limits.width == 1:
+                rates = [after / before for before, after in itertools.pairwise([1.0, *known])] or [_rate_of(kind[1])]
+                self._pool[key] = ChainGains(rates, _PRIOR_WEIGHT, _POOL_MEMORY)
+            else:
+                self._pool[key] = TreeGains(known or _tree_of(limits), _PRIOR_WEIGHT, _POOL_MEMORY)
+        return self._pool[key]
+
+    def _settled(
+        self, allocator: Allocator, best: Allocation, known: Sequence[Sequence[Candidate]], owns: Sequence[_Own]
+    ) -> Allocation:
+        """The allocation of before, where it fits and the best one is hardly better."""
+        shares: list[Share] = []
+        for own, candidates in zip(owns, known, strict=True):
+            if own.decision is None:
+                return best
+            if own.share is None:
+                shares.append(None)
+                continue
+            drafter, nodes = own.share
+            candidate = next((each for each in candidates if each.drafter == drafter), None)
+            if candidate is None or len(candidate.gains) < nodes:
+                return best
+            shares.append((candidate, nodes))
+        before = allocator.priced(shares)
+        return before if before.rate * (1.0 + self._hysteresis) >= best.rate else best
+
+    # ------------------------------------------------------------------------------------ probing
+
+    def _with_probes(
+        self,
+        views: Sequence[RequestView],
+        owns: Sequence[_Own],
+        allocator: Allocator,
+        best: Allocation,
+        every: Sequence[Sequence[Candidate]],
+    ) -> list[Decision]:
+        """The decisions of a step, some of them changed to learn something where credit and hope suffice."""
+        decisions = [own.decision for own in owns if own.decision is not None]
+        plain = self._plain_probe(views, owns, best)
+        if plain is not None:
+            return plain
+        hopes: dict[int, tuple[float, int, Candidate, int, float]] = {}  # by the probing that pays: the most hopeful
+        for number, (own, candidates) in enumerate(zip(owns, every, strict=True)):
+            if own.probing.credit_s <= 0.0 or own.probing.request is not None:
+                continue
+            drafting = decisions[number].drafter if not decisions[number].is_zero else None
+            for candidate in candidates:
+                hoped = self._hoped(own, candidate) if candidate.drafter != drafting else 0.0
+                if hoped <= 0.0:
+                    continue
+                value, nodes, stake_s = allocator.hope(best, number, candidate, hoped)
+                key = id(own.probing)
+                if value > 0.0 and (key not in hopes or value > hopes[key][0]):
+                    hopes[key] = value, number, candidate, nodes, stake_s
+        for _, number, candidate, nodes, stake_s in hopes.values():
+            view, own = views[number], owns[number]
+            if stake_s <= own.probing.credit_s:
+                own.probing.stake(view.id, best.rate, stake_s)
+                tokens = 1.0 + sum(candidate.gains[:nodes])
+                speedup = own.speedup
+                decisions[number] = Decision(candidate.drafter, candidate.budget(nodes), (), "probe", tokens, speedup)
+        return decisions
+
+    def _plain_probe(
+        self, views: Sequence[RequestView], owns: Sequence[_Own], best: Allocation
+    ) -> list[Decision] | None:
+        """Plain decoding in a step for which drafting is best, lest what it takes be known from long ago alone."""
+        count, probing = len(views), owns[0].probing
+        drafted = best.tokens - count
+        if not drafted or any(own.probing is not probing for own in owns) or probing.request is not None:
+            return None
+        stake_s = drafted / best.rate
+        if stake_s > probing.credit_s or self._clock() - probing.plain_at < _PLAIN_AGE_S:
+            return None
+        probing.stake(views[0].id, best.rate, stake_s)
+        return [
+            Decision(next(iter(view.limits)), NO_DRAFT, (), "probe", 1.0, own.speedup)
+            for view, own in zip(views, owns, strict=True)
+        ]
+
+    def _hoped(self, own: _Own, candidate: Candidate) -> float:
+        """The gain to hope for of a candidate's first node; 0 where there is no more to hope for than is expected."""
+        estimate = own.gains.get((candidate.drafter, candidate.hint))
+        if estimate is None or not candidate.gains:
+            return 0.0
+        first = candidate.gains[0]
+        hoped = self._exploration.hoped(first, estimate.doubt(self._step))
+        return hoped if hoped > first else 0.0
+
+    # ------------------------------------------------------------------------------------ learning
+
+    def observe(self, record: StepRecord) -> None:
+        self._step += 1
+        if self._times is not None:
+            self._times.observe(record)
+        if not record.prefill:
+            self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
+        earned: set[int] = set()
+        for step in record.requests:
+            own = self._own.get(step.id)
+            if own is None:
+                continue
+            if id(own.probing) not in earned and not record.prefill:
+                earned.add(id(own.probing))
+                share = self._share / len(record.requests) if own.private else self._share
+                own.probing.earn(share * record.total_s, _CREDIT_STEPS * self._steps_s)
+                if not record.nodes:
+                    own.probing.plain_at = self._clock()
+            own.probing.settle(step)
+            self._learn(own, step)
+        if len(self._own) > 2 * len(record.requests) + 8:
+            running = {step.id for step in record.requests}
+            self._own = {number: own for number, own in self._own.items() if number in running}
+
+    def _learn(self, own: _Own, step: RequestStep) -> None:
+        for share in step.shares:
+            kind = share.drafter, own.hints.get(share.drafter, 0)
+            if kind in own.gains:
+                own.gains[kind].learn(share, self._step)
+                if not own.private:
+                    self._pool[own.shaping, kind].learn(share, self._step)
+
+    @property
+    def _timing(self) -> StepTimes:
+        assert self._times is not None, "an engine says what steps take when it takes a controller on"
+        return self._times
+
+
+def _is_as_hinted(view: RequestView, own: _Own) -> bool:
+    """Whether what drafters know beforehand is of the same kind as at the last decision."""
+    hints = own.hints
+    return not hints or all(
+        _kind_of(view.hints[drafter]()) == kind for drafter, kind in hints.items() if drafter in view.limits
+    )
+
+
+def _kind_of(hint: Hint) -> int:
+    """The kind of a hint; -1 where there is nothing to propose."""
+    return hint.kind if hint.finds else -1
+
+
+def _rate_of(hint: int) -> float:
+    """Acceptance of a drafted token of which nobody knows more than the kind of a hint: a longer match is better."""
+    return 1.0 - (1.0 - UNKNOWN_RATE) * 2.0 / (1 + max(hint, 1))
+
+
+def _tree_of(limits: Budget) -> list[float]:
+    """Gains of a tree's nodes of which nobody knows anything."""
+    return [UNKNOWN_RATE ** (1 + place // limits.width) / limits.width for place in range(min(limits.nodes, 64))]

@@ -1,0 +1,131 @@
+"""How likely drafted nodes are accepted: running estimates from verdicts, of a request and of all that may be pooled.
+
+A node's gain is the probability that it is accepted, so gains of all drafted nodes add up to the tokens that drafting
+brings. Estimates start from a prior and follow what is observed, older verdicts counting less and less. How sure they
+are falls with every step in which nothing was tried, so that what stands still is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Self
+
+from truedraft.core.stats import DraftShare
+
+UNKNOWN_RATE = 0.65
+"""Acceptance of a drafted token of which nobody knows anything; a few verdicts outweigh it."""
+_FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much for doubt
+
+
+class Gains(ABC):
+    """Estimated gains of one drafter's nodes, in the order in which a budget takes them.
+
+    Args:
+        prior: what is expected before anything is observed; or estimates, to which these are drawn.
+        weight: verdicts that the prior is worth.
+        memory: verdicts after which one counts 1 / e as much.
+    """
+
+    def __init__(self, prior: Sequence[float] | Self, weight: float, memory: float) -> None:
+        self._prior = prior
+        self._weight = weight
+        self._keep = math.exp(-1.0 / memory)
+        self._accepted: list[float] = []
+        self._tried: list[float] = []
+        self._step = 0
+
+    @abstractmethod
+    def gains(self, count: int) -> list[float]:
+        """Of the first `count` nodes, each a fraction, rising nowhere."""
+
+    @abstractmethod
+    def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
+        """How many places, from the first, a proposal tried, and which of them were accepted."""
+
+    def learn(self, share: DraftShare, step: int) -> None:
+        """What became of a proposal.
+
+        Args:
+            share: of the drafter.
+            step: number of the step, rising.
+        """
+        tried, accepted = self._verdicts(share)
+        while len(self._tried) < tried:
+            self._tried.append(0.0)
+            self._accepted.append(0.0)
+        for place in range(tried):
+            self._tried[place] = self._keep * self._tried[place] + 1.0
+            self._accepted[place] *= self._keep
+        for place in accepted:
+            self._accepted[place] += 1.0
+        self._step = step
+
+    def doubt(self, step: int) -> float:
+        """Standard error of the first node's gain at a step, a fraction."""
+        first = self.gains(1)
+        rate = first[0] if first else 0.0
+        tried = self._tried[0] * math.exp((self._step - step) / _FORGETS) if self._tried else 0.0
+        # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
+        spread = max(rate * (1.0 - rate), 0.5 / (self._weight + tried + 1.0))
+        return math.sqrt(spread / (self._weight + tried))
+
+    def of_one(self, weight: float, memory: float) -> Self:
+        """Estimates for one request, which start from these and follow them where it has no verdicts of its own."""
+        return type(self)(self, weight, memory)
+
+
+class ChainGains(Gains):
+    """Of a chain: the acceptance rate of each place, given that all before it were accepted.
+
+    The prior has rates too, the last of them for all places that follow.
+
+    Worked example: rates of 0.8 and 0.5 are gains of 0.8 and 0.4.
+    """
+
+    def rate(self, place: int) -> float:
+        """Acceptance rate of a place, from 0."""
+        prior = self._prior
+        before = prior.rate(place) if isinstance(prior, ChainGains) else prior[min(place, len(prior) - 1)]
+        if place >= len(self._tried):
+            return before
+        return (self._weight * before + self._accepted[place]) / (self._weight + self._tried[place])
+
+    def gains(self, count: int) -> list[float]:
+        found = []
+        gain = 1.0
+        for place in range(count):
+            gain *= self.rate(place)
+            found.append(gain)
+        return found
+
+    def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
+        return share.judged, range(len(share.path))
+
+
+class TreeGains(Gains):
+    """Of a tree: how often its first, second, ... node was accepted. Beyond the last of the prior nothing is gained."""
+
+    def gains(self, count: int) -> list[float]:
+        prior = self._prior.gains(count) if isinstance(self._prior, TreeGains) else list(self._prior[:count])
+        tried, found = len(self._tried), []
+        scale = self._scale(prior[:tried])
+        lowest = 1.0
+        for place, before in enumerate(prior):
+            if place < tried:
+                own = (self._weight * before + self._accepted[place]) / (self._weight + self._tried[place])
+            else:
+                own = min(before * scale, 1.0)
+            lowest = min(lowest, own)
+            found.append(lowest)
+        return found
+
+    def _scale(self, prior: Sequence[float]) -> float:
+        """Measured over expected acceptance of the nodes that were tried; what was not is expected to bring as much."""
+        expected = sum(before * tried for before, tried in zip(prior, self._tried, strict=False))
+        measured = sum(self._accepted[: len(prior)])
+        return (self._weight + measured) / (self._weight + expected)
+
+    def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
+        return share.nodes, share.path
