@@ -99,7 +99,7 @@ class Guesses:
                 if outcome.tokens:  # else a part of a prompt, or an answer that ended at once
                     self._note(request, outcome)
 
-        self.drafter = altered(drafter, begin=begin, observe=observe)
+        self.drafter = altered(drafter, begin=begin, observe=observe, told_late=False)
 
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
         before = len(request.tokens) - len(outcome.tokens)

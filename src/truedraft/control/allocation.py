@@ -22,7 +22,6 @@ from truedraft.core.budget import NO_DRAFT, Budget
 STOPS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Numbers of nodes at which an allocation may end; steps cost about the same in between."""
 _AT_STOP = frozenset(STOPS)
-_LEAST_GAIN = 0.02  # nodes that bring less are not looked at
 
 
 @dataclass(slots=True, eq=False)
@@ -94,18 +93,23 @@ class Allocator:
         self._times = times
         self._contexts = contexts
         self._greedy = greedy
-        self._known_s: dict[int, float] = {}  # seconds by rows
+        self._steps_s: dict[int, float] = {}  # by rows
+        self._drafting_s: dict[tuple[str, int, int], float] = {}  # by drafter, requests and depth
 
     def step_s(self, rows: int) -> float:
         """Seconds of the step with so many rows, drafting apart."""
-        found = self._known_s.get(rows)
+        found = self._steps_s.get(rows)
         if found is None:
-            found = self._known_s[rows] = self._times.step_s(rows, self._contexts)
+            found = self._steps_s[rows] = self._times.step_s(rows, self._contexts)
         return found
 
     def drafting_s(self, candidate: Candidate, requests: int, nodes: int) -> float:
         """Seconds of drafting for so many requests, of which the deepest gets so many nodes."""
-        return self._times.drafting_s(candidate.drafter, requests, candidate.depth(nodes), self._greedy)
+        key = candidate.drafter, requests, candidate.depth(nodes)
+        found = self._drafting_s.get(key)
+        if found is None:
+            found = self._drafting_s[key] = self._times.drafting_s(*key, self._greedy)
+        return found
 
     def plain(self) -> Allocation:
         """Nothing is drafted."""
@@ -136,15 +140,23 @@ class Allocator:
             candidates: that drafter's, of each request.
             rate: that must be beaten, else there is none.
         """
+        count, found = len(candidates), None
+        # A row never costs less than this on the way to twice as many, so a node that brings less cannot pay.
+        least = 0.5 * rate * (self.step_s(2 * count) - self.step_s(count)) / count
         nodes = [
             (-gain, place, number, candidate)
             for number, candidate in enumerate(candidates)
             if candidate is not None
             for place, gain in enumerate(candidate.gains)
-            if gain > _LEAST_GAIN
+            if gain > least
         ]
+        if not nodes:
+            return None
+        first = nodes[0][3]
+        most = (count - sum(node[0] for node in nodes)) / (self.step_s(count + 1) + self.drafting_s(first, 1, 1))
+        if most <= rate:
+            return None
         nodes.sort(key=lambda node: node[:3])
-        count, found = len(candidates), None
         tokens, deepest, setup_s, drafted = float(count), 0, 0.0, 0
         for filled, (loss, place, _, candidate) in enumerate(nodes, 1):
             tokens -= loss

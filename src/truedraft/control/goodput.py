@@ -28,7 +28,9 @@ _PRIOR_WEIGHT, _POOL_MEMORY = 4.0, 200.0  # verdicts
 _OWN_WEIGHT, _OWN_MEMORY = 3.0, 12.0
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.005  # of time that deciding may take before decisions are kept for several steps
-_LONGEST_HOLD = 32
+_LONGEST_HOLD = 64
+_IDLE_HINTS = 8  # steps after which a request that drafts nothing is looked at again
+_SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
 _PLAIN_AGE_S = 2.0  # after which what a plain step takes is measured again
 _SLOW = 0.1  # share by which one step moves what steps are known to take
@@ -55,9 +57,11 @@ class _Probing:
     rate: float = 0.0
     staked_s: float = 0.0
 
-    def earn(self, seconds: float, most: float) -> None:
-        """Time went by."""
+    def earn(self, seconds: float, most: float, *, drafted: bool, now: Callable[[], float]) -> None:
+        """A step was made, of which so many seconds may be lost later; at `most` that many in all."""
         self.credit_s = min(self.credit_s + seconds, most)
+        if not drafted:
+            self.plain_at = now()
 
     def stake(self, request: int, rate: float, seconds: float) -> None:
         """The running step probes."""
@@ -66,9 +70,8 @@ class _Probing:
 
     def settle(self, step: RequestStep) -> None:
         """What the tokens were worth comes back, so only what was lost was spent."""
-        if self.request == step.id:
-            self.request = None
-            self.credit_s += min(max(step.emitted - 1, 0) / self.rate, self.staked_s)
+        self.request = None
+        self.credit_s += min(max(step.emitted - 1, 0) / self.rate, self.staked_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,10 @@ class _Own:
         hints: kinds of hints at the last decision, of the drafters that give any.
         share: what the joint allocation gave it.
         decision: the last, probes apart.
+        hinted: those kinds; None where they do not matter, for it must choose again.
+        drafts: whether the last decision drafts anything.
+        expected: gains of first nodes at the last decision.
+        by_hints: decisions at the prices of the last allocation, by kinds of hints.
         speedup: estimated of the last allocation.
     """
 
@@ -93,6 +100,10 @@ class _Own:
     hints: dict[str, int] = field(default_factory=dict)
     share: tuple[str, int] | None = None
     decision: Decision | None = None
+    hinted: tuple[int, ...] | None = ()
+    drafts: bool = False
+    expected: dict[Kind, float] = field(default_factory=dict)
+    by_hints: dict[tuple[int, ...], Decision] = field(default_factory=dict)
     speedup: float = 1.0
 
 
@@ -124,6 +135,8 @@ class Goodput(Controller):
         self._probing = _Probing(clock())
         self._joint: tuple[Allocator, Allocation] | None = None
         self._batch: tuple[int, ...] = ()
+        self._probes = 0  # that the running step makes
+        self._privates = False  # whether there may be private requests
         self._step = 0
         self._left = 0  # steps for which the allocation is kept
         self._look_s = 0.0  # that deciding takes
@@ -137,16 +150,29 @@ class Goodput(Controller):
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         owns = [self._own_of(view) for view in views]
         batch = tuple([view.id for view in views])
-        alone = len(views) == 1
-        stale = [number for number, view in enumerate(views) if not _is_as_hinted(view, owns[number])]
         joint = self._joint
-        if joint is None or self._left <= 0 or batch != self._batch or any(alone or not owns[i].private for i in stale):
+        if joint is None or self._left <= 0 or batch != self._batch:
             return self._renew(views, owns, batch)
         self._left -= 1
-        for number in stale:
-            view, own = views[number], owns[number]
-            own.decision = self._decision(view, joint[0].alone(joint[1], self._candidates(view, own)), own.speedup)
+        for view, own in zip(views, owns, strict=True):
+            if own.hinted is None or (own.hints and (own.drafts or not self._left % _IDLE_HINTS)):
+                self._follow_hints(view, own, joint)
         return [own.decision for own in owns if own.decision is not None]
+
+    def _follow_hints(self, view: RequestView, own: _Own, joint: tuple[Allocator, Allocation]) -> None:
+        """Choose again, at the prices of an allocation that is kept, where drafters know something else now."""
+        hints = tuple([_kind_of(view.hints[drafter]()) for drafter in own.hints])
+        if hints == own.hinted:
+            return
+        if own.hinted is None:
+            own.by_hints.clear()
+        own.hints = dict(zip(own.hints, hints, strict=True))
+        own.hinted = hints
+        decision = own.by_hints.get(hints)
+        if decision is None:
+            share = joint[0].alone(joint[1], self._candidates(view, own))
+            decision = own.by_hints[hints] = self._decision(view, share, own.speedup)
+        own.decision, own.drafts = decision, not decision.is_zero
 
     def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own], batch: tuple[int, ...]) -> list[Decision]:
         """Decisions from scratch, and for how many steps they are kept."""
@@ -169,6 +195,8 @@ class Goodput(Controller):
                 share = allocator.alone(best, every[number])
             own.speedup = speedup
             own.decision = self._decision(view, share, speedup)
+            own.hinted = tuple(own.hints.values())
+            own.by_hints, own.drafts = {own.hinted: own.decision}, share is not None
         decisions = self._with_probes(views, owns, allocator, best, every)
         self._joint, self._batch = (allocator, best), batch
         took = self._clock() - began
@@ -189,6 +217,7 @@ class Goodput(Controller):
             params = view.params
             private = not (params.greedy or params.coupled or params.seed is None)
             probing = _Probing(self._clock()) if private else self._probing
+            self._privates |= private
             own = self._own[view.id] = _Own((params.probs_key, params.coupled), probing, private)
         return own
 
@@ -208,7 +237,9 @@ class Goodput(Controller):
             gains = self._gains_of(view, own, kind, limits)
             most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
             setup_s = self._timing.catch_up_s(drafter, hint.behind) / max(1, min(room, _AHEAD) // 2)
-            found.append(Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind))
+            candidate = Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind)
+            own.expected[kind] = candidate.gains[0]
+            found.append(candidate)
         return found
 
     def _standing_for(self, view: RequestView, own: _Own) -> list[Candidate]:
@@ -289,6 +320,7 @@ class Goodput(Controller):
             view, own = views[number], owns[number]
             if stake_s <= own.probing.credit_s:
                 own.probing.stake(view.id, best.rate, stake_s)
+                self._probes += 1
                 tokens = 1.0 + sum(candidate.gains[:nodes])
                 speedup = own.speedup
                 decisions[number] = Decision(candidate.drafter, candidate.budget(nodes), (), "probe", tokens, speedup)
@@ -306,6 +338,7 @@ class Goodput(Controller):
         if stake_s > probing.credit_s or self._clock() - probing.plain_at < _PLAIN_AGE_S:
             return None
         probing.stake(views[0].id, best.rate, stake_s)
+        self._probes += 1
         return [
             Decision(next(iter(view.limits)), NO_DRAFT, (), "probe", 1.0, own.speedup)
             for view, own in zip(views, owns, strict=True)
@@ -328,28 +361,35 @@ class Goodput(Controller):
             self._times.observe(record)
         if not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
-        earned: set[int] = set()
+            seconds, most_s = self._share * record.total_s, _CREDIT_STEPS * self._steps_s
+            self._probing.earn(seconds, most_s, drafted=record.nodes > 0, now=self._clock)
         for step in record.requests:
-            own = self._own.get(step.id)
-            if own is None:
-                continue
-            if id(own.probing) not in earned and not record.prefill:
-                earned.add(id(own.probing))
-                share = self._share / len(record.requests) if own.private else self._share
-                own.probing.earn(share * record.total_s, _CREDIT_STEPS * self._steps_s)
-                if not record.nodes:
-                    own.probing.plain_at = self._clock()
-            own.probing.settle(step)
-            self._learn(own, step)
+            if (step.shares or self._probes or self._privates) and step.id in self._own:
+                self._observe_one(self._own[step.id], step, record)
         if len(self._own) > 2 * len(record.requests) + 8:
             running = {step.id for step in record.requests}
             self._own = {number: own for number, own in self._own.items() if number in running}
+            self._privates = any(own.private for own in self._own.values())
+
+    def _observe_one(self, own: _Own, step: RequestStep, record: StepRecord) -> None:
+        if own.private and not record.prefill:
+            seconds = self._share * record.total_s / len(record.requests)
+            own.probing.earn(seconds, _CREDIT_STEPS * self._steps_s, drafted=record.nodes > 0, now=self._clock)
+        if own.probing.request == step.id:
+            own.probing.settle(step)
+            self._probes -= 1
+        if step.shares:
+            self._learn(own, step)
 
     def _learn(self, own: _Own, step: RequestStep) -> None:
         for share in step.shares:
             kind = share.drafter, own.hints.get(share.drafter, 0)
             if kind in own.gains:
                 own.gains[kind].learn(share, self._step)
+                if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
+                    own.hinted = None
+                    if not own.private:
+                        self._left = 0
                 if not own.private:
                     self._pool[own.shaping, kind].learn(share, self._step)
 
@@ -357,14 +397,6 @@ class Goodput(Controller):
     def _timing(self) -> StepTimes:
         assert self._times is not None, "an engine says what steps take when it takes a controller on"
         return self._times
-
-
-def _is_as_hinted(view: RequestView, own: _Own) -> bool:
-    """Whether what drafters know beforehand is of the same kind as at the last decision."""
-    hints = own.hints
-    return not hints or all(
-        _kind_of(view.hints[drafter]()) == kind for drafter, kind in hints.items() if drafter in view.limits
-    )
 
 
 def _kind_of(hint: Hint) -> int:

@@ -16,6 +16,8 @@ from truedraft.core.stats import DraftShare
 
 UNKNOWN_RATE = 0.65
 """Acceptance of a drafted token of which nobody knows anything; a few verdicts outweigh it."""
+LEAST_GAIN = 0.02
+"""Nodes that bring less are not looked at."""
 _FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much for doubt
 
 
@@ -35,10 +37,22 @@ class Gains(ABC):
         self._accepted: list[float] = []
         self._tried: list[float] = []
         self._step = 0
+        self._known: Sequence[float] = ()  # gains of the first nodes
+        self._known_to = 0  # for so many they were worked out
+
+    def gains(self, count: int) -> Sequence[float]:
+        """Of the first `count` nodes, each a fraction, rising nowhere; cut before nodes that bring next to nothing."""
+        if not self._tried and isinstance(self._prior, Gains):
+            return self._prior.gains(count)
+        if count > self._known_to:
+            found = self._estimated(count)
+            least = next((place for place, gain in enumerate(found) if gain < LEAST_GAIN), len(found))
+            self._known, self._known_to = found[: max(least, 1)], count
+        return self._known if count >= len(self._known) else self._known[:count]
 
     @abstractmethod
-    def gains(self, count: int) -> list[float]:
-        """Of the first `count` nodes, each a fraction, rising nowhere."""
+    def _estimated(self, count: int) -> list[float]:
+        """Gains of the first `count` nodes, each a fraction, rising nowhere."""
 
     @abstractmethod
     def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
@@ -61,6 +75,7 @@ class Gains(ABC):
         for place in accepted:
             self._accepted[place] += 1.0
         self._step = step
+        self._known_to = 0
 
     def doubt(self, step: int) -> float:
         """Standard error of the first node's gain at a step, a fraction."""
@@ -92,7 +107,7 @@ class ChainGains(Gains):
             return before
         return (self._weight * before + self._accepted[place]) / (self._weight + self._tried[place])
 
-    def gains(self, count: int) -> list[float]:
+    def _estimated(self, count: int) -> list[float]:
         found = []
         gain = 1.0
         for place in range(count):
@@ -107,7 +122,7 @@ class ChainGains(Gains):
 class TreeGains(Gains):
     """Of a tree: how often its first, second, ... node was accepted. Beyond the last of the prior nothing is gained."""
 
-    def gains(self, count: int) -> list[float]:
+    def _estimated(self, count: int) -> list[float]:
         prior = self._prior.gains(count) if isinstance(self._prior, TreeGains) else list(self._prior[:count])
         tried, found = len(self._tried), []
         scale = self._scale(prior[:tried])

@@ -118,7 +118,7 @@ class Decision:
     @property
     def is_zero(self) -> bool:
         """Whether nothing is drafted."""
-        return self.budget.is_zero and all(each.is_zero for each in self.merged)
+        return self.budget.is_zero and (not self.merged or all(each.is_zero for each in self.merged))
 
     @property
     def parts(self) -> tuple[Decision, ...]:

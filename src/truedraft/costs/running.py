@@ -12,7 +12,6 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.costs.kept import StepCosts
 from truedraft.drafters.base import Drafter
-from truedraft.theory import DraftCost
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MEMORY_S = 0.25  # of what holds for all sizes: how busy the machine is
@@ -21,6 +20,7 @@ _MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that
 _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
 _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with something
 _LEARN = 0.2
+_PAUSE_S = 0.01  # between steps that are looked at: of faster ones some will do
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -95,9 +95,10 @@ class RunningTimes:
         self._clock = clock
         self._steps = Corrected(clock)
         self._drafting = {name: Corrected(clock) for name in drafters}
-        self._curves: dict[tuple[str, bool], DraftCost] = {}
+        self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
+        self._next = 0.0
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
-        self._known: dict[tuple[int, int, int], float] = {}
+        self._forwards: dict[tuple[int, int, int], float] = {}  # seconds by rows, requests and context
 
     def step_s(self, rows: int, contexts: Sequence[int]) -> float:
         return self._forward_s(rows, contexts) * self._steps.factor(rows)
@@ -107,20 +108,21 @@ class RunningTimes:
         requests = len(contexts)
         context = round(sum(contexts) / requests / 64) * 64
         key = rows, requests, context
-        found = self._known.get(key)
+        found = self._forwards.get(key)
         if found is None:
-            found = self._known[key] = self._costs.forwards()(rows, [context] * requests)
+            found = self._forwards[key] = self._costs.forwards()(rows, [context] * requests)
         return found
 
     def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
         return self._proposals_s(drafter, requests, depth, greedy) * self._drafting[drafter].factor(requests)
 
     def _proposals_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
-        key = drafter, greedy
-        if key not in self._curves:
-            params = _GREEDY if greedy else _SAMPLED
-            self._curves[key] = self._costs.drafting(self._drafters[drafter], params)
-        return self._curves[key](depth) * (1.0 + _FURTHER_REQUEST * (requests - 1))
+        key = drafter, depth, greedy
+        found = self._proposals.get(key)
+        if found is None:
+            curve = self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)
+            found = self._proposals[key] = curve(depth)
+        return found * (1.0 + _FURTHER_REQUEST * (requests - 1))
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         if behind <= 2:
@@ -134,8 +136,10 @@ class RunningTimes:
         return () if curve is None else curve.marginal_gains
 
     def observe(self, record: StepRecord) -> None:
-        if record.prefill:
+        now = self._clock()
+        if record.prefill or now < self._next:
             return
+        self._next = now + _PAUSE_S
         measured = record.total_s - record.draft_s - record.decide_s
         self._steps.learn(record.rows, measured, self._forward_s(record.rows, record.contexts))
         greedy = all(step.greedy for step in record.requests)

@@ -174,6 +174,8 @@ class Drafter(ABC):
         name: for reports.
         limits: upper limits on what it proposes; a controller decides within them.
         features: what `observe` must be given of the target's forward; None is the tokens alone.
+        told_late: whether it need not be told of every step in which it proposed nothing: only, before it next
+            proposes, of the last of them.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
     """
@@ -181,6 +183,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     limits: Budget
     features: ClassVar[Features | None] = None
+    told_late: bool = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
 

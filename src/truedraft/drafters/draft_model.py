@@ -40,6 +40,7 @@ class DraftModel(Drafter):
     """
 
     name: ClassVar[str] = "draft"
+    told_late = True
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
     """
 
     features: ClassVar[Features | None] = Features()
+    told_late = True
 
     def __init__(self, head: HeadT) -> None:
         self.head = head

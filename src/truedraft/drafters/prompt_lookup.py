@@ -32,6 +32,7 @@ class PromptLookup(Drafter):
     """
 
     name: ClassVar[str] = "prompt-lookup"
+    told_late = True
 
     def __init__(self, num_speculative_tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
         if num_speculative_tokens < 1:
@@ -101,10 +102,15 @@ class _NgramIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Read tokens not yet read; the n-gram that ends the text has no follower yet and stays out."""
+        if self._known == len(tokens):
+            return
+        before = max(self._known - self._sizes[0], 0)
+        ids, places = tokens[before:], self._places  # a list of its own, which is faster to cut
         for place in range(max(self._known, 1), len(tokens)):
+            end = place - before
             for size in self._sizes:
-                if size <= place:
-                    self._places[tuple(tokens[place - size : place])] = place
+                if size <= end:
+                    places[tuple(ids[end - size : end])] = place
         self._known = len(tokens)
 
     def follows(self, tokens: Sequence[int]) -> tuple[int | None, int]:

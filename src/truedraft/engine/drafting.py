@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from truedraft.control import Controller
+from truedraft.core import transfers
 from truedraft.core.budget import Decision, RequestView
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
@@ -35,14 +36,18 @@ class Drafting:
         self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         self._whole = drafter if list(drafter.members.values()) != [drafter] else None  # is told of merged proposals
+        self._on_device = transfers.waits(target.device)
+        self._keeps_output = any(member.told_late and member.features for member in drafter.members.values())
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
+        self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
         self._controller = controller
         self._failures = failures
 
     @property
     def spent(self) -> tuple[DraftTime, ...]:
         """What asking each drafter took in this step."""
-        return tuple(member.spent for member in self._members.values() if member.spent is not None)
+        spent = (self._members[name].spent for name in self._asked)
+        return tuple(each for each in spent if each is not None)
 
     def begin(self, request: Request) -> None:
         """Tell the drafters that a request starts."""
@@ -93,7 +98,7 @@ class Drafting:
         if len(decisions) != len(views):
             raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
         for decision, view in zip(decisions, views, strict=True):
-            for part in decision.parts:
+            for part in decision.parts if not decision.is_zero else ():
                 if part.drafter not in view.limits:
                     there = ", ".join(map(repr, view.limits))
                     raise ValueError(f"it chose a drafter {part.drafter!r}; there is {there}")
@@ -118,15 +123,21 @@ class Drafting:
 
     def propose(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[MergedProposal]:
         """A proposal for each item, as was decided; empty where that is nothing or the drafter failed."""
-        for member in self._members.values():
-            member.spent = None
-        asked: dict[str, list[Asked]] = {}
+        for name in self._asked:
+            self._members[name].spent = None
+        self._asked = {}
         for item, decision in zip(batch, decisions, strict=True):
-            for part in decision.parts if decision is not None else ():
+            if decision is None or decision.is_zero:
+                continue
+            for part in decision.parts:
                 noise = item.noise.of_member(self._numbers[part.drafter])
-                asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
+                self._asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
+        asked = self._asked
         if not asked:
             return [NOTHING_DRAFTED] * len(batch)
+        for name, of_member in asked.items():
+            if self._members[name].drafter.told_late:
+                self._tell(self._members[name], [each.request for each in of_member])
         made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
         proposals = []
         for item, decision in zip(batch, decisions, strict=True):
@@ -161,24 +172,35 @@ class Drafting:
         return item.proposal.without_draws(rows)
 
     def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], output: ForwardOutput) -> None:
-        """Tell every drafter what became of a step.
+        """Tell every drafter what became of a step; those that may be told late, if they proposed something.
 
         Args:
             batch: of the step.
             outcomes: of each item, without what drafters want to see of the forward.
             output: of the target's forward.
         """
+        if self._keeps_output and self._on_device:  # where the next forward may write over it
+            output = ForwardOutput(output.logits, output.hidden.clone(), output.layers)
+        for item, outcome in zip(batch, outcomes, strict=True):
+            item.request.last_step = item, outcome, output
         for name, member in self._members.items():
-            features = member.drafter.features
-            seen = [
-                (item.request, _outcome_for(name, item, outcome, features, output))
-                for item, outcome in zip(batch, outcomes, strict=True)
-                if name not in item.request.failed
-            ]
-            if seen:
-                member.observe(seen)
+            if not member.drafter.told_late:
+                self._tell(member, [item.request for item in batch])
+            elif name in self._asked:
+                self._tell(member, [item.request for item in batch if name in item.drafted.parts])
         if self._whole is not None:
             self._whole.observe([item.request.draft for item in batch], outcomes)
+
+    def _tell(self, member: GuardedDrafter, requests: Sequence[Request]) -> None:
+        """Tell a drafter of the last step of some requests, if it was not."""
+        seen = []
+        for request in requests:
+            step = request.last_step
+            if step is not None and request.told.get(member.name) is not step and member.name not in request.failed:
+                request.told[member.name] = step
+                seen.append((request, _outcome_for(member.name, *step, member.drafter.features)))
+        if seen:
+            member.observe(seen)
 
     def record(self, batch: Batch, record: StepRecord) -> None:
         """Tell the controller what a step did."""
@@ -203,7 +225,7 @@ class Drafting:
 
 
 def _outcome_for(
-    name: str, item: StepItem, outcome: StepOutcome, features: Features | None, output: ForwardOutput
+    name: str, item: StepItem, outcome: StepOutcome, output: ForwardOutput, features: Features | None
 ) -> StepOutcome:
     """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared."""
     proposal, nodes = item.drafted.own(name)

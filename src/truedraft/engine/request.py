@@ -6,6 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from truedraft.cache import RequestCache
 from truedraft.core.budget import RequestView
@@ -19,7 +20,16 @@ from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
 
+if TYPE_CHECKING:
+    from truedraft.drafters.base import StepOutcome
+    from truedraft.engine.batch import StepItem
+    from truedraft.models.base import ForwardOutput
+
 _numbers = itertools.count()  # over all engines: two of them may share a drafter
+
+
+LastStep: TypeAlias = "tuple[StepItem, StepOutcome, ForwardOutput]"
+"""What a request's last step was and came to, for drafters that are told of it later."""
 
 
 class Request:
@@ -53,6 +63,8 @@ class Request:
         self.counters = Counters()
         self.failed: set[str] = set()  # drafters that failed for it
         self.view: RequestView | None = None  # what a controller sees of it
+        self.last_step: LastStep | None = None
+        self.told: dict[str, LastStep] = {}  # of which step each drafter was told last
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []
