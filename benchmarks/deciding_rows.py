@@ -1,0 +1,401 @@
+"""How each row of `make bench-deciding` is measured: which systems take turns on which requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deciding_cells import Cell
+from deciding_load import Neighbour, Stream, watch
+from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, heldout_texts, prompt_sets
+from deciding_sweep import NONE, best, coarse, finer
+from deciding_turns import Answered, Estimate, Measured, Stop, estimate, one_round, ratios, take_turns
+
+from truedraft import Engine, load_model
+from truedraft.control import Controller, FixedBudget
+from truedraft.costs.bandwidth import read_bandwidth
+from truedraft.embedded import heldout_prompts_file
+from truedraft.engine import StepRecord
+from truedraft.errors import ModelError, TruedraftError
+from truedraft.models.base import LanguageModel
+
+PLAIN, DEFAULT, FIXED, HEURISTIC, PORTFOLIO = "plain", "default", "best fixed", "heuristic", "portfolio"
+MEMBERS = ("draft", "prompt-lookup")
+_WARM_UP_TOKENS = 8
+_SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
+_MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
+_PLAN_S = 600.0
+_DRAWS = 1_000
+# A cell whose interval lies this far above its bar need not be known to 0.02.
+_SURE_ABOVE = {("c", MIX): 1.15, ("d", MIX): 1.15, ("h", 8): 1.5, ("h", 16): 1.25}
+
+
+class UnavailableError(Exception):
+    """This version of the package cannot do what a cell measures; says what is missing."""
+
+
+class EngineSystem:
+    """One of our engines as a system that takes turns.
+
+    Args:
+        name: in the turns.
+        engine: that answers.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine = name, engine
+
+    def answer(self, group: Sequence[Asked], number: int) -> Answered:
+        """Answer a group together, with the seeds of that round.
+
+        Raises:
+            ModelError: a request failed.
+        """
+        prefill_s: list[float] = []
+
+        def listen(record: StepRecord) -> None:
+            if record.prefill:
+                prefill_s.append(record.total_s)
+
+        self.engine.listeners.append(listen)
+        try:
+            answers = self.engine.generate(
+                [list(asked.prompt) for asked in group], [asked.in_round(number) for asked in group]
+            )
+        finally:
+            self.engine.listeners.remove(listen)
+        broken = next((answer.error for answer in answers if answer.error is not None), None)
+        if broken is not None:
+            raise ModelError(broken)
+        return Answered([answer.token_ids for answer in answers], sum(prefill_s))
+
+
+class Lab:
+    """The target at one size at a time, engines around it, and the prompt sets."""
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], float] = time.perf_counter
+        self._size = ""
+        self._target: LanguageModel | None = None
+        self._sets: dict[str, list[Asked]] = {}
+        self._fixed: dict[str, EngineSystem] = {}
+
+    def target(self, size: str) -> LanguageModel:
+        """The embedded target at a size; that of another one is dropped."""
+        if self._target is None or size != self._size:
+            self._target, self._fixed = None, {}
+            gc.collect()
+            self._target = load_model("embedded:target", dtype="bfloat16", pad_to=None if size == "own" else size)
+            self._size = size
+        return self._target
+
+    def asked(self, cell: Cell) -> list[Asked]:
+        """The requests of a cell's set."""
+        if not self._sets:
+            target = self.target(cell.size)
+            assert target.tokenizer is not None
+            texts = heldout_texts(heldout_prompts_file().read_text(encoding="utf-8").splitlines())
+            prose = PROSE.read_text(encoding="utf-8")
+            self._sets = prompt_sets(texts, prose, target.tokenizer.encode, target.vocab_size)
+        asked = self._sets[cell.set]
+        if cell.temperature is None:
+            return asked
+        return [_at(each, cell.temperature, number) for number, each in enumerate(asked)]
+
+    def groups(self, cell: Cell) -> list[list[Asked]]:
+        """What is answered together."""
+        return groups_of(cell.set, self.asked(cell), cell.batch)
+
+    def plain(self, size: str) -> EngineSystem:
+        """Plain decoding, which learns nothing: one engine for all cells of a size."""
+        return self.fixed(size, NONE, PLAIN)
+
+    def fixed(self, size: str, words: str, name: str | None = None) -> EngineSystem:
+        """A drafter that always drafts the same; likewise."""
+        target = self.target(size)
+        if words not in self._fixed:
+            self._fixed[words] = EngineSystem(words, Engine(target, words, controller=FixedBudget()))
+        return EngineSystem(name or words, self._fixed[words].engine)
+
+    def learning(self, size: str, words: str, name: str, controller: Any = None) -> EngineSystem:
+        """An engine that nobody used before, whose controller learns from this cell alone.
+
+        Raises:
+            UnavailableError: there is no such drafter or controller yet.
+        """
+        target = self.target(size)
+        try:
+            return EngineSystem(name, Engine(target, words, None, controller))
+        except TruedraftError as error:
+            raise UnavailableError(f"{name} cannot be made ({error})") from error
+
+
+def _at(asked: Asked, temperature: float, number: int) -> Asked:
+    seed = None if temperature == 0.0 else number
+    return dataclasses.replace(asked, params=dataclasses.replace(asked.params, temperature=temperature, seed=seed))
+
+
+Found = dict[str, Any]
+
+
+def sweep(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Speed-ups of fixed configurations over plain decoding, one pass over some groups; no interval."""
+    most = _MIXED_GROUPS if cell.set == MIX and cell.batch == 1 else _SWEPT_GROUPS.get(cell.batch, 1)
+    groups = lab.groups(cell)[:most]
+    speedups: dict[str, float] = {}
+    compared = different = 0
+    for words in (coarse(heads=cell.size != "own"), None):
+        tried = words or finer(speedups, 2 if cell.batch == 1 else 1)
+        if not tried:
+            continue
+        systems = [lab.plain(cell.size), *(lab.fixed(cell.size, each) for each in tried)]
+        _warm_up(systems, groups[0])
+        turns = one_round(systems, groups, 0, lab.clock)
+        speedups |= {each: estimate(turns, each, PLAIN).ratio for each in tried}
+        compared += sum(turn.compared for turn in turns)
+        different += sum(turn.different for turn in turns)
+    shown = {words: round(value, 4) for words, value in speedups.items()}
+    return {
+        "speedups": shown,
+        "best": best(shown),
+        "groups": len(groups),
+        "status": "reached",
+        "greedy_compared": compared,
+        "greedy_different": different,
+    }
+
+
+def _warm_up(systems: Sequence[EngineSystem], group: Sequence[Asked]) -> None:
+    short = [
+        dataclasses.replace(asked, params=dataclasses.replace(asked.params, max_tokens=_WARM_UP_TOKENS))
+        for asked in group
+    ]
+    for system in systems:
+        system.answer(short, 0)
+
+
+def against(lab: Lab, cell: Cell, most_s: float, of: EngineSystem, over: Sequence[EngineSystem]) -> Found:
+    """Let a system take turns with others; its ratio to the fastest of them, and to each."""
+    pairs = [(of.name, other.name) for other in over]
+    stop = Stop(most_s, _SURE_ABOVE.get((cell.row, cell.set), _SURE_ABOVE.get((cell.row, cell.batch), 1.10)))
+    measured = take_turns([of, *over], lab.groups(cell), pairs, stop, lab.clock)
+    return of_pairs(measured, pairs)
+
+
+def of_pairs(measured: Measured, pairs: Sequence[tuple[str, str]]) -> Found:
+    """What a cell's line says of turns: the ratio to the fastest of the others, and to each if there are several."""
+    found = {other: estimate(measured.turns, name, other) for name, other in pairs}
+    hardest = min(found, key=lambda other: found[other].ratio)
+    name = pairs[0][0]
+    decoding: Estimate = estimate(measured.turns, name, hardest, decoding=True)
+    record = found[hardest].as_dict() | {"of": name, "over": hardest, "decoding": decoding.as_dict()}
+    if len(found) > 1:
+        record["each"] = {other: each.as_dict() for other, each in found.items()}
+    return record | measured.as_dict() | {"ratios": ratios(measured.turns, name, hardest)}
+
+
+def default_against_plain(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row a."""
+    return against(lab, cell, most_s, lab.learning(cell.size, "auto", DEFAULT), [lab.plain(cell.size)])
+
+
+def default_against_best(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row b; the best of the sweep is measured again, or it would be the luckiest."""
+    assert before is not None
+    fixed = lab.fixed(cell.size, before["best"], FIXED)
+    found = against(lab, cell, most_s, lab.learning(cell.size, "auto", DEFAULT), [fixed])
+    return found | {"words": before["best"]}
+
+
+def default_against_heuristic(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row c."""
+    heuristic = lab.learning(cell.size, "draft", HEURISTIC, "heuristic")
+    return against(lab, cell, most_s, lab.learning(cell.size, "draft", DEFAULT), [heuristic])
+
+
+def portfolio_against_members(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row d."""
+    portfolio = lab.learning(cell.size, f"portfolio({';'.join(MEMBERS)})", PORTFOLIO)
+    return against(lab, cell, most_s, portfolio, [lab.learning(cell.size, each, each) for each in MEMBERS])
+
+
+def large_batches(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row h."""
+    return against(lab, cell, most_s, lab.learning(cell.size, "draft", DEFAULT), [lab.plain(cell.size)])
+
+
+def plan_kept(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row e: asks the command itself, which predicts from some prompts and measures on others.
+
+    Raises:
+        UnavailableError: there is no such command yet, or it failed, or does not say what it predicted and measured.
+    """
+    command = [sys.executable, "-m", "truedraft", "plan"]
+    if subprocess.run([*command, "--help"], capture_output=True, check=False).returncode != 0:
+        raise UnavailableError("this version has no `truedraft plan`")
+    asked = lab.asked(cell)
+    sampling = asked[0].params
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.jsonl"
+        lines = [json.dumps({"id": str(number), "prompt": list(each.prompt)}) for number, each in enumerate(asked)]
+        file.write_text("\n".join(lines) + "\n")
+        words = ["--prompts", str(file), "--json", "--max-tokens", str(NEW_TOKENS)]
+        words += ["--temperature", str(sampling.temperature), "--seed", "1"]
+        words += [] if cell.size == "own" else ["--pad-to", cell.size]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=_PLAN_S, check=False)
+    if done.returncode != 0 or not done.stdout.strip():
+        raise UnavailableError(f"`truedraft plan` ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+    predicted, measured = speedups_of(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        "predicted": predicted,
+        "measured": measured,
+        "ratio": round(measured / predicted, 4),
+        "low": None,
+        "high": None,
+        "half_width": None,
+        "status": "reached",
+    }
+
+
+def speedups_of(record: Mapping[str, Any]) -> tuple[float, float]:
+    """Predicted and measured speed-up in what `truedraft plan --json` printed.
+
+    Either may be a number, an object with `speedup`, or stand under `predicted_speedup` and `measured_speedup`.
+
+    Raises:
+        UnavailableError: it says neither.
+    """
+    found = []
+    for name in ("predicted", "measured"):
+        value = record.get(name, record.get(f"{name}_speedup"))
+        value = value.get("speedup") if isinstance(value, Mapping) else value
+        if not isinstance(value, int | float) or not value > 0:
+            raise UnavailableError(f"`truedraft plan --json` has no {name} speed-up: its keys are {', '.join(record)}")
+        found.append(float(value))
+    return found[0], found[1]
+
+
+def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row f."""
+    asked = lab.asked(cell)
+    default, plain = lab.learning(cell.size, "auto", DEFAULT), lab.plain(cell.size)
+    bandwidth = read_bandwidth().bytes_per_s
+    streams = [Stream(each.engine, asked, lab.clock) for each in (default, plain)]
+    with Neighbour(bandwidth / 2) as neighbour:
+
+        def change(phase: str) -> None:
+            if phase == "loaded":
+                neighbour.come()
+            else:
+                neighbour.leave()
+
+        try:
+            windows = watch([stream.run for stream in streams], change, most_s, lab.clock)
+            taken = neighbour.bytes_per_s()
+        finally:
+            for stream in streams:
+                stream.close()
+    return windows.as_dict() | {
+        "status": "reached",
+        "bandwidth_bytes_per_s": round(bandwidth),
+        "neighbour_bytes_per_s": round(taken),
+    }
+
+
+def deciding(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+    """Row g: what the controller takes of the steps that decode."""
+    default = lab.learning(cell.size, "auto", DEFAULT)
+    groups = lab.groups(cell)
+    costs = _listen(default.engine)
+    began, number, first = lab.clock(), 0, 0
+    while number < 2 or lab.clock() - began < most_s:
+        for group in groups:
+            default.answer(group, number)
+        first = len(costs) if number == 0 else first
+        number += 1
+    return cost_summary(costs[first:], cell.batch)
+
+
+def _listen(engine: Engine) -> list[tuple[float, float, int]]:
+    """Of each decoding step to come: seconds of deciding and observing, of the whole step, and its requests."""
+    controller = _controller_of(engine)
+    observe = controller.observe
+    costs: list[tuple[float, float, int]] = []
+
+    def timed(record: StepRecord) -> None:
+        began = time.perf_counter()
+        observe(record)
+        observe_s = time.perf_counter() - began
+        if not record.prefill:
+            costs.append((record.decide_s + observe_s, record.total_s + observe_s, len(record.requests)))
+
+    controller.observe = timed  # type: ignore[method-assign]
+    return costs
+
+
+def _controller_of(engine: Engine) -> Controller:
+    """The controller that an engine made itself; it has no public name for it."""
+    found = getattr(engine, "controller", None) or getattr(getattr(engine, "_drafting", None), "_controller", None)
+    if not isinstance(found, Controller):
+        raise UnavailableError("the engine's controller is not where this script looks for it, engine/drafting.py")
+    return found
+
+
+def cost_summary(costs: Sequence[tuple[float, float, int]], batch: int) -> Found:
+    """The share of time that deciding takes, its seconds a step, and the interval of the mean over parts of the run.
+
+    Args:
+        costs: of each step the seconds of deciding, of the step, and its requests.
+        batch: requests at once.
+    """
+    requests = statistics.fmean(each[2] for each in costs)
+    share = math.fsum(each[0] for each in costs) / math.fsum(each[1] for each in costs)
+    draw, parts = random.Random(0), _parts(costs, 20)
+    drawn = []
+    for _ in range(_DRAWS):
+        some = draw.choices(parts, k=len(parts))
+        drawn.append(sum(each[0] for each in some) / sum(each[1] for each in some))
+    drawn.sort()
+    return {
+        "share": round(share, 5),
+        "low": round(drawn[round(0.025 * _DRAWS)], 5),
+        "high": round(drawn[round(0.975 * _DRAWS)], 5),
+        "per_step_s": statistics.fmean(each[0] for each in costs),
+        "per_step_median_s": statistics.median(each[0] for each in costs),
+        "step_s": statistics.fmean(each[1] for each in costs),
+        "requests": round(requests, 2),
+        "steps": len(costs),
+        "status": "reached",
+    }
+
+
+def _parts(costs: Sequence[tuple[float, float, int]], count: int) -> list[tuple[float, float]]:
+    """Sums over stretches of neighbouring steps, which are not independent of each other."""
+    size = max(1, len(costs) // count)
+    pieces = [costs[first : first + size] for first in range(0, len(costs), size)]
+    return [(sum(each[0] for each in piece), sum(each[1] for each in piece)) for piece in pieces]
+
+
+MEASURES: Mapping[str, Callable[[Lab, Cell, float, Mapping[str, Any] | None], Found]] = {
+    "sweep": sweep,
+    "a": default_against_plain,
+    "b": default_against_best,
+    "c": default_against_heuristic,
+    "d": portfolio_against_members,
+    "e": plan_kept,
+    "f": beside_a_neighbour,
+    "g": deciding,
+    "h": large_batches,
+}
+"""How each row is measured: from the models, the cell, its seconds, and the record of the cell that it needs."""
