@@ -11,19 +11,46 @@ same version. Systems answer the same requests in turns, so a slow moment of the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, most_s
+from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, most_s, parcels
 from deciding_turns import Clock
+
+if TYPE_CHECKING:
+    from deciding_rows import Lab
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).with_name("results") / "deciding.jsonl"
-Measure = Callable[[Cell, float, Mapping[str, Any] | None], Mapping[str, Any]]
+
+
+class Running(Protocol):
+    """A cell that is being measured.
+
+    Attributes:
+        next_s: seconds that its next visit will take.
+    """
+
+    @property
+    def next_s(self) -> float: ...
+
+    def visit(self, most_s: float, left_s: float) -> Mapping[str, Any] | None:
+        """Measure a bit more; what came of it, where that was the end.
+
+        Args:
+            most_s: seconds of all visits together.
+            left_s: seconds of the sitting.
+        """
+
+
+Begin = Callable[[Cell, Mapping[str, Any] | None], Running]
 
 
 class SkippedError(Exception):
@@ -38,43 +65,82 @@ def version_key(files: Iterable[Path]) -> str:
     return found.hexdigest()[:12]
 
 
-def sit(
-    cells: Sequence[Cell], kept: Kept, measure: Measure, seconds: float, clock: Clock, say: Callable[[str], None]
-) -> int:
-    """Measure cells until they are done or the time is; returns how many could not be measured.
+class Sitting:
+    """Measures cells until they are done or the time is.
 
-    A cell is begun only if its share of time is left, so a sitting ends between cells and none is cut short.
+    Cells of one parcel are visited in turns. Where a visit would not end in time the sitting is over; what was not
+    finished is measured anew in the next one.
 
     Args:
-        cells: in order.
-        kept: where they are written.
-        measure: one of them, in so many seconds at most, given the record of the cell that it needs.
+        kept: where cells are written.
+        begin: makes what a cell needs, given the record of the cell that it builds upon.
         seconds: of the sitting.
         clock: seconds.
         say: is told a line for each cell.
     """
-    end, skipped = clock() + seconds, 0
-    for number, cell in enumerate(cells, start=1):
-        if end - clock() < cell.share_s:
-            say(f"the time is over; {len(cells) - number + 1} cells are left for the next sitting")
-            break
-        before = None if cell.needs is None else kept.cells.get(cell.needs.name)
+
+    def __init__(self, kept: Kept, begin: Begin, seconds: float, clock: Clock, say: Callable[[str], None]) -> None:
+        self._kept, self._begin, self._clock, self._say = kept, begin, clock, say
+        self._end = clock() + seconds
+        self._took: dict[Cell, float] = defaultdict(float)
+        self.skipped = 0
+
+    def measure(self, cells: Sequence[Cell]) -> None:
+        """Measure cells, in order."""
+        for parcel in parcels(cells):
+            if self._left() < parcel[0].share_s:
+                break
+            self._visit({cell: running for cell in parcel if (running := self._begun(cell)) is not None})
+        unmeasured = sum(cell.name not in self._kept.cells for cell in cells) - self.skipped
+        if unmeasured:
+            self._say(f"the time is over; {unmeasured} cells are left for the next sitting")
+
+    def _left(self) -> float:
+        return self._end - self._clock()
+
+    def _begun(self, cell: Cell) -> Running | None:
+        before = None if cell.needs is None else self._kept.cells.get(cell.needs.name)
         if cell.needs is not None and before is None:
-            say(f"{number} of {len(cells)}: {cell.name}: skipped, for {cell.needs.name} was")
-            skipped += 1
-            continue
-        began = clock()
+            self._skip(cell, f"for {cell.needs.name} is not there")
+            return None
+        began = self._clock()
         try:
-            found = measure(cell, min(most_s(cell, kept.cells.values()), end - clock()), before)
+            return self._begin(cell, before)
         except SkippedError as error:
-            say(f"{number} of {len(cells)}: {cell.name}: skipped, {error}")
-            skipped += 1
-            continue
+            self._skip(cell, str(error))
+            return None
+        finally:
+            self._took[cell] += self._clock() - began
+
+    def _skip(self, cell: Cell, why: str) -> None:
+        self._say(f"{cell.name}: skipped, {why}")
+        self.skipped += 1
+
+    def _visit(self, running: dict[Cell, Running]) -> None:
+        """Visit the cells of a parcel in turns until all are done, or the time is."""
+        while running:
+            for cell, own in list(running.items()):
+                if self._left() < own.next_s:
+                    return
+                began = self._clock()
+                try:
+                    found = own.visit(most_s(cell, self._kept.cells.values()), self._left())
+                except SkippedError as error:
+                    self._skip(cell, str(error))
+                    del running[cell]
+                    continue
+                finally:
+                    self._took[cell] += self._clock() - began
+                if found is not None:
+                    del running[cell]
+                    self._keep(cell, found)
+
+    def _keep(self, cell: Cell, found: Mapping[str, Any]) -> None:
         place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
-        times = {"share_s": cell.share_s, "took_s": round(clock() - began, 2), "sitting": len(kept.sittings)}
-        kept.add(place | {"temperature": cell.temperature} | dict(found) | times)
-        say(f"{number} of {len(cells)}: {cell.name}: {shown(found)}, {times['took_s']:.0f} s")
-    return skipped
+        took_s, sitting = round(self._took[cell], 2), len(self._kept.sittings)
+        times = {"share_s": cell.share_s, "took_s": took_s, "sitting": sitting}
+        self._kept.add(place | {"temperature": cell.temperature} | dict(found) | times)
+        self._say(f"{len(self._kept.cells)} done: {cell.name}: {shown(found)}, {took_s:.0f} s")
 
 
 def shown(found: Mapping[str, Any]) -> str:
@@ -113,9 +179,8 @@ def main() -> int:
 
 def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
     import torch
-    from deciding_rows import MEASURES, Lab, UnavailableError
+    from deciding_rows import Lab
 
-    from truedraft.errors import TruedraftError
     from truedraft.machine import machine_facts
 
     cells = kept.left(all_cells(), asked.only)
@@ -124,23 +189,49 @@ def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
         return 0
     torch.set_num_threads(asked.threads)
     kept.add({"what": "sitting", "machine": machine_facts(), "threads": asked.threads, "dtype": "bfloat16"})
-    lab = Lab()
-
-    def measure(cell: Cell, most: float, before: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        try:
-            lab.target(cell.size)  # before the cell's seconds begin
-            return MEASURES[cell.row](lab, cell, most, before)
-        except (UnavailableError, TruedraftError) as error:
-            raise SkippedError(str(error)) from error
-
-    return sit(
-        cells,
+    sitting = Sitting(
         kept,
-        measure,
+        functools.partial(_begun, Lab()),
         asked.minutes * 60.0,
         time.monotonic,
         lambda line: print(line, file=sys.stderr, flush=True),
     )
+    sitting.measure(cells)
+    return sitting.skipped
+
+
+class _Guarded:
+    """A cell whose failure is told in a sentence, and costs no other cell."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    @property
+    def next_s(self) -> float:
+        return self._running.next_s
+
+    def visit(self, most_s: float, left_s: float) -> Mapping[str, Any] | None:
+        with _told():
+            return self._running.visit(most_s, left_s)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    from deciding_rows import UnavailableError
+
+    from truedraft.errors import TruedraftError
+
+    try:
+        yield
+    except (UnavailableError, TruedraftError) as error:
+        raise SkippedError(str(error)) from error
+
+
+def _begun(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Running:
+    from deciding_rows import begin
+
+    with _told():
+        return _Guarded(begin(lab, cell, before))
 
 
 def _report(kept: Kept, plots: Path | None) -> None:

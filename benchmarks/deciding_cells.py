@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,13 @@ def all_cells() -> list[Cell]:
 
 
 def _of_size(size: str) -> list[Cell]:
-    cells = [Cell(row, size, name, batch) for batch in BATCHES for name in SETS for row in ("sweep", "a")]
+    cells = [Cell(row, size, name, batch) for batch in BATCHES for row in ("sweep", "a") for name in SETS]
     cells += [Cell(row, size, name, 1) for row in ("b", "c", "d") for name in SETS]
     if size == "110M":
         cells += [Cell("e", size, name, 1) for name in SETS]
     if size != "own":
         cells += [Cell("f", size, name, 1) for name in ("code", "prose")]
-    cells += [Cell("g", size, name, batch) for name in ("code", MIX) for batch in BATCHES]
+    cells += [Cell("g", size, name, batch) for batch in BATCHES for name in ("code", MIX)]
     if size == "500M":
         cells += [Cell("h", size, "code", batch, temperature) for batch in (8, 16) for temperature in (0.0, 0.8)]
     return cells
@@ -103,6 +104,11 @@ def most_s(cell: Cell, done: Iterable[Mapping[str, Any]]) -> float:
     """
     saved = sum(float(record["share_s"]) - float(record["took_s"]) for record in done)
     return min(_LONGEST * cell.share_s, cell.share_s + max(0.0, saved) * _OF_SAVED)
+
+
+def parcels(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Neighbours of one row, size and batch: they are open together and visited in turns, a round each."""
+    return [list(own) for _, own in groupby(cells, key=lambda cell: (cell.row, cell.size, cell.batch))]
 
 
 class Kept:
@@ -137,7 +143,7 @@ class Kept:
         self._take(line)
 
     def left(self, cells: Sequence[Cell], only: Sequence[str] = ()) -> list[Cell]:
-        """What is not done, each behind what it needs.
+        """What is not done, and what that needs, in the order of the table.
 
         Args:
             cells: of the table.
@@ -146,9 +152,8 @@ class Kept:
         wanted: list[Cell] = []
         for cell in cells:
             if not only or any(word in cell.name for word in only):
-                wanted += [] if cell.needs is None else [cell.needs]
-                wanted.append(cell)
-        return [cell for cell in dict.fromkeys(wanted) if cell.name not in self.cells]
+                wanted += [cell] if cell.needs is None else [cell.needs, cell]
+        return [cell for cell in cells if cell in wanted and cell.name not in self.cells]
 
 
 def last_key(path: Path) -> str | None:

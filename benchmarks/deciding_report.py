@@ -277,9 +277,7 @@ def _ratio_words(record: Record | None) -> str:
         return "-"
     mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
     words = f"{record['ratio']:.3f}{mark}{_interval(record)}"
-    if record["row"] == "b":
-        words += f" {record['words']}"
-    return words + (f" over {record['over']}" if record["row"] == "d" else "")
+    return words + (f" over {record['over']}" if record["row"] in ("b", "d") else "")
 
 
 def _interval(record: Record) -> str:

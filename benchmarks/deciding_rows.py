@@ -20,7 +20,7 @@ from deciding_cells import Cell
 from deciding_load import Neighbour, Stream, watch
 from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, heldout_texts, prompt_sets
 from deciding_sweep import NONE, best, coarse, finer
-from deciding_turns import Answered, Estimate, Measured, Stop, estimate, one_round, ratios, take_turns
+from deciding_turns import Answered, Contest, Stop, estimate, one_round, ratios
 
 from truedraft import Engine, load_model
 from truedraft.control import Controller, FixedBudget
@@ -30,7 +30,7 @@ from truedraft.engine import StepRecord
 from truedraft.errors import ModelError, TruedraftError
 from truedraft.models.base import LanguageModel
 
-PLAIN, DEFAULT, FIXED, HEURISTIC, PORTFOLIO = "plain", "default", "best fixed", "heuristic", "portfolio"
+PLAIN, DEFAULT, HEURISTIC, PORTFOLIO = "plain", "default", "heuristic", "portfolio"
 MEMBERS = ("draft", "prompt-lookup")
 _WARM_UP_TOKENS = 8
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
@@ -115,7 +115,7 @@ class Lab:
 
     def groups(self, cell: Cell) -> list[list[Asked]]:
         """What is answered together."""
-        return groups_of(cell.set, self.asked(cell), cell.batch)
+        return groups_of(cell.set, self.asked(cell), cell.batch, few=cell.size == "500M")
 
     def plain(self, size: str) -> EngineSystem:
         """Plain decoding, which learns nothing: one engine for all cells of a size."""
@@ -149,7 +149,7 @@ def _at(asked: Asked, temperature: float, number: int) -> Asked:
 Found = dict[str, Any]
 
 
-def sweep(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def sweep(lab: Lab, cell: Cell, most_s: float) -> Found:
     """Speed-ups of fixed configurations over plain decoding, one pass over some groups; no interval."""
     most = _MIXED_GROUPS if cell.set == MIX and cell.batch == 1 else _SWEPT_GROUPS.get(cell.batch, 1)
     groups = lab.groups(cell)[:most]
@@ -185,57 +185,56 @@ def _warm_up(systems: Sequence[EngineSystem], group: Sequence[Asked]) -> None:
         system.answer(short, 0)
 
 
-def against(lab: Lab, cell: Cell, most_s: float, of: EngineSystem, over: Sequence[EngineSystem]) -> Found:
-    """Let a system take turns with others; its ratio to the fastest of them, and to each."""
-    pairs = [(of.name, other.name) for other in over]
-    stop = Stop(most_s, _SURE_ABOVE.get((cell.row, cell.set), _SURE_ABOVE.get((cell.row, cell.batch), 1.10)))
-    measured = take_turns([of, *over], lab.groups(cell), pairs, stop, lab.clock)
-    return of_pairs(measured, pairs)
+def contest(lab: Lab, cell: Cell, of: EngineSystem, over: Sequence[EngineSystem]) -> Contest:
+    """Let a system take turns with others."""
+    stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), _SURE_ABOVE.get((cell.row, cell.batch), 1.10)))
+    return Contest([of, *over], lab.groups(cell), [(of.name, other.name) for other in over], stop, lab.clock)
 
 
-def of_pairs(measured: Measured, pairs: Sequence[tuple[str, str]]) -> Found:
+def of_contest(contest: Contest) -> Found:
     """What a cell's line says of turns: the ratio to the fastest of the others, and to each if there are several."""
-    found = {other: estimate(measured.turns, name, other) for name, other in pairs}
+    turns = contest.measured.turns
+    found = {other: estimate(turns, name, other) for name, other in contest.pairs}
     hardest = min(found, key=lambda other: found[other].ratio)
-    name = pairs[0][0]
-    decoding: Estimate = estimate(measured.turns, name, hardest, decoding=True)
+    name = contest.pairs[0][0]
+    decoding = estimate(turns, name, hardest, decoding=True)
     record = found[hardest].as_dict() | {"of": name, "over": hardest, "decoding": decoding.as_dict()}
     if len(found) > 1:
         record["each"] = {other: each.as_dict() for other, each in found.items()}
-    return record | measured.as_dict() | {"ratios": ratios(measured.turns, name, hardest)}
+    return record | contest.measured.as_dict() | {"ratios": ratios(turns, name, hardest)}
 
 
-def default_against_plain(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def default_against_plain(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
     """Row a."""
-    return against(lab, cell, most_s, lab.learning(cell.size, "auto", DEFAULT), [lab.plain(cell.size)])
+    return contest(lab, cell, lab.learning(cell.size, "auto", DEFAULT), [lab.plain(cell.size)])
 
 
-def default_against_best(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def default_against_best(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
     """Row b; the best of the sweep is measured again, or it would be the luckiest."""
     assert before is not None
-    fixed = lab.fixed(cell.size, before["best"], FIXED)
-    found = against(lab, cell, most_s, lab.learning(cell.size, "auto", DEFAULT), [fixed])
-    return found | {"words": before["best"]}
+    return contest(
+        lab, cell, lab.learning(cell.size, "auto", DEFAULT), [lab.fixed(cell.size, before["best"], before["best"])]
+    )
 
 
-def default_against_heuristic(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def default_against_heuristic(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
     """Row c."""
     heuristic = lab.learning(cell.size, "draft", HEURISTIC, "heuristic")
-    return against(lab, cell, most_s, lab.learning(cell.size, "draft", DEFAULT), [heuristic])
+    return contest(lab, cell, lab.learning(cell.size, "draft", DEFAULT), [heuristic])
 
 
-def portfolio_against_members(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def portfolio_against_members(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
     """Row d."""
     portfolio = lab.learning(cell.size, f"portfolio({';'.join(MEMBERS)})", PORTFOLIO)
-    return against(lab, cell, most_s, portfolio, [lab.learning(cell.size, each, each) for each in MEMBERS])
+    return contest(lab, cell, portfolio, [lab.learning(cell.size, each, each) for each in MEMBERS])
 
 
-def large_batches(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def large_batches(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
     """Row h."""
-    return against(lab, cell, most_s, lab.learning(cell.size, "draft", DEFAULT), [lab.plain(cell.size)])
+    return contest(lab, cell, lab.learning(cell.size, "draft", DEFAULT), [lab.plain(cell.size)])
 
 
-def plan_kept(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
     """Row e: asks the command itself, which predicts from some prompts and measures on others.
 
     Raises:
@@ -286,7 +285,7 @@ def speedups_of(record: Mapping[str, Any]) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float) -> Found:
     """Row f."""
     asked = lab.asked(cell)
     default, plain = lab.learning(cell.size, "auto", DEFAULT), lab.plain(cell.size)
@@ -313,7 +312,7 @@ def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float, before: Mapping[str,
     }
 
 
-def deciding(lab: Lab, cell: Cell, most_s: float, before: Mapping[str, Any] | None) -> Found:
+def deciding(lab: Lab, cell: Cell, most_s: float) -> Found:
     """Row g: what the controller takes of the steps that decode."""
     default = lab.learning(cell.size, "auto", DEFAULT)
     groups = lab.groups(cell)
@@ -387,15 +386,59 @@ def _parts(costs: Sequence[tuple[float, float, int]], count: int) -> list[tuple[
     return [(sum(each[0] for each in piece), sum(each[1] for each in piece)) for piece in pieces]
 
 
-MEASURES: Mapping[str, Callable[[Lab, Cell, float, Mapping[str, Any] | None], Found]] = {
-    "sweep": sweep,
+CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest]] = {
     "a": default_against_plain,
     "b": default_against_best,
     "c": default_against_heuristic,
     "d": portfolio_against_members,
+    "h": large_batches,
+}
+"""Rows that are ratios, from the models, the cell, and the record of the cell that it needs."""
+
+MEASURES: Mapping[str, Callable[[Lab, Cell, float], Found]] = {
+    "sweep": sweep,
     "e": plan_kept,
     "f": beside_a_neighbour,
     "g": deciding,
-    "h": large_batches,
 }
-"""How each row is measured: from the models, the cell, its seconds, and the record of the cell that it needs."""
+"""Rows that are measured at one go, in so many seconds."""
+
+
+class OneVisit:
+    """A cell that is measured at one go."""
+
+    def __init__(self, lab: Lab, cell: Cell) -> None:
+        self._lab, self._cell = lab, cell
+
+    @property
+    def next_s(self) -> float:
+        """Seconds that the next visit will take."""
+        return self._cell.share_s
+
+    def visit(self, most_s: float, left_s: float) -> Found | None:
+        """Measure it."""
+        return MEASURES[self._cell.row](self._lab, self._cell, min(most_s, left_s))
+
+
+class Rounds:
+    """A cell that is measured a round at a time."""
+
+    def __init__(self, contest: Contest) -> None:
+        self._contest, self.next_s = contest, 0.0
+
+    def visit(self, most_s: float, left_s: float) -> Found | None:
+        """One more round; what came of all, where it was the last."""
+        before = self._contest.measured.seconds
+        over = self._contest.visit(most_s)
+        self.next_s = self._contest.measured.seconds - before
+        return of_contest(self._contest) if over else None
+
+
+def begin(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> OneVisit | Rounds:
+    """Make what a cell needs.
+
+    Raises:
+        UnavailableError: this version has not got it.
+    """
+    lab.target(cell.size)
+    return Rounds(CONTESTS[cell.row](lab, cell, before)) if cell.row in CONTESTS else OneVisit(lab, cell)

@@ -114,14 +114,20 @@ def mixed(sets: dict[str, list[Asked]]) -> list[Asked]:
     return [sets[DOMAINS[number % len(DOMAINS)]][number // len(DOMAINS)] for number in range(REQUESTS)]
 
 
-def groups_of(name: str, asked: Sequence[Asked], batch: int) -> list[list[Asked]]:
+def groups_of(name: str, asked: Sequence[Asked], batch: int, *, few: bool = False) -> list[list[Asked]]:
     """What is answered together in one round: groups of `batch` requests, in the order of the set.
 
-    At batch 1 eight of them (of `mix` ten, two of each domain), at 4 four (five), at 16 two.
+    At batch 1 eight of them (of `mix` ten, two of each domain), at 4 four (five), at more two.
+
+    Args:
+        name: of the set.
+        asked: its requests.
+        batch: requests of a group.
+        few: five, three (five) and one, for models that need seconds for an answer.
     """
-    most = {1: 8, 4: 4}.get(batch, 2)
+    most = ({1: 5, 4: 3} if few else {1: 8, 4: 4}).get(batch, 1 if few else 2)
     if name == MIX:
-        most = {1: 10, 4: 5}.get(batch, 2)
+        most = ({1: 5, 4: 5} if few else {1: 10, 4: 5}).get(batch, most)
     found = [list(asked[first : first + batch]) for first in range(0, len(asked) - batch + 1, batch)]
     return found[:most]
 

@@ -1,14 +1,16 @@
 """Systems that answer the same requests in turns, until the interval of their ratio is narrow.
 
 The ratio of a turn is that of the times per emitted token. A round is one pass over all groups of requests; the first
-warms up and is dropped for all systems. The estimate is the geometric mean over turns, each group with the same weight,
-and its interval is that of Student's t from what the rounds of one group differ by: groups differ in how well they can
-be guessed, which is not noise.
+warms up and is dropped for all systems. The estimate is the geometric mean over rounds, and its interval is Student's t
+over their means. Rounds of one cell should lie apart: this kind of machine changes for half a minute at a time (plain
+decoding of the embedded target was seen to go from 0.9 to 1.3 ms a token while speculation stayed as it was), and turns
+of one moment agree with each other far better than with the next minute. So several cells are visited in turns.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +20,7 @@ from deciding_sets import Asked
 from scipy import stats
 
 HALF_WIDTH = 0.02
-_LEAST_ROUNDS = 2  # behind the warm-up
-_LEAST_TURNS = 12
+_LEAST_ROUNDS = 5  # behind the warm-up
 _CONFIDENCE = 0.95
 
 Clock = Callable[[], float]
@@ -57,14 +58,14 @@ class Turn:
     """One group answered by all systems, one after the other.
 
     Attributes:
-        group: its number.
+        round: its number.
         per_token_s: of each system, seconds of the whole answer per emitted token.
         decode_s: of each system, likewise behind the prompt.
         compared: greedy answers that could be compared with the first system's.
         different: those that were not identical.
     """
 
-    group: int
+    round: int
     per_token_s: Mapping[str, float]
     decode_s: Mapping[str, float]
     compared: int = 0
@@ -104,22 +105,20 @@ def estimate(turns: Sequence[Turn], of: str, over: str, *, decoding: bool = Fals
     """How much faster one system is than another: above 1, it is.
 
     Args:
-        turns: at least one.
+        turns: at least one, of whole rounds.
         of: name of the system.
         over: name of the one that it is held against.
         decoding: of the time behind the prompts.
     """
-    by_group: dict[int, list[float]] = defaultdict(list)
+    by_round: dict[int, list[float]] = defaultdict(list)
     for turn in turns:
-        by_group[turn.group].append(_log_ratio(turn, of, over, decoding))
-    means = [sum(own) / len(own) for own in by_group.values()]
-    middle = sum(means) / len(means)
-    free = len(turns) - len(by_group)
-    if free < 1:
+        by_round[turn.round].append(_log_ratio(turn, of, over, decoding))
+    means = [statistics.fmean(own) for own in by_round.values()]
+    middle = statistics.fmean(means)
+    if len(means) < 2:
         return Estimate(math.exp(middle), 0.0, math.inf, len(turns))
-    squares = sum((value - mean) ** 2 for own, mean in zip(by_group.values(), means, strict=True) for value in own)
-    variance = squares / free * sum(1 / len(own) for own in by_group.values()) / len(means) ** 2
-    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, free)) * math.sqrt(variance)
+    error = statistics.stdev(means) / math.sqrt(len(means))
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(means) - 1)) * error
     return Estimate(math.exp(middle), math.exp(middle - half), math.exp(middle + half), len(turns))
 
 
@@ -138,22 +137,20 @@ class Stop:
     """When a cell is done.
 
     Attributes:
-        most_s: seconds, after which it counts as missed.
         sure_above: a cell whose whole interval is above this is also done with a half-width of 2 % of its ratio: it
             lies so far above its bar that more turns would change no verdict. It is told apart in the tables.
     """
 
-    most_s: float
     sure_above: float = 1.10
 
-    def status(self, estimates: Sequence[Estimate], rounds: int, took_s: float) -> str | None:
-        """ "reached", "far above", "missed", or None where it goes on."""
-        enough = rounds >= _LEAST_ROUNDS and min(each.turns for each in estimates) >= _LEAST_TURNS
+    def status(self, estimates: Sequence[Estimate], rounds: int, took_s: float, most_s: float) -> str | None:
+        """ "reached", "far above", "missed" for want of time, or None where it goes on."""
+        enough = rounds >= _LEAST_ROUNDS
         if enough and all(each.half_width <= HALF_WIDTH for each in estimates):
             return "reached"
         if enough and all(self._far(each) for each in estimates):
             return "far above"
-        return "missed" if took_s >= self.most_s else None
+        return "missed" if took_s >= most_s and rounds > 1 else None
 
     def _far(self, each: Estimate) -> bool:
         if each.half_width <= HALF_WIDTH:
@@ -188,35 +185,47 @@ class Measured:
         }
 
 
-def take_turns(
-    systems: Sequence[System],
-    groups: Sequence[Sequence[Asked]],
-    pairs: Sequence[tuple[str, str]],
-    stop: Stop,
-    clock: Clock,
-) -> Measured:
-    """Round after round until all pairs' ratios are known well enough, or the time is over.
+class Contest:
+    """Systems that take turns, a round at a visit.
 
     Args:
         systems: with different names.
         groups: of requests, answered one after the other in each round.
         pairs: names of systems, each with the one that it is held against.
-        stop: when that is.
+        stop: when it is over.
         clock: seconds.
     """
-    found, began = Measured(), clock()
-    for number in range(1_000):
-        turns = one_round(systems, groups, number, clock)
-        found.seconds = clock() - began
-        if number == 0:
-            continue  # it warmed up
+
+    def __init__(
+        self,
+        systems: Sequence[System],
+        groups: Sequence[Sequence[Asked]],
+        pairs: Sequence[tuple[str, str]],
+        stop: Stop,
+        clock: Clock,
+    ) -> None:
+        self.pairs, self.measured = list(pairs), Measured()
+        self._systems, self._groups, self._stop, self._clock = systems, groups, stop, clock
+        self._next = 0
+
+    def visit(self, most_s: float) -> bool:
+        """One more round; returns whether it was the last.
+
+        Args:
+            most_s: seconds of all visits together, after which the cell counts as missed.
+        """
+        found, began = self.measured, self._clock()
+        turns = one_round(self._systems, self._groups, self._next, self._clock)
+        found.seconds += self._clock() - began
+        self._next += 1
+        if self._next == 1:
+            return False  # it warmed up
         found.turns += turns
-        found.rounds = number
-        status = stop.status([estimate(found.turns, *pair) for pair in pairs], number, found.seconds)
-        if status is not None:
-            found.status = status
-            break
-    return found
+        found.rounds += 1
+        estimates = [estimate(found.turns, *pair) for pair in self.pairs]
+        status = self._stop.status(estimates, found.rounds, found.seconds, most_s)
+        found.status = status or found.status
+        return status is not None
 
 
 def one_round(systems: Sequence[System], groups: Sequence[Sequence[Asked]], number: int, clock: Clock) -> list[Turn]:
@@ -232,7 +241,7 @@ def one_round(systems: Sequence[System], groups: Sequence[Sequence[Asked]], numb
         compared, different = _differences([answers[system.name] for system in systems], group)
         turns.append(
             Turn(
-                place,
+                number,
                 {name: seconds[name] / answer.tokens for name, answer in answers.items()},
                 {name: _decode_s(answer, seconds[name], len(group)) for name, answer in answers.items()},
                 compared,
