@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from deciding_cells import Cell
 from deciding_load import Neighbour, Stream, watch
 from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, heldout_texts, prompt_sets
@@ -235,7 +236,9 @@ def large_batches(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Con
 
 
 def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
-    """Row e: asks the command itself, which predicts from some prompts and measures on others.
+    """Row e: asks the command itself, which predicts from three prompts in four and measures on the fourth.
+
+    It answers all prompts in one way, so `mix` has the prompts of all domains, answered greedily.
 
     Raises:
         UnavailableError: there is no such command yet, or it failed, or does not say what it predicted and measured.
@@ -249,40 +252,37 @@ def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
         file = Path(folder) / "prompts.jsonl"
         lines = [json.dumps({"id": str(number), "prompt": list(each.prompt)}) for number, each in enumerate(asked)]
         file.write_text("\n".join(lines) + "\n")
-        words = ["--prompts", str(file), "--json", "--max-tokens", str(NEW_TOKENS)]
-        words += ["--temperature", str(sampling.temperature), "--seed", "1"]
+        words = ["--prompts", str(file), "--json", "--max-tokens", str(NEW_TOKENS), "--ignore-eos"]
+        words += ["--temperature", str(sampling.temperature), "--seed", "1", "--threads", str(torch.get_num_threads())]
+        words += ["--dtype", "bfloat16"]
         words += [] if cell.size == "own" else ["--pad-to", cell.size]
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=_PLAN_S, check=False)
     if done.returncode != 0 or not done.stdout.strip():
         raise UnavailableError(f"`truedraft plan` ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
-    predicted, measured = speedups_of(json.loads(done.stdout.splitlines()[-1]))
-    return {
-        "predicted": predicted,
-        "measured": measured,
-        "ratio": round(measured / predicted, 4),
-        "low": None,
-        "high": None,
-        "half_width": None,
-        "status": "reached",
-    }
+    return plan_record(json.loads(done.stdout.splitlines()[-1]))
 
 
-def speedups_of(record: Mapping[str, Any]) -> tuple[float, float]:
-    """Predicted and measured speed-up in what `truedraft plan --json` printed.
-
-    Either may be a number, an object with `speedup`, or stand under `predicted_speedup` and `measured_speedup`.
+def plan_record(told: Mapping[str, Any]) -> Found:
+    """What a cell's line says of what `truedraft plan --json` printed: its `check`, on prompts that it had not seen.
 
     Raises:
-        UnavailableError: it says neither.
+        UnavailableError: it does not hold what it predicted and measured.
     """
-    found = []
-    for name in ("predicted", "measured"):
-        value = record.get(name, record.get(f"{name}_speedup"))
-        value = value.get("speedup") if isinstance(value, Mapping) else value
-        if not isinstance(value, int | float) or not value > 0:
-            raise UnavailableError(f"`truedraft plan --json` has no {name} speed-up: its keys are {', '.join(record)}")
-        found.append(float(value))
-    return found[0], found[1]
+    check = told.get("check") or {}
+    predicted, measured = check.get("predicted_speedup"), check.get("speedup")
+    if not predicted or not measured:
+        raise UnavailableError("`truedraft plan --json` printed no predicted_speedup and speedup in its check")
+    ratio, low, high = (round(measured[name] / predicted["value"], 4) for name in ("value", "low", "high"))
+    return {
+        "predicted": round(predicted["value"], 4),
+        "measured": round(measured["value"], 4),
+        "recommended": told.get("recommended"),
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "half_width": round((high - low) / 2, 4),
+        "status": "reached",
+    }
 
 
 def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float) -> Found:

@@ -11,6 +11,7 @@ import math
 import re
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -440,12 +441,17 @@ def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
     assert found["per_step_median_s"] == pytest.approx(statistics.median(each[0] for each in costs))
 
 
-def test_what_the_plan_said_is_read_in_either_form() -> None:
+def test_what_the_plan_predicted_is_held_against_what_it_measured() -> None:
     rows = script("deciding_rows")
-    assert rows.speedups_of({"predicted": 1.5, "measured": {"speedup": 1.4}}) == (1.5, 1.4)
-    assert rows.speedups_of({"predicted_speedup": 2, "measured_speedup": 1.9}) == (2.0, 1.9)
-    with pytest.raises(rows.UnavailableError, match="no measured speed-up: its keys are predicted, tokens"):
-        rows.speedups_of({"predicted": 1.5, "tokens": 3})
+    check = {
+        "predicted_speedup": {"value": 2.0, "low": 1.8, "high": 2.2},
+        "speedup": {"value": 1.9, "low": 1.7, "high": 2.1},
+    }
+    found = rows.plan_record({"check": check, "recommended": "draft"})
+    assert (found["ratio"], found["low"], found["high"]) == (0.95, 0.85, 1.05)
+    for told in ({}, {"check": check | {"speedup": None}}):
+        with pytest.raises(rows.UnavailableError, match="no predicted_speedup and speedup"):
+            rows.plan_record(told)
 
 
 def test_the_report_shows_every_row_and_marks_what_was_missed(tmp_path: Path) -> None:
@@ -491,3 +497,11 @@ def test_make_has_the_command() -> None:
     rules = (ROOT / "Makefile").read_text()
     assert re.search(r"^bench-deciding:.*\n(?:\t.*\n)*\t.*benchmarks/deciding\.py", rules, re.MULTILINE)
     assert "bench-deciding" in next(line for line in rules.splitlines() if line.startswith(".PHONY"))
+
+
+def test_the_neighbour_reads_only_while_it_is_let() -> None:
+    with load.Neighbour(4e9) as neighbour:
+        neighbour.come()
+        time.sleep(0.3)
+        neighbour.leave()
+        assert neighbour.bytes_per_s() > 0.0
