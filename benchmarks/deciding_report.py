@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ _PLAN_ERROR = 0.10
 _LEAST_LOADED = 0.95  # of row f, also of what it was before, once the neighbour is gone
 _SHARE, _SHARE_OWN = 0.01, 0.03  # of row g
 _STEP_S, _FURTHER_S = 60e-6, 10e-6  # of row g at own size: a step, and each further request
+_WIDEST = 4.0  # ratio at the ends of the colours
+_WHITE_FROM = 0.8  # logarithm of a ratio from which its cell is dark
 _LARGE = {8: 1.4, 16: 1.15}  # of row h, by batch
 
 
@@ -209,7 +212,9 @@ def _bars_of_large(records: Records) -> list[Bar]:
         def fails(record: Record, least: float = least) -> bool:
             return bool(record["ratio"] < least)
 
-        found.append(Bar(f"h: at least {least} at batch {batch}", _verdict("h", own, fails, cells), _least(own)))
+        behind = min((record["decoding"]["ratio"] for record in own), default=None)
+        told = _least(own) + ("" if behind is None else f"; behind the prompts at least {behind:.3f}")
+        found.append(Bar(f"h: at least {least} at batch {batch}", _verdict("h", own, fails, cells), told))
     return found
 
 
@@ -254,16 +259,20 @@ def _row_table(row: str, records: Mapping[str, Record]) -> str:
         return _neighbour_table(records.values())
     if row == "g":
         return _deciding_table(records.values())
-    return _ratio_table(row, records)
+    whole = _ratio_table(row, records, lambda record: record)
+    if row == "e":
+        return whole
+    behind = _ratio_table(row, records, lambda record: record["decoding"])
+    return f"{whole}\n\nThe same answers behind their prompts, which are read alike by both:\n\n{behind}"
 
 
-def _ratio_table(row: str, records: Mapping[str, Record]) -> str:
+def _ratio_table(row: str, records: Mapping[str, Record], part: Callable[[Record], Record]) -> str:
     cells = [cell for cell in all_cells() if cell.row == row]
     columns = list(dict.fromkeys(_column(cell) for cell in cells))
     lines = []
     for name in dict.fromkeys(cell.set for cell in cells):
         own = {_column(cell): records.get(cell.name) for cell in cells if cell.set == name}
-        lines.append([name, *(_ratio_words(own.get(column)) for column in columns)])
+        lines.append([name, *(_ratio_words(own.get(column), part) for column in columns)])
     return _table(["set", *columns], lines)
 
 
@@ -272,11 +281,11 @@ def _column(cell: Cell) -> str:
     return f"{cell.size}, batch {cell.batch}{temperature}"
 
 
-def _ratio_words(record: Record | None) -> str:
+def _ratio_words(record: Record | None, part: Callable[[Record], Record]) -> str:
     if record is None:
         return "-"
     mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
-    words = f"{record['ratio']:.3f}{mark}{_interval(record)}"
+    words = f"{part(record)['ratio']:.3f}{mark}{_interval(part(record))}"
     return words + (f" over {record['over']}" if record["row"] in ("b", "d") else "")
 
 
@@ -354,13 +363,16 @@ def _heat_map(row: str, cells: Sequence[Cell], kept: Kept, file: Path) -> Path:
             line, column = names.index(cell.set), columns.index(_column(cell))
             values[line][column] = record["ratio"]
             mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
-            axes.text(column, line, f"{record['ratio']:.2f}{mark}", ha="center", va="center", fontsize=9)
+            dark = abs(math.log(record["ratio"])) > _WHITE_FROM
+            words = f"{record['ratio']:.2f}{mark}"
+            axes.text(column, line, words, ha="center", va="center", color="white" if dark else "black", fontsize=9)
     # Even is white, and twice as fast is as far from it as half as fast.
-    image = axes.imshow(values, cmap=mpl.colormaps["RdBu"], norm=LogNorm(1 / 3, 3), aspect="auto")
+    image = axes.imshow(values, cmap=mpl.colormaps["RdBu"], norm=LogNorm(1 / _WIDEST, _WIDEST), aspect="auto")
     axes.set_xticks(range(len(columns)), [column.replace(", ", "\n") for column in columns], fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.set_title(f"{row}: {ROWS[row]}", fontsize=9, wrap=True)
-    ticks = [1 / 3, 0.5, 0.75, 1, 1.5, 2, 3]
+    axes.set_facecolor("#dddddd")  # what was not measured
+    ticks = [1 / _WIDEST, 0.5, 0.75, 1, 1.5, 2, _WIDEST]
     bar = figure.colorbar(image, ax=axes, ticks=ticks)
     bar.ax.set_yticklabels([f"{tick:.2g}" for tick in ticks])
     bar.ax.minorticks_off()

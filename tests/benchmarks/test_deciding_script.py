@@ -347,6 +347,7 @@ def ratio(cell: Any, value: float, half: float = 0.01, **more: Any) -> dict[str,
     place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
     found = {"ratio": value, "low": value - half, "high": value + half, "half_width": half, "turns": 24}
     kinds = {"status": "reached", "over": "plain", "words": "none", "ratios": [value] * 3, "speedups": {"x": 0.9}}
+    kinds |= {"decoding": found | {"ratio": value + 0.1}}
     return place | found | kinds | {"best": "none", "predicted": 1.0, "measured": value} | more
 
 
@@ -470,6 +471,7 @@ def test_the_report_shows_every_row_and_marks_what_was_missed(tmp_path: Path) ->
     told = report.markdown(kept)
     assert all(f"**{row}: " in told for row in cells.ROWS)
     assert "1.234~ (1.224 to 1.244)" in told and "1 of them missed" in told and "a processor, 2 threads" in told
+    assert "1.334~ (1.224" in told, "behind the prompts"
     rows = [line for line in told.splitlines() if line.startswith("|")]
     assert all(line.count("|") > 2 for line in rows)
 
