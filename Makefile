@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify certify-short results-lossy results-redrafter results-rules bench bench-gpu bench-limits bench-busy results demo test test-slow test-oldest check format clean
+.PHONY: certify certify-short results-lossy results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +103,11 @@ bench-busy: $(STAMP)
 	$(BIN)/python benchmarks/busy_core.py --sizes own 110M --loads idle "a loop" > /dev/null
 	$(BIN)/python benchmarks/busy_core.py --backend fused --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
 	$(BIN)/python benchmarks/busy_core.py --backend stock --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
+
+# What the default decides and brings, against plain decoding and fixed drafts: docs/performance.md. Eighty minutes a
+# sitting on an otherwise idle machine, two sittings; the second goes on where the first one stopped.
+bench-deciding: $(STAMP)
+	$(BIN)/python benchmarks/deciding.py --minutes 80 --plots out/deciding $(DECIDING) > $(RESULTS)/deciding.md
 
 # The same on a CUDA device, at the cost of a 7 B model.
 bench-gpu: $(STAMP)

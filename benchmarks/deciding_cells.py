@@ -1,0 +1,176 @@
+"""The cells of `make bench-deciding`, how long each may take, and the file that keeps what is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from deciding_sets import MIX, SETS
+
+SIZES = ("own", "110M", "500M")
+BATCHES = (1, 4, 16)
+ROWS = {
+    "sweep": "fixed configurations against plain decoding, one pass: what row b and the bars choose from",
+    "a": "the default against plain decoding",
+    "b": "the default against the best fixed configuration of the sweep, measured again",
+    "c": "the default controller against the heuristic that adds 2 and takes 1, both with the draft",
+    "d": "a portfolio of draft and prompt lookup against the better of the two, all under the default controller",
+    "e": "measured over predicted speed-up of what `truedraft plan` chose",
+    "f": "the default against plain decoding while a neighbour takes half of the memory's bandwidth, and leaves again",
+    "g": "time spent on deciding",
+    "h": "the draft under the default controller against plain decoding, batches of 8 and 16",
+}
+"""What each row measures."""
+
+# Seconds of a cell by row, at own size, 110M and 500M. With `most_s` unused ones go to cells that need more.
+_SHARES: Mapping[str, tuple[float, float, float]] = {
+    "sweep": (8.0, 22.0, 65.0),
+    "a": (15.0, 40.0, 90.0),
+    "b": (15.0, 40.0, 100.0),
+    "c": (15.0, 40.0, 90.0),
+    "d": (20.0, 50.0, 110.0),
+    "e": (60.0, 60.0, 60.0),
+    "f": (210.0, 210.0, 210.0),
+    "g": (4.0, 6.0, 25.0),
+    "h": (120.0, 120.0, 120.0),
+}
+_LONGEST = 3.0  # times its share
+_OF_SAVED = 0.25  # of what others left, for one cell
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement, one line of the file.
+
+    Attributes:
+        row: letter of the table, or "sweep".
+        size: "own", or what the target is padded to.
+        set: of prompts.
+        batch: requests at once.
+        temperature: of greedy sets, where a row asks for another one.
+    """
+
+    row: str
+    size: str
+    set: str
+    batch: int
+    temperature: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique in the table."""
+        words = [self.row, self.size, self.set, f"batch {self.batch}"]
+        return " | ".join(words + ([] if self.temperature is None else [f"temperature {self.temperature:g}"]))
+
+    @property
+    def needs(self) -> Cell | None:
+        """The cell whose result this one starts from."""
+        return Cell("sweep", self.size, self.set, self.batch) if self.row == "b" else None
+
+    @property
+    def share_s(self) -> float:
+        """Seconds that it is planned for."""
+        return _SHARES[self.row][SIZES.index(self.size)]
+
+
+def all_cells() -> list[Cell]:
+    """The whole table, by size, for a model is loaded once; no cell before the one that it needs."""
+    return [cell for size in SIZES for cell in _of_size(size)]
+
+
+def _of_size(size: str) -> list[Cell]:
+    cells = [Cell(row, size, name, batch) for batch in BATCHES for row in ("sweep", "a") for name in SETS]
+    cells += [Cell(row, size, name, 1) for row in ("b", "c", "d") for name in SETS]
+    if size == "110M":
+        cells += [Cell("e", size, name, 1) for name in SETS]
+    if size != "own":
+        cells += [Cell("f", size, name, 1) for name in ("code", "prose")]
+    cells += [Cell("g", size, name, batch) for batch in BATCHES for name in ("code", MIX)]
+    if size == "500M":
+        cells += [Cell("h", size, "code", batch, temperature) for batch in (8, 16) for temperature in (0.0, 0.8)]
+    return cells
+
+
+def most_s(cell: Cell, done: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds that a cell may take: its share and a quarter of what done ones left of theirs; three shares at most.
+
+    Args:
+        cell: the next one.
+        done: records of the same version, each with `share_s` and `took_s`.
+    """
+    saved = sum(float(record["share_s"]) - float(record["took_s"]) for record in done)
+    return min(_LONGEST * cell.share_s, cell.share_s + max(0.0, saved) * _OF_SAVED)
+
+
+def parcels(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Neighbours of one row, size and batch: they are open together and visited in turns, a round each."""
+    return [list(own) for _, own in groupby(cells, key=lambda cell: (cell.row, cell.size, cell.batch))]
+
+
+class Kept:
+    """The file of results: a line of JSON for each cell, and one for each sitting, which says where it was measured.
+
+    Args:
+        path: of the file; it need not exist.
+        key: of the version that is measured; lines of others are left alone.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        self.cells: dict[str, dict[str, Any]] = {}
+        self.sittings: list[dict[str, Any]] = []
+        for record in _lines(path):
+            if record.get("key") == key:
+                self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if "cell" in record:
+            self.cells[record["cell"]] = record
+        else:
+            self.sittings.append(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write a line at once, so that nothing measured is lost."""
+        line = {"key": self.key, **record}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + json.dumps(line) + "\n")
+        self._take(line)
+
+    def left(self, cells: Sequence[Cell], only: Sequence[str] = ()) -> list[Cell]:
+        """What is not done, and what that needs, in the order of the table.
+
+        Args:
+            cells: of the table.
+            only: take those whose name holds one of these texts; all, if there are none.
+        """
+        wanted: list[Cell] = []
+        for cell in cells:
+            if not only or any(word in cell.name for word in only):
+                wanted += [cell] if cell.needs is None else [cell.needs, cell]
+        return [cell for cell in cells if cell in wanted and cell.name not in self.cells]
+
+
+def last_key(path: Path) -> str | None:
+    """The version that a file was last written for; None where there is none."""
+    return next((str(record["key"]) for record in reversed(_lines(path)) if "key" in record), None)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a file; a line that was torn when a sitting was killed is left out, and so measured again."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found

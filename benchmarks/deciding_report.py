@@ -1,0 +1,380 @@
+"""What `make bench-deciding` found: tables as Markdown, each bar with whether it holds, and heat maps."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deciding_cells import BATCHES, ROWS, SIZES, Cell, Kept, all_cells
+from deciding_load import PHASES, SETTLING, places
+from deciding_sets import MIX, SETS
+
+Record = Mapping[str, Any]
+Records = Sequence[Record]
+_DRAWS = 1_000
+_RATIO_ROWS = ("a", "b", "c", "d", "e", "h")
+_LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
+_LEAST_OF_BEST = 0.95  # of row b
+_MIX_GAIN, _HEURISTIC_LOSS, _PORTFOLIO_LOSS = 1.05, 0.98, 0.97  # of rows c and d
+_PLAN_ERROR = 0.10
+_LEAST_LOADED = 0.95  # of row f, also of what it was before, once the neighbour is gone
+_SHARE, _SHARE_OWN = 0.01, 0.03  # of row g
+_STEP_S, _FURTHER_S = 60e-6, 10e-6  # of row g at own size: a step, and each further request
+_WIDEST = 4.0  # ratio at the ends of the colours
+_WHITE_FROM = 0.8  # logarithm of a ratio from which its cell is dark
+_LARGE = {8: 1.4, 16: 1.15}  # of row h, by batch
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One thing that must hold.
+
+    Attributes:
+        words: what.
+        holds: None where nothing was measured, or only a part and nothing against it yet.
+        found: the numbers behind it.
+    """
+
+    words: str
+    holds: bool | None
+    found: str
+
+    @property
+    def mark(self) -> str:
+        """For a table."""
+        return {True: "holds", False: "**fails**", None: "open"}[self.holds]
+
+
+def bars(kept: Kept) -> list[Bar]:
+    """All bars, in the order of the rows."""
+    rows = {row: [record for record in kept.cells.values() if record["row"] == row] for row in ROWS}
+    found = [*_bars_of_default(rows["a"], rows["sweep"]), _bar_of_best(rows["b"])]
+    found += _bars_of_two("c", rows["c"], "the heuristic", _HEURISTIC_LOSS)
+    found += _bars_of_two("d", rows["d"], "the better member", _PORTFOLIO_LOSS)
+    found += [_bar_of_plan(rows["e"]), *_bars_of_neighbour(rows["f"]), _bar_of_deciding(rows["g"])]
+    return [*found, *_bars_of_large(rows["h"]), _bar_of_tokens(kept)]
+
+
+def _verdict(row: str, records: Records, fails: Callable[[Record], bool], cells: Sequence[Cell] = ()) -> bool | None:
+    """False if one fails, True if all are measured and none does."""
+    if any(fails(record) for record in records):
+        return False
+    wanted = len(cells or [cell for cell in all_cells() if cell.row == row])
+    return True if records and len(records) >= wanted else None
+
+
+def _least(records: Records) -> str:
+    if not records:
+        return "not measured"
+    worst = min(records, key=lambda record: record["ratio"])
+    return f"least {worst['ratio']:.3f}{_interval(worst)}, {_place(worst)}; {len(records)} cells"
+
+
+def _bars_of_default(default: Records, swept: Records) -> list[Bar]:
+    surely = [record for record in default if record["high"] is not None and record["high"] < _LEAST_SURE]
+    names = ", ".join(_place(record) for record in surely) or "none"
+    even = cells_without_gain(default, swept)
+    ratios = [ratio for record in even for ratio in record["ratios"]]
+    pooled, known = _pooled(ratios), len(default) == len(swept) == len(SIZES) * len(SETS) * len(BATCHES)
+    middle = statistics.median([record["ratio"] for record in even]) if even else 0.0
+    told = "no such cell measured"
+    if pooled:
+        told = f"{pooled[0]:.3f} ({pooled[1]:.3f} to {pooled[2]:.3f}) over {len(ratios)} turns of {len(even)} cells; "
+        told += f"the median of the cells' estimates is {middle:.3f}"
+    holds = pooled[0] >= _LEAST_POOLED if pooled else None
+    return [
+        Bar(
+            f"a: no estimate below {_LEAST_EVER}",
+            _verdict("a", default, lambda record: record["ratio"] < _LEAST_EVER),
+            _least(default),
+        ),
+        Bar(
+            f"a: none significantly below {_LEAST_SURE}",
+            _verdict("a", default, lambda record: record in surely),
+            f"significantly below: {names}",
+        ),
+        Bar(
+            f"a: pooled median at least {_LEAST_POOLED} where no swept configuration exceeds 1",
+            holds if known or holds is False else None,
+            told,
+        ),
+    ]
+
+
+def cells_without_gain(default: Records, swept: Records) -> list[Record]:
+    """Cells of row a in whose sweep no configuration exceeded 1."""
+    gains = {(record["size"], record["set"], record["batch"]): max(record["speedups"].values()) for record in swept}
+    return [record for record in default if gains.get((record["size"], record["set"], record["batch"]), 2.0) <= 1.0]
+
+
+def _pooled(ratios: Sequence[float]) -> tuple[float, float, float] | None:
+    """Median with its 95 % interval, by drawing turns again."""
+    if not ratios:
+        return None
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_DRAWS))
+    return statistics.median(ratios), medians[round(0.025 * _DRAWS)], medians[round(0.975 * _DRAWS)]
+
+
+def _bar_of_best(records: Records) -> Bar:
+    words = f"b: at least {_LEAST_OF_BEST} of the best fixed configuration, each set and size"
+    return Bar(words, _verdict("b", records, lambda record: record["ratio"] < _LEAST_OF_BEST), _least(records))
+
+
+def _bars_of_two(row: str, records: Records, other: str, least: float) -> list[Bar]:
+    on_mix = [record for record in records if record["set"] == MIX]
+    cells = [cell for cell in all_cells() if cell.row == row and cell.set == MIX]
+    gain = _verdict(row, on_mix, lambda record: record["ratio"] < _MIX_GAIN, cells)
+    return [
+        Bar(f"{row}: at least {_MIX_GAIN} of {other} on {MIX}", gain, _least(on_mix)),
+        Bar(
+            f"{row}: never below {least} of {other}",
+            _verdict(row, records, lambda record: record["ratio"] < least),
+            _least(records),
+        ),
+    ]
+
+
+def _bar_of_plan(records: Records) -> Bar:
+    def fails(record: Record) -> bool:
+        return abs(record["ratio"] - 1.0) > _PLAN_ERROR
+
+    told = "; ".join(f"{each['set']} {each['predicted']:.2f}, measured {each['measured']:.2f}" for each in records)
+    return Bar(
+        f"e: within {_PLAN_ERROR:.0%} of what was predicted", _verdict("e", records, fails), told or "not measured"
+    )
+
+
+def _bars_of_neighbour(records: Records) -> list[Bar]:
+    lows = {_place(record): min(counted(record)) for record in records}
+    found = [
+        Bar(
+            f"f: no window below {_LEAST_LOADED} of plain decoding",
+            _verdict("f", records, lambda record: min(counted(record)) < _LEAST_LOADED),
+            "; ".join(f"{place}: least median {low:.3f}" for place, low in lows.items()) or "not measured",
+        )
+    ]
+    backs = {_place(record): back_after(record) for record in records}
+    told = "; ".join(f"{place}: {'never' if back is None else f'{back} s'}" for place, back in backs.items())
+    late = _verdict("f", records, lambda record: (back := back_after(record)) is None or back > SETTLING)
+    return [*found, Bar(f"f: back within {SETTLING} seconds", late, told or "not measured")]
+
+
+def counted(record: Record) -> list[float]:
+    """Medians of the windows that count."""
+    return [record["medians"][place] for _, own in places() for place in own if record["medians"][place] is not None]
+
+
+def back_after(record: Record) -> int | None:
+    """Seconds from when the neighbour left until all medians are 0.95 of those before it came; None if never."""
+    medians, quiet = record["medians"], record["phases"][PHASES[0][0]]["median"]
+    after = medians[-PHASES[-1][1] :]
+    low = [number for number, value in enumerate(after) if value is not None and value < _LEAST_LOADED * quiet]
+    if not low:
+        return 0
+    return None if low[-1] == len(after) - 1 else low[-1] + 1
+
+
+def _bar_of_deciding(records: Records) -> Bar:
+    def fails(record: Record) -> bool:
+        return not deciding_is_cheap(record)
+
+    worst = max(records, key=lambda record: record["share"], default=None)
+    told = "not measured"
+    if worst is not None:
+        told = f"most {worst['share']:.2%}, {1e6 * worst['per_step_s']:.0f} us a step, {_place(worst)}"
+    return Bar(
+        f"g: at most {_SHARE:.0%} of the time; at own size {_SHARE_OWN:.0%}, or 60 us and 10 for each further request",
+        _verdict("g", records, fails),
+        told,
+    )
+
+
+def deciding_is_cheap(record: Record) -> bool:
+    """Whether a cell of row g is within its bar."""
+    if record["size"] != "own":
+        return bool(record["share"] <= _SHARE)
+    most_s = _STEP_S + _FURTHER_S * (record["requests"] - 1)
+    return bool(record["share"] <= _SHARE_OWN or record["per_step_s"] <= most_s)
+
+
+def _bars_of_large(records: Records) -> list[Bar]:
+    found = []
+    for batch, least in _LARGE.items():
+        own = [record for record in records if record["batch"] == batch]
+        cells = [cell for cell in all_cells() if cell.row == "h" and cell.batch == batch]
+
+        def fails(record: Record, least: float = least) -> bool:
+            return bool(record["ratio"] < least)
+
+        behind = min((record["decoding"]["ratio"] for record in own), default=None)
+        told = _least(own) + ("" if behind is None else f"; behind the prompts at least {behind:.3f}")
+        found.append(Bar(f"h: at least {least} at batch {batch}", _verdict("h", own, fails, cells), told))
+    return found
+
+
+def _bar_of_tokens(kept: Kept) -> Bar:
+    compared = sum(record.get("greedy_compared", 0) for record in kept.cells.values())
+    different = [record for record in kept.cells.values() if record.get("greedy_different", 0)]
+    told = f"{compared} pairs compared, {sum(each['greedy_different'] for each in different)} different"
+    told += "".join(f"; {each['cell']}: {each['greedy_different']}" for each in different)
+    return Bar("greedy answers are identical", None if not compared else not different, told)
+
+
+def markdown(kept: Kept) -> str:
+    """The whole report."""
+    wanted = all_cells()
+    missed = [record for record in kept.cells.values() if record["status"] == "missed"]
+    far = [record for record in kept.cells.values() if record["status"] == "far above"]
+    parts = [
+        f"Version {kept.key}: {len(kept.cells)} of {len(wanted)} cells measured, {len(missed)} of them missed (their "
+        f"half-width is still above 0.02, marked ~), {len(far)} ended early, far above their bar with a half-width of "
+        "2 % of their ratio (marked ^). Ratios of times per emitted token, prompts included; the first round of each "
+        "cell warmed up and is dropped.",
+        _where(kept),
+        _table(["bar", "", "found"], [[bar.words, bar.mark, bar.found] for bar in bars(kept)]),
+    ]
+    for row, words in ROWS.items():
+        records = {record["cell"]: record for record in kept.cells.values() if record["row"] == row}
+        if records:
+            parts.append(f"**{row}: {words}**\n\n" + _row_table(row, records))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _where(kept: Kept) -> str:
+    said = [f"{each['machine']['cpu']}, {each['threads']} threads, {each['dtype']}" for each in kept.sittings]
+    return f"Measured in {len(said)} sittings on: {'; '.join(dict.fromkeys(said))}." if said else ""
+
+
+def _row_table(row: str, records: Mapping[str, Record]) -> str:
+    if row == "sweep":
+        lines = [[_place(each), each["best"], _speedups(each)] for each in records.values()]
+        return _table(["cell", "best", "speed-ups"], lines)
+    if row == "f":
+        return _neighbour_table(records.values())
+    if row == "g":
+        return _deciding_table(records.values())
+    whole = _ratio_table(row, records, lambda record: record)
+    if row == "e":
+        return whole
+    behind = _ratio_table(row, records, lambda record: record["decoding"])
+    return f"{whole}\n\nThe same answers behind their prompts, which are read alike by both:\n\n{behind}"
+
+
+def _ratio_table(row: str, records: Mapping[str, Record], part: Callable[[Record], Record]) -> str:
+    cells = [cell for cell in all_cells() if cell.row == row]
+    columns = list(dict.fromkeys(_column(cell) for cell in cells))
+    lines = []
+    for name in dict.fromkeys(cell.set for cell in cells):
+        own = {_column(cell): records.get(cell.name) for cell in cells if cell.set == name}
+        lines.append([name, *(_ratio_words(own.get(column), part) for column in columns)])
+    return _table(["set", *columns], lines)
+
+
+def _column(cell: Cell) -> str:
+    temperature = "" if cell.temperature is None else f", temperature {cell.temperature:g}"
+    return f"{cell.size}, batch {cell.batch}{temperature}"
+
+
+def _ratio_words(record: Record | None, part: Callable[[Record], Record]) -> str:
+    if record is None:
+        return "-"
+    mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
+    words = f"{part(record)['ratio']:.3f}{mark}{_interval(part(record))}"
+    return words + (f" over {record['over']}" if record["row"] in ("b", "d") else "")
+
+
+def _interval(record: Record) -> str:
+    return "" if record["low"] is None else f" ({record['low']:.3f} to {record['high']:.3f})"
+
+
+def _speedups(record: Record) -> str:
+    found = sorted(record["speedups"].items(), key=lambda each: -each[1])
+    return ", ".join(f"{words.replace('num_speculative_tokens=', '')} {value:.2f}" for words, value in found)
+
+
+def _neighbour_table(records: Sequence[Record] | Any) -> str:
+    names = [name for name, _ in PHASES]
+    lines = []
+    for each in records:
+        phases = [each["phases"].get(name) for name in names]
+        words = ["-" if own is None else f"{own['median']:.3f} {_range(own['interval'])}" for own in phases]
+        taken = each["neighbour_bytes_per_s"] / each["bandwidth_bytes_per_s"]
+        lines.append([_place(each), *words, f"{min(counted(each)):.3f}", f"{taken:.0%}", str(each["repeats"])])
+    return _table(["cell", *names, "least window", "bandwidth taken", "repeats"], lines)
+
+
+def _range(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f"({interval[0]:.3f} to {interval[1]:.3f})"
+
+
+def _deciding_table(records: Sequence[Record] | Any) -> str:
+    lines = [
+        [
+            _place(each),
+            f"{each['share']:.2%} ({each['low']:.2%} to {each['high']:.2%})",
+            f"{1e6 * each['per_step_s']:.0f}",
+            f"{1e3 * each['step_s']:.2f}",
+            "yes" if deciding_is_cheap(each) else "**no**",
+        ]
+        for each in records
+    ]
+    return _table(["cell", "share of time", "us a step", "ms of the step", "within its bar"], lines)
+
+
+def _place(record: Record) -> str:
+    return str(record["cell"]).partition(" | ")[2].replace(" | ", ", ")
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)
+
+
+def draw(kept: Kept, folder: Path) -> list[Path]:
+    """Heat maps as PNG: of row a by set, size and batch, and of each other row that holds ratios by set and size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for row in _RATIO_ROWS:
+        cells = [cell for cell in all_cells() if cell.row == row]
+        if any(cell.name in kept.cells for cell in cells):
+            files.append(_heat_map(row, cells, kept, folder / f"deciding_{row}.png"))
+    return files
+
+
+def _heat_map(row: str, cells: Sequence[Cell], kept: Kept, file: Path) -> Path:
+    import matplotlib as mpl
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    columns = list(dict.fromkeys(_column(cell) for cell in cells))
+    names = list(dict.fromkeys(cell.set for cell in cells))
+    values = [[float("nan")] * len(columns) for _ in names]
+    figure = Figure(figsize=(2.5 + 1.1 * len(columns), 1.9 + 0.55 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for cell in cells:
+        record = kept.cells.get(cell.name)
+        if record is not None:
+            line, column = names.index(cell.set), columns.index(_column(cell))
+            values[line][column] = record["ratio"]
+            mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
+            dark = abs(math.log(record["ratio"])) > _WHITE_FROM
+            words = f"{record['ratio']:.2f}{mark}"
+            axes.text(column, line, words, ha="center", va="center", color="white" if dark else "black", fontsize=9)
+    # Even is white, and twice as fast is as far from it as half as fast.
+    image = axes.imshow(values, cmap=mpl.colormaps["RdBu"], norm=LogNorm(1 / _WIDEST, _WIDEST), aspect="auto")
+    axes.set_xticks(range(len(columns)), [column.replace(", ", "\n") for column in columns], fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_title(f"{row}: {ROWS[row]}", fontsize=9, wrap=True)
+    axes.set_facecolor("#dddddd")  # what was not measured
+    ticks = [1 / _WIDEST, 0.5, 0.75, 1, 1.5, 2, _WIDEST]
+    bar = figure.colorbar(image, ax=axes, ticks=ticks)
+    bar.ax.set_yticklabels([f"{tick:.2g}" for tick in ticks])
+    bar.ax.minorticks_off()
+    figure.savefig(file, dpi=150)
+    return file

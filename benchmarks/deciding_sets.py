@@ -1,0 +1,142 @@
+"""The prompt sets of `make bench-deciding`: six domains, none chosen by its speed.
+
+| set | prompts | drawn |
+|---|---|---|
+| code | the held-out prompts that ship with the embedded models | greedy |
+| repeat | the same texts, each followed by its own first lines, so that an answer can copy | greedy |
+| prose | openings of old novels and a speech, far from the source code that the models were trained on | greedy |
+| random | random token ids | greedy |
+| hot | the held-out prompts again | temperature 1.5, another seed for each prompt and round |
+| mix | one request of each of the five in turn, so that the domain changes every 64 tokens | as they are |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from truedraft import SamplingParams
+
+PROSE = Path(__file__).with_name("deciding_prose.txt")
+DOMAINS = ("code", "repeat", "prose", "random", "hot")
+MIX = "mix"
+SETS = (*DOMAINS, MIX)
+NEW_TOKENS = 64  # of each answer; what `mix` calls a domain lasts as long
+REQUESTS = 32  # of each set
+_PROMPT_TOKENS = 64  # of prose and random
+_REPEATED_CHARACTERS = 80  # at least, in whole lines
+_HOT = 1.5
+_SEEDS_OF_A_ROUND = 1_000  # more than a set has requests
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a set.
+
+    Attributes:
+        domain: which of the five it is from.
+        prompt: token ids.
+        params: how it is answered; the seed is that of round 0.
+    """
+
+    domain: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+    def in_round(self, number: int) -> SamplingParams:
+        """The same with the seed of another round; a greedy answer has none and is the same in all."""
+        if self.params.seed is None:
+            return self.params
+        return dataclasses.replace(self.params, seed=self.params.seed + _SEEDS_OF_A_ROUND * number)
+
+
+def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: int) -> dict[str, list[Asked]]:
+    """The six sets by name, of `REQUESTS` requests each.
+
+    Args:
+        heldout: texts of the held-out prompts.
+        prose: paragraphs of it.
+        encode: from text to token ids.
+        vocab_size: random ids are below it.
+    """
+    texts = [heldout[number % len(heldout)] for number in range(REQUESTS)]
+    code = [tuple(encode(text)) for text in texts]
+    prompts = {
+        "code": code,
+        "repeat": [tuple(encode(repeated(text))) for text in texts],
+        "prose": windows(encode(prose), REQUESTS),
+        "random": [_random_ids(number, vocab_size) for number in range(REQUESTS)],
+        "hot": code,
+    }
+    sets = {
+        domain: [Asked(domain, prompt, params_of(domain, number)) for number, prompt in enumerate(prompts[domain])]
+        for domain in DOMAINS
+    }
+    return sets | {MIX: mixed(sets)}
+
+
+def params_of(domain: str, number: int) -> SamplingParams:
+    """How a domain's request of this number is answered; all to the same length."""
+    hot = domain == "hot"
+    return SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=_HOT if hot else 0.0, seed=number if hot else None, ignore_eos=True
+    )
+
+
+def repeated(text: str) -> str:
+    """A text followed by its own first lines.
+
+    Worked example: "a\\nb\\nc\\n" with lines long enough becomes "a\\nb\\nc\\n" + "\\n" + "a\\n".
+    """
+    first = ""
+    for line in text.splitlines(keepends=True):
+        first += line
+        if len(first) >= _REPEATED_CHARACTERS:
+            break
+    return text.rstrip("\n") + "\n\n" + first
+
+
+def windows(ids: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """So many prompts of equal length, evenly over a text; they overlap where it is short."""
+    last = len(ids) - _PROMPT_TOKENS
+    starts = [number * last // max(count - 1, 1) for number in range(count)]
+    return [tuple(ids[start : start + _PROMPT_TOKENS]) for start in starts]
+
+
+def mixed(sets: dict[str, list[Asked]]) -> list[Asked]:
+    """Requests of the five domains in turn."""
+    return [sets[DOMAINS[number % len(DOMAINS)]][number // len(DOMAINS)] for number in range(REQUESTS)]
+
+
+def groups_of(name: str, asked: Sequence[Asked], batch: int, *, few: bool = False) -> list[list[Asked]]:
+    """What is answered together in one round: groups of `batch` requests, in the order of the set.
+
+    At batch 1 eight of them (of `mix` ten, two of each domain), at 4 four (five), at more two.
+
+    Args:
+        name: of the set.
+        asked: its requests.
+        batch: requests of a group.
+        few: five, three (five) and one, for models that need seconds for an answer.
+    """
+    most = ({1: 5, 4: 3} if few else {1: 8, 4: 4}).get(batch, 1 if few else 2)
+    if name == MIX:
+        most = ({1: 5, 4: 5} if few else {1: 10, 4: 5}).get(batch, most)
+    found = [list(asked[first : first + batch]) for first in range(0, len(asked) - batch + 1, batch)]
+    return found[:most]
+
+
+def heldout_texts(lines: Iterable[str]) -> list[str]:
+    """Texts of the file of held-out prompts."""
+    return [str(json.loads(line)["text"]) for line in lines if line.strip()]
+
+
+def _random_ids(number: int, vocab_size: int) -> tuple[int, ...]:
+    draw = random.Random(f"random prompt {number}")
+    return tuple(draw.randrange(vocab_size) for _ in range(_PROMPT_TOKENS))

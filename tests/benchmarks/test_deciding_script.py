@@ -1,0 +1,509 @@
+"""The script behind `make bench-deciding`: its sets, its turns, when a cell is done, how it goes on, and its verdicts.
+
+Systems and clocks are put in by hand; nothing here measures a speed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "benchmarks"
+TEXTS = [f"def function_{number}(argument):\n    return argument\n" * 3 for number in range(5)]
+
+
+def script(name: str) -> ModuleType:
+    """A script of benchmarks/, which imports its neighbours as scripts do."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
+    return importlib.import_module(name)
+
+
+cells, load, report, sets, sweeps, turns = (
+    script(f"deciding_{name}") for name in ("cells", "load", "report", "sets", "sweep", "turns")
+)
+deciding = script("deciding")
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) % 97 for letter in text]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[str, list[Any]]:
+    return sets.prompt_sets(TEXTS, sets.PROSE.read_text(), letters, 97)
+
+
+class Clock:
+    """Moves only when somebody works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker:
+    """Answers with the same tokens always, in a time that is noise around its own.
+
+    Args:
+        name: of it.
+        clock: that it moves.
+        per_token_s: of its own.
+        noise: standard deviation of the logarithm.
+    """
+
+    def __init__(self, name: str, clock: Clock, per_token_s: float, noise: float = 0.0, token: int = 1) -> None:
+        self.name, self._clock, self._s, self._noise, self._token = name, clock, per_token_s, noise, token
+        self._draw = np.random.default_rng(list(name.encode()))
+        self.asked: list[tuple[int, int | None]] = []
+
+    def answer(self, group: Sequence[Any], number: int) -> Any:
+        params = [asked.in_round(number) for asked in group]
+        self.asked += [(number, each.seed) for each in params]
+        tokens = [[self._token] * each.max_tokens for each in params]
+        slow = 1.0 + len(group[0].prompt) / 100  # groups differ, as prompts do
+        self._clock.now += self._s * sum(map(len, tokens)) * slow * math.exp(self._noise * self._draw.standard_normal())
+        return turns.Answered(tokens)
+
+
+def test_six_sets_of_requests_of_one_length(prompts: dict[str, list[Any]]) -> None:
+    assert tuple(prompts) == sets.SETS == ("code", "repeat", "prose", "random", "hot", "mix")
+    for asked in prompts.values():
+        assert len(asked) == sets.REQUESTS
+        assert all(each.params.ignore_eos and each.params.max_tokens == 64 and each.prompt for each in asked)
+    for name in ("code", "repeat", "prose", "random"):
+        assert all(each.params.greedy for each in prompts[name])
+    seeds = [each.params.seed for each in prompts["hot"]]
+    assert len(set(seeds)) == len(seeds) and None not in seeds
+    assert all(each.params.temperature == 1.5 for each in prompts["hot"])
+    assert len({each.prompt for each in prompts["random"]}) == sets.REQUESTS, "each prompt is drawn by itself"
+    assert len({each.prompt for each in prompts["prose"]}) == sets.REQUESTS
+    assert sets.prompt_sets(TEXTS, sets.PROSE.read_text(), letters, 97) == prompts, "fixed for ever"
+
+
+def test_a_repeated_text_begins_again() -> None:
+    text = "a" * 70 + "\n" + "b" * 20 + "\n" + "c\n"
+    assert sets.repeated(text) == text + "\n" + "a" * 70 + "\n" + "b" * 20 + "\n"
+
+
+def test_mix_takes_the_domains_in_turn(prompts: dict[str, list[Any]]) -> None:
+    assert [each.domain for each in prompts["mix"][:6]] == [*sets.DOMAINS, "code"]
+    assert prompts["mix"][6] == prompts["repeat"][1]
+    assert [each.domain for group in sets.groups_of("mix", prompts["mix"], 1) for each in group] == 2 * [*sets.DOMAINS]
+
+
+@pytest.mark.parametrize(("name", "counts"), [("code", {1: 8, 4: 4, 16: 2}), ("mix", {1: 10, 4: 5, 16: 2})])
+def test_groups_hold_a_batch_each(prompts: dict[str, list[Any]], name: str, counts: dict[int, int]) -> None:
+    for batch, count in counts.items():
+        groups = sets.groups_of(name, prompts[name], batch)
+        assert [len(group) for group in groups] == [batch] * count
+        assert [each for group in groups for each in group] == prompts[name][: batch * count]
+
+
+def test_a_slow_model_answers_fewer_groups_in_a_round(prompts: dict[str, list[Any]]) -> None:
+    for name, counts in (("code", {1: 5, 4: 3, 8: 1, 16: 1}), ("mix", {1: 5, 4: 5, 16: 1})):
+        for batch, count in counts.items():
+            assert len(sets.groups_of(name, prompts[name], batch, few=True)) == count
+    (mixed,) = sets.groups_of("mix", prompts["mix"], 16, few=True)
+    assert {each.domain for each in mixed} == set(sets.DOMAINS)
+
+
+def test_every_round_has_seeds_of_its_own(prompts: dict[str, list[Any]]) -> None:
+    drawn = {each.in_round(number).seed for each in prompts["hot"] for number in range(50)}
+    assert len(drawn) == 50 * sets.REQUESTS
+    assert prompts["code"][0].in_round(3) is prompts["code"][0].params
+
+
+def take(prompts: dict[str, list[Any]], workers: Sequence[Worker], clock: Clock, most_s: float) -> Any:
+    groups = sets.groups_of("code", prompts["code"], 1)
+    pairs = [(workers[0].name, other.name) for other in workers[1:]]
+    contest = turns.Contest(workers, groups, pairs, turns.Stop(), clock)
+    while not contest.visit(most_s):
+        pass
+    return contest.measured
+
+
+def test_turns_end_when_the_interval_is_narrow(prompts: dict[str, list[Any]]) -> None:
+    """The true ratio lies near the interval; the noise is seeded."""
+    clock = Clock()
+    fast, slow = Worker("fast", clock, 0.0100, 0.1), Worker("slow", clock, 0.0104, 0.1)
+    measured = take(prompts, [fast, slow], clock, 10_000.0)
+    found = turns.estimate(measured.turns, "fast", "slow")
+    assert measured.status == "reached" and found.half_width <= turns.HALF_WIDTH
+    assert found.low - 0.01 < 1.04 < found.high + 0.01
+    assert measured.rounds * 8 == len(measured.turns) == found.turns, "the warm-up round does not count"
+    assert len(fast.asked) == len(slow.asked) == (measured.rounds + 1) * 8
+    assert measured.seconds == pytest.approx(clock())
+    inverse = turns.estimate(measured.turns, "slow", "fast")
+    assert inverse.ratio == pytest.approx(1 / found.ratio)
+
+
+def test_a_cell_that_stays_noisy_is_missed(prompts: dict[str, list[Any]]) -> None:
+    clock = Clock()
+    measured = take(prompts, [Worker("one", clock, 0.01, 0.5), Worker("two", clock, 0.01, 0.5)], clock, 100.0)
+    assert measured.status == "missed"
+    assert 100.0 <= measured.seconds < 200.0
+
+
+def test_a_cell_far_above_its_bar_need_not_be_as_narrow() -> None:
+    stop = turns.Stop()
+    far, near = turns.Estimate(2.0, 1.965, 2.035, 40), turns.Estimate(1.12, 1.085, 1.155, 40)
+    assert stop.status([far], 5, 1.0, 100.0) == "far above"
+    assert stop.status([near], 5, 1.0, 100.0) is None
+    assert stop.status([far, near], 5, 1.0, 100.0) is None, "each of several must be known"
+    assert stop.status([far], 4, 1.0, 100.0) is None, "five rounds at least"
+    assert turns.Stop(sure_above=2.0).status([far], 5, 1.0, 100.0) is None
+    assert stop.status([near], 5, 100.0, 100.0) == "missed"
+    assert stop.status([near], 1, 100.0, 100.0) is None, "one round has no interval"
+
+
+def test_who_goes_first_changes_within_a_round_and_between_rounds(prompts: dict[str, list[Any]]) -> None:
+    clock, order = Clock(), []
+
+    class Seen(Worker):
+        def answer(self, group: Sequence[Any], number: int) -> Any:
+            order.append(self.name)
+            return super().answer(group, number)
+
+    systems = [Seen(name, clock, 0.01) for name in "ab"]
+    groups = sets.groups_of("code", prompts["code"], 4)
+    for number in range(2):
+        turns.one_round(systems, groups, number, clock)
+    assert "".join(order) == "abbaabba" + "baabbaab"
+
+
+def test_the_interval_covers_what_it_says() -> None:
+    """400 draws of 6 rounds over 8 groups, where rounds differ by the machine and groups by what they hold.
+
+    95 % of the intervals hold the true ratio, give or take three standard errors; the seed is fixed.
+    """
+    draw, covered = np.random.default_rng(3), 0
+    for _ in range(400):
+        of_group = draw.normal(0.0, 0.3, size=8)
+        of_group -= of_group.mean() - math.log(1.2)
+        logs = of_group + draw.normal(0.0, 0.05, size=(6, 8)) + draw.normal(0.0, 0.03, size=(6, 1))
+        made = [
+            turns.Turn(number, {"a": 1.0, "b": math.exp(value)}, {"a": 1.0, "b": 1.0})
+            for number, values in enumerate(logs)
+            for value in values
+        ]
+        found = turns.estimate(made, "a", "b")
+        covered += found.low <= 1.2 <= found.high
+        assert found.half_width < 0.15, "groups that differ are no noise"
+    assert 0.95 - 0.033 < covered / 400 < 0.95 + 0.033
+
+
+def test_one_round_has_no_interval() -> None:
+    found = turns.estimate([turns.Turn(1, {"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 3.0})], "a", "b")
+    assert found.as_dict() == {"ratio": 2.0, "low": None, "high": None, "half_width": None, "turns": 1}
+
+
+def test_greedy_answers_that_differ_are_counted(prompts: dict[str, list[Any]]) -> None:
+    clock = Clock()
+    workers = [Worker("a", clock, 0.01), Worker("b", clock, 0.01, token=2), Worker("c", clock, 0.01)]
+    groups = sets.groups_of("mix", prompts["mix"], 1)
+    found = turns.one_round(workers, groups, 0, clock)
+    assert sum(turn.compared for turn in found) == 8 * 2, "two of the ten are sampled; two others are held against a"
+    assert sum(turn.different for turn in found) == 8
+
+
+def test_a_sweep_looks_closer_around_the_best() -> None:
+    draft, lookup = list(sweeps.GRID)[:2]
+    first = sweeps.coarse(heads=False)
+    assert first == [f"{draft}2", f"{draft}6", f"{lookup}4"]
+    assert sweeps.finer(dict(zip(first, (1.3, 1.2, 1.0), strict=True)), 1) == [f"{draft}{n}" for n in (1, 3, 4)]
+    assert sweeps.finer(dict(zip(first, (1.1, 1.2, 1.9), strict=True)), 2) == [
+        f"{lookup}2",
+        f"{lookup}8",
+        *(f"{draft}{n}" for n in (3, 4, 8)),
+    ]
+    assert len(sweeps.coarse(heads=True)) == 5
+    assert sweeps.best({f"{draft}2": 0.99, f"{lookup}4": 0.8}) == "none"
+    assert sweeps.best({f"{draft}2": 1.01, f"{lookup}4": 0.8}) == f"{draft}2"
+
+
+def test_the_table_has_its_cells_and_fits_into_two_sittings() -> None:
+    found = cells.all_cells()
+    assert len({cell.name for cell in found}) == len(found)
+    assert sum(cell.row == "a" for cell in found) == 54 == 6 * 3 * 3
+    places = {cell.name: place for place, cell in enumerate(found)}
+    assert all(places[cell.needs.name] < places[cell.name] for cell in found if cell.needs is not None)
+    assert {cell.row for cell in found} == set(cells.ROWS)
+    sizes = [cell.size for cell in found]
+    assert sizes == sorted(sizes, key=cells.SIZES.index), "each model is loaded once"
+    assert sum(cell.share_s for cell in found) < 2 * 80 * 60
+
+
+def test_saved_time_goes_to_cells_that_need_it() -> None:
+    cell = cells.Cell("a", "own", "code", 1)
+    assert cells.most_s(cell, []) == cell.share_s
+    assert cells.most_s(cell, [{"share_s": 10.0, "took_s": 50.0}]) == cell.share_s, "debts are not paid back"
+    assert cells.most_s(cell, [{"share_s": 10.0, "took_s": 2.0}]) == cell.share_s + 2.0
+    assert cells.most_s(cell, [{"share_s": 9_000.0, "took_s": 2.0}]) == 3 * cell.share_s
+
+
+class FakeCell:
+    """A cell that is being measured: three visits, of a sixth of its share each."""
+
+    def __init__(self, cell: Any, clock: Clock, visits: list[str]) -> None:
+        self._cell, self._clock, self._visits, self._left = cell, clock, visits, 3
+        self.next_s = cell.share_s / 6
+
+    def visit(self, most_s: float, left_s: float) -> dict[str, Any] | None:
+        assert most_s >= self._cell.share_s and self.next_s <= left_s
+        self._clock.now += self.next_s
+        self._visits.append(self._cell.name)
+        self._left -= 1
+        if self._left:
+            return None
+        return {"ratio": 1.0, "half_width": 0.02, "low": 0.98, "high": 1.02, "status": "reached", "best": "none"}
+
+
+def sit(
+    kept: Any, minutes: float, only: Sequence[str] = (), broken: str = "nothing"
+) -> tuple[list[str], list[str], int]:
+    """Names of the cells by visit, what was said, and how many were skipped."""
+    clock, visits, said = Clock(), [], []
+
+    def begin(cell: Any, before: Any) -> FakeCell:
+        assert (before is None) == (cell.needs is None)
+        if broken in cell.name:
+            raise deciding.SkippedError("it is broken")
+        return FakeCell(cell, clock, visits)
+
+    sitting = deciding.Sitting(kept, begin, minutes * 60.0, clock, said.append)
+    sitting.measure(kept.left(cells.all_cells(), only))
+    assert clock() <= minutes * 60.0
+    return visits, said, sitting.skipped
+
+
+def test_cells_of_a_parcel_are_visited_in_turns(tmp_path: Path) -> None:
+    visits, _, _ = sit(cells.Kept(tmp_path / "deciding.jsonl", "v"), 80, only=["a | own | "])
+    names = [f"a | own | {name} | batch 1" for name in sets.SETS]
+    assert visits[:18] == names * 3
+
+
+def test_a_second_sitting_goes_on_behind_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "deciding.jsonl"
+    every = {cell.name for cell in cells.all_cells()}
+    _, said, _ = sit(cells.Kept(file, "v1"), 40)
+    first = [json.loads(line)["cell"] for line in file.read_text().splitlines()]
+    assert said[-1] == f"the time is over; {len(every) - len(first)} cells are left for the next sitting"
+    second, _, skipped = sit(cells.Kept(file, "v1"), 80)
+    assert set(first) | set(second) == every and not set(first) & set(second) and not skipped
+    assert not sit(cells.Kept(file, "v1"), 80)[0]
+    other = sit(cells.Kept(file, "v2"), 80, only=["| code |"])[0]
+    assert set(other) == {name for name in every if "| code |" in name}, "another version is measured anew"
+    assert cells.last_key(file) == "v2"
+    assert set(cells.Kept(file, "v1").cells) == every
+
+
+def test_a_cell_that_was_not_finished_is_measured_anew(tmp_path: Path) -> None:
+    file = tmp_path / "deciding.jsonl"
+    only = ["a | 500M | code | batch 4"]
+    kept = cells.Kept(file, "v")
+    share = cells.Cell("a", "500M", "code", 4).share_s
+    assert not sit(kept, 0.99 * share / 60, only)[0], "there is no time for its share"
+    clock_s = share / 60
+    assert len(sit(kept, clock_s, only)[0]) == 3 and only[0] in cells.Kept(file, "v").cells
+
+
+def test_one_cell_brings_what_it_needs_and_a_torn_line_is_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "deciding.jsonl"
+    name, needed = "b | 110M | prose | batch 1", "sweep | 110M | prose | batch 1"
+    assert sit(cells.Kept(file, "v"), 80, only=[name])[0] == [needed] * 3 + [name] * 3
+    whole = file.read_text()
+    file.write_text(whole[:-30])
+    assert sit(cells.Kept(file, "v"), 80, only=[name])[0] == [name] * 3
+    assert set(cells.Kept(file, "v").cells) == {name, needed}
+
+
+def test_what_cannot_be_measured_is_said_and_left_open(tmp_path: Path) -> None:
+    kept = cells.Kept(tmp_path / "deciding.jsonl", "v")
+    _, said, skipped = sit(kept, 80, only=["own | code | batch 1"], broken="sweep |")
+    assert skipped == 3, "the sweeps at batch 1 and 16, and row b, which needs one of them"
+    assert "sweep | own | code | batch 1: skipped, it is broken" in said
+    assert not any(line.startswith("the time") for line in said)
+    assert not any(name.startswith(("sweep", "b |")) for name in kept.cells)
+
+
+def ratio(cell: Any, value: float, half: float = 0.01, **more: Any) -> dict[str, Any]:
+    """A line of a cell as the script writes it."""
+    place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
+    found = {"ratio": value, "low": value - half, "high": value + half, "half_width": half, "turns": 24}
+    kinds = {"status": "reached", "over": "plain", "words": "none", "ratios": [value] * 3, "speedups": {"x": 0.9}}
+    kinds |= {"decoding": found | {"ratio": value + 0.1}}
+    return place | found | kinds | {"best": "none", "predicted": 1.0, "measured": value} | more
+
+
+def bars_of(tmp_path: Path, **values: float) -> dict[str, Any]:
+    """Bars of a table in which all cells of a row have one value; those of rows that are not named are not measured."""
+    kept = cells.Kept(tmp_path / "bars.jsonl", "v")
+    for cell in cells.all_cells():
+        if cell.row in values:
+            kept.add(ratio(cell, values[cell.row]))
+    return {bar.words: bar.holds for bar in report.bars(kept)}
+
+
+def test_bars_hold_fail_or_stay_open(tmp_path: Path) -> None:
+    found = bars_of(tmp_path, a=1.0, sweep=1.0, b=0.96, c=1.06, d=1.0, h=1.2)
+    assert [found[words] for words in found if words.startswith("a:")] == [True, True, True]
+    assert [found[words] for words in found if words.startswith("b:")] == [True]
+    assert [found[words] for words in found if words.startswith("c:")] == [True, True]
+    assert [found[words] for words in found if words.startswith("d:")] == [False, True]
+    assert [found[words] for words in found if words.startswith("h:")] == [False, True]
+    assert {found[words] for words in found if words[0] in "efg"} == {None}
+
+
+@pytest.mark.parametrize(("value", "half", "verdicts"), [(0.965, 0.02, (False, None)), (0.975, 0.004, (None, False))])
+def test_one_cell_can_fail_a_row_that_is_not_finished(
+    value: float, half: float, verdicts: tuple[bool | None, ...], tmp_path: Path
+) -> None:
+    kept = cells.Kept(tmp_path / "bars.jsonl", "v")
+    kept.add(ratio(cells.Cell("a", "own", "code", 1), value, half))
+    assert tuple(bar.holds for bar in report.bars(kept)[:2]) == verdicts
+
+
+def test_pooled_are_cells_in_which_nothing_swept_gains() -> None:
+    one, two = cells.Cell("a", "own", "code", 1), cells.Cell("a", "own", "prose", 1)
+    swept = [
+        ratio(cells.Cell("sweep", each.size, each.set, 1), 1.0, speedups={"x": value})
+        for each, value in ((one, 1.01), (two, 0.99))
+    ]
+    assert report.cells_without_gain([ratio(one, 1.0), ratio(two, 0.99)], swept) == [ratio(two, 0.99)]
+
+
+def test_deciding_may_take_a_share_or_microseconds_at_own_size() -> None:
+    def cheap(size: str, share: float, per_step_s: float, requests: float) -> bool:
+        return report.deciding_is_cheap({"size": size, "share": share, "per_step_s": per_step_s, "requests": requests})
+
+    assert cheap("110M", 0.009, 1.0, 1) and not cheap("110M", 0.011, 1e-6, 1)
+    assert cheap("own", 0.029, 1.0, 1) and cheap("own", 0.5, 59e-6, 1) and not cheap("own", 0.04, 61e-6, 1)
+    assert cheap("own", 0.5, 209e-6, 16) and not cheap("own", 0.5, 211e-6, 16)
+
+
+def windows_of(quiet: float, loaded: float, after: Sequence[float]) -> dict[str, Any]:
+    found = load.Windows()
+    for place, value in enumerate([quiet] * 8 + [loaded] * 8 + list(after)):
+        found.ratios[place] += [value - 0.01, value, value + 0.01] * 2
+    return found.as_dict()
+
+
+def test_windows_behind_a_change_do_not_count_and_being_back_takes_seconds() -> None:
+    assert [list(own) for _, own in load.places()] == [list(range(8)), list(range(10, 16)), list(range(18, 24))]
+    good = windows_of(1.3, 1.0, [0.5, 0.6] + [1.3] * 6)
+    assert min(report.counted(good)) == pytest.approx(1.0) and report.back_after(good) == 2
+    late = windows_of(1.3, 1.0, [0.5, 0.6, 1.0] + [1.3] * 5)
+    assert report.back_after(late) == 3
+    assert report.back_after(windows_of(1.3, 1.0, [1.3] * 7 + [1.0])) is None
+    assert report.back_after(windows_of(1.3, 1.0, [1.3] * 8)) == 0
+    assert good["phases"]["loaded"]["interval"][0] < 1.0 < good["phases"]["loaded"]["interval"][1]
+
+
+def test_slices_alternate_within_the_phases_and_the_first_repeat_warms_up() -> None:
+    clock, told, ran = Clock(), [], []
+
+    def runner(side: int, speed: int) -> Any:
+        def run(seconds: float) -> tuple[int, float]:
+            clock.now += seconds
+            ran.append(side)
+            return round(speed * seconds), seconds
+
+        return run
+
+    found = load.watch([runner(0, 120), runner(1, 80)], told.append, 3 * 24.0, clock)
+    assert clock() == 3 * 24.0 and told == ["quiet", "loaded", "quiet again"] * 3
+    assert ran[:8] == [0, 1, 1, 0, 1, 0, 0, 1]
+    assert found.as_dict()["repeats"] == 2
+    assert found.as_dict()["medians"] == [1.5] * 24
+
+
+def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
+    rows = script("deciding_rows")
+    costs = [(0.001, 0.1, 2), (0.003, 0.1, 2)] * 40
+    found = rows.cost_summary(costs, 2)
+    assert found["share"] == pytest.approx(0.02) and found["per_step_s"] == pytest.approx(0.002)
+    assert found["low"] <= 0.02 <= found["high"] and found["steps"] == 80 and found["requests"] == 2.0
+    assert found["per_step_median_s"] == pytest.approx(statistics.median(each[0] for each in costs))
+
+
+def test_what_the_plan_predicted_is_held_against_what_it_measured() -> None:
+    rows = script("deciding_rows")
+    check = {
+        "predicted_speedup": {"value": 2.0, "low": 1.8, "high": 2.2},
+        "speedup": {"value": 1.9, "low": 1.7, "high": 2.1},
+    }
+    found = rows.plan_record({"check": check, "recommended": "draft"})
+    assert (found["ratio"], found["low"], found["high"]) == (0.95, 0.85, 1.05)
+    for told in ({}, {"check": check | {"speedup": None}}):
+        with pytest.raises(rows.UnavailableError, match="no predicted_speedup and speedup"):
+            rows.plan_record(told)
+
+
+def test_the_report_shows_every_row_and_marks_what_was_missed(tmp_path: Path) -> None:
+    kept = cells.Kept(tmp_path / "report.jsonl", "v")
+    kept.add({"what": "sitting", "machine": {"cpu": "a processor"}, "threads": 2, "dtype": "bfloat16"})
+    for cell in cells.all_cells():
+        record = ratio(cell, 1.234, status="missed" if cell.name == "a | own | code | batch 1" else "reached")
+        if cell.row == "f":
+            record |= windows_of(1.3, 1.0, [1.3] * 8) | {
+                "bandwidth_bytes_per_s": 4e10,
+                "neighbour_bytes_per_s": 2e10,
+            }
+        if cell.row == "g":
+            record |= {"share": 0.005, "low": 0.004, "high": 0.006, "per_step_s": 5e-5, "requests": 1, "step_s": 0.01}
+        kept.add(record)
+    told = report.markdown(kept)
+    assert all(f"**{row}: " in told for row in cells.ROWS)
+    assert "1.234~ (1.224 to 1.244)" in told and "1 of them missed" in told and "a processor, 2 threads" in told
+    assert "1.334~ (1.224" in told, "behind the prompts"
+    rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert all(line.count("|") > 2 for line in rows)
+
+
+def test_the_heat_map_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    kept = cells.Kept(tmp_path / "plots.jsonl", "v")
+    for cell in cells.all_cells()[:20]:
+        kept.add(ratio(cell, 1.5))
+    files = report.draw(kept, tmp_path / "plots")
+    assert [file.name for file in files] == ["deciding_a.png"]
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_source_is_another_version(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("x = 1\n")
+    before = deciding.version_key([file])
+    assert deciding.version_key([file]) == before
+    file.write_text("x = 2\n")
+    assert deciding.version_key([file]) != before
+
+
+def test_make_has_the_command() -> None:
+    rules = (ROOT / "Makefile").read_text()
+    assert re.search(r"^bench-deciding:.*\n(?:\t.*\n)*\t.*benchmarks/deciding\.py", rules, re.MULTILINE)
+    assert "bench-deciding" in next(line for line in rules.splitlines() if line.startswith(".PHONY"))
+
+
+def test_the_neighbour_reads_only_while_it_is_let() -> None:
+    with load.Neighbour(4e9) as neighbour:
+        neighbour.come()
+        time.sleep(0.3)
+        neighbour.leave()
+        assert neighbour.bytes_per_s() > 0.0
