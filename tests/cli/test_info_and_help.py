@@ -93,4 +93,4 @@ def test_info_with_embedded_models(run: Run) -> None:
 def test_the_main_job(run: Run) -> None:
     result = run("generate", "def quicksort(items):", "--compare", "--json", "--max-tokens", "48")
     assert result.status == 0
-    assert result.record["identical"] is True and result.record["drafter_kind"] == "draft"
+    assert result.record["identical"] is True and result.record["drafters"][0] == "draft"

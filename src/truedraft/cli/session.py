@@ -124,14 +124,15 @@ def load_engine(
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
             drafter = from_spec(stack.drafter, target)
         tell("measuring how many drafted nodes pay on this machine")
-        drafter, budget = sized(drafter, target, params, requests=requests)
+        drafter, budgets = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
-    if budget is not None:
-        if (check := budget.costs.check()) is not None:
+    for costs in {id(budget.costs): budget.costs for budget in budgets.values()}.values():
+        if (check := costs.check()) is not None:
             engine.listeners.append(check)
-        for warning in budget.costs.warnings:
+        for warning in costs.warnings:
             warn(warning)
-        console.print(f"{drafter.name}: {budget.describe()}", style="dim", soft_wrap=True)
+    for name, budget in budgets.items():
+        console.print(f"{name}: {budget.describe()}", style="dim", soft_wrap=True)
     return engine
 
 
