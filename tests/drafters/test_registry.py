@@ -68,7 +68,16 @@ def test_a_folder_says_what_it_is(tmp_path: Path) -> None:
     head = TrainedDrafter.read(heads(tmp_path / "b"))
     assert head is not None and (head.kind, head.width) == ("medusa", 8)
     assert head.figures["served"][0]["mean_acceptance_length"] == 2.0
+    assert head.tokens_per_call == {0.0: 2.0}
     assert head.as_dict()["target"] == {"name": "m", "fingerprint": OURS}
+
+
+def test_figures_are_what_others_wrote() -> None:
+    served = [{"temperature": 0, "mean_acceptance_length": tokens} for tokens in (2, 2.5, "3")]
+    made = TrainedDrafter(Path(), "draft", "", OURS, {"served": [*served, 7, {"temperature": 1}, {}]})
+    assert made.tokens_per_call == {0: 2.5}
+    for figures in ({}, {"served": 3}):
+        assert TrainedDrafter(Path(), "draft", "", OURS, figures).tokens_per_call == {}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +132,7 @@ def test_all_places_are_looked_into_and_each_folder_counts_once(
         kept.folder: "trained here",
         shipped: "ships with truedraft",
     }
-    with pytest.raises(OptionError, match="there is no folder 'nowhere' with drafters") as refused:
+    with pytest.raises(OptionError, match="drafters_dir must be a folder of drafters, and 'nowhere'") as refused:
         find_drafters(target, ["nowhere"])
     assert refused.value.field == "drafters_dir"
 

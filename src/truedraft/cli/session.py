@@ -10,6 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import warn
@@ -31,6 +32,7 @@ RULE_HELP = (
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
+DRAFTERS_DIR_HELP = "A folder of trained drafters where auto looks, too; may be repeated."
 _MOST_THREADS = 64
 
 
@@ -39,6 +41,7 @@ class StackOptions(ModelOptions):
     """What answers: target, drafter and rule."""
 
     drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
+    drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
     rule: str = option("speculative", RULE_HELP, "R")
 
 
@@ -122,7 +125,7 @@ def load_engine(
 
         with quiet_hub(), errors_about("model"):
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
-            drafter = from_spec(stack.drafter, target)
+            drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring how many drafted nodes pay on this machine")
         drafter, budgets = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
@@ -131,8 +134,11 @@ def load_engine(
             engine.listeners.append(check)
         for warning in costs.warnings:
             warn(warning)
-    for name, budget in budgets.items():
-        console.print(f"{name}: {budget.describe()}", style="dim", soft_wrap=True)
+    told = "; ".join(f"{name} {budget.sizes}" for name, budget in budgets.items())
+    if len(drafter.members) == 1:
+        told = "".join(budget.describe() for budget in budgets.values())
+    if budgets:
+        console.print(f"{drafter.name}: {told}", style="dim", soft_wrap=True)
     return engine
 
 

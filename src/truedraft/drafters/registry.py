@@ -26,6 +26,7 @@ RECORD = "drafter.json"
 
 _CONFIG = "config.json"
 _FACTS = ("facts.json", "trees.json")  # of heads: what was measured of them
+_ROUND = ("temperature", "mean_acceptance_length")
 _FOLDER_OF_MODEL = "drafters"
 _REGISTRY = "drafters.json"
 _VERSION = 1
@@ -77,6 +78,18 @@ class TrainedDrafter:
         figures = figures if isinstance(figures, dict) else {}
         written = (folder / (RECORD if record else _CONFIG)).stat().st_mtime
         return cls(folder, kind, str(name or ""), fingerprint, figures, source, vocab, width, written)
+
+    @property
+    def tokens_per_call(self) -> dict[float, float]:
+        """Tokens per target call by temperature, the most that the engine measured; empty where nobody did."""
+        served = self.figures.get("served")
+        best: dict[float, float] = {}
+        for each in served if isinstance(served, list) else ():
+            found = [each.get(name) for name in _ROUND] if isinstance(each, dict) else []
+            temperature, tokens = found if all(isinstance(x, int | float) for x in found) and found else (None, None)
+            if temperature is not None and tokens is not None:
+                best[temperature] = max(tokens, best.get(temperature, 0.0))
+        return best
 
     def may_fit(self, target: LanguageModel) -> bool:
         """Whether its sizes allow the target, which is known without reading the target's weights."""
@@ -145,7 +158,7 @@ def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] =
     """All trained drafters that can be found, whatever target they are for; each folder once.
 
     Args:
-        model: a model as it was named; its folder may hold drafters.
+        model: a model's folder, which may hold drafters; None or another name has none.
         drafters_dir: folders whose subfolders, or which themselves, are drafters.
 
     Raises:
@@ -192,7 +205,7 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
     for each in drafters_dir:
         folder = _expanded(each)
         if not folder.is_dir():
-            raise OptionError(f"there is no folder {str(each)!r} with drafters; check the path", field="drafters_dir")
+            raise OptionError(f"must be a folder of drafters, and {str(each)!r} is no folder", field="drafters_dir")
         alone = TrainedDrafter.read(folder, "--drafters-dir")
         yield from () if alone is None else (alone,)
         yield from _in_folder(folder, "--drafters-dir")

@@ -37,6 +37,12 @@ class NodeBudget:
         """How many nodes; 0 where drafting does not pay."""
         return self.choice.nodes
 
+    @property
+    def sizes(self) -> str:
+        """What was chosen, as "8 beams of 4, 16 nodes"."""
+        nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
+        return f"{self.plan.name}, {nodes}" if self.plan.name and self.nodes else nodes
+
     def describe(self) -> str:
         """In one line."""
         best = self.choice
@@ -45,10 +51,8 @@ class NodeBudget:
                 "0 nodes by the cost curve: no tree is predicted to pay here, so nothing is drafted; if the machine was"
                 " busy then, `truedraft bench --refresh-costs` with this model and drafter measures again"
             )
-        nodes = f"{best.nodes} node{'s' if best.nodes > 1 else ''}"
-        sizes = f"{self.plan.name}, {nodes}" if self.plan.name else nodes
         return (
-            f"{sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
+            f"{self.sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
             f"{best.speedup:.2f} times plain decoding predicted; the promise is of {self.plan.curve.measured_on}"
         )
 
