@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from truedraft.bench import Failure, Group
     from truedraft.engine import Engine
     from truedraft.models.base import LanguageModel
+    from truedraft.planning import NodeBudget
 
 RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
@@ -129,17 +130,24 @@ def load_engine(
         tell("measuring how many drafted nodes pay on this machine")
         drafter, budgets = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
-    for costs in {id(budget.costs): budget.costs for budget in budgets.values()}.values():
-        if (check := costs.check()) is not None:
-            engine.listeners.append(check)
-        for warning in costs.warnings:
-            warn(warning)
-    told = "; ".join(f"{name} {budget.sizes}" for name, budget in budgets.items())
-    if len(drafter.members) == 1:
-        told = "".join(budget.describe() for budget in budgets.values())
-    if budgets:
-        console.print(f"{drafter.name}: {told}", style="dim", soft_wrap=True)
+    _tell_sizes(engine, budgets, console)
     return engine
+
+
+def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:
+    """Say which sizes were chosen, by member, and hold the steps to the costs that they were chosen by."""
+    if not budgets:
+        return
+    budget = next(iter(budgets.values()))
+    if (check := budget.costs.check()) is not None:  # all were chosen by the same costs
+        engine.listeners.append(check)
+    for warning in budget.costs.warnings:
+        warn(warning)
+    told = f"{engine.drafter.name}: {budget.describe()}"
+    if len(engine.drafter.members) > 1:
+        sizes = ", ".join(f"{name} {each.sizes}" for name, each in budgets.items())
+        told = f"sizes by the cost curve: {sizes}"
+    console.print(told, style="dim", soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:
