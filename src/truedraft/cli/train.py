@@ -361,11 +361,16 @@ def _register(terminal: Terminal, folder: Path) -> bool:
     """Note a trained drafter where `auto` looks, and say so; whether that was possible."""
     from truedraft.drafters.registry import Registry, TrainedDrafter
 
-    made, registry = TrainedDrafter.read(folder), Registry()
-    problem = f"{folder} does not say which target it is for; name it with --drafter"
-    if made is not None:
-        problem = registry.add(made) or ""
-    if problem:
+    made = TrainedDrafter.read(folder)
+    if made is None:
+        warn(f"{folder} does not say which target it is for; name it with --drafter")
+        return False
+    try:
+        registry = Registry()
+        problem = registry.add(made)
+    except OptionError as error:  # the cache folder is nobody's; what was trained is there all the same
+        problem = f"{folder} could not be noted: {error}"
+    if problem is not None:
         warn(problem)
         return False
     said = f"noted in {registry.file}: --drafter auto takes it for its target as long as it stays there"
