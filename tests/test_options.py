@@ -24,12 +24,33 @@ def test_words() -> None:
         ("x,", "rule 'x,': '' is not of the form option=value"),
         ("x,a=1,a=2", "rule 'x,a=1,a=2' has a twice; give it once"),
         ('x,"a', "rule 'x,\"a' has a double quote without its second"),
+        ('x("a;b)', "rule 'x(\"a;b)' has a double quote without its second"),
+        ("x(a;(b)", "rule 'x(a;(b)' has a parenthesis without its second"),
+        ("x(a;;b)", "rule 'x(a;;b)' has an empty member; write as many as there are, as in (A;B)"),
+        ("x()", "rule 'x()' has an empty member; write as many as there are, as in (A;B)"),
+        ("x(a) b,c=1", "rule 'x(a) b,c=1': behind its members stands 'b'; write ,option=value"),
+        ("x(a),c", "rule 'x(a),c': 'c' is not of the form option=value"),
     ],
 )
 def test_words_that_cannot_be_read(typed: str, message: str) -> None:
     with pytest.raises(OptionError) as refused:
         Words.parse("rule", typed)
     assert str(refused.value) == message
+
+
+def test_words_of_what_others_make_up() -> None:
+    words = Words.parse("drafter", ' many( draft:"x;y)",n=2; few(a;b(c));own:A,sizes="(1, 2)" ),depth=3')
+    assert (words.kind, words.path, dict(words.options)) == ("many", None, {"depth": "3"})
+    assert words.members == ['draft:"x;y)",n=2', "few(a;b(c))", 'own:A,sizes="(1, 2)"']
+    assert Words.parse("drafter", words.members[0]).path == "x;y)", "its quotes are its own"
+    assert Words.parse("drafter", words.members[1]).members == ["a", "b(c)"]
+    assert Words.parse("drafter", "one(a)").members == ["a"]
+    assert Words.parse("drafter", "draft:some/folder (2)").path == "some/folder (2)", "no member without a kind before"
+    words.check(("depth",), takes_members=True)
+    with pytest.raises(OptionError, match=r"drafter 'one' has no members, got \(a\)"):
+        Words.parse("drafter", "one(a)").check(())
+    with pytest.raises(OptionError, match=r"drafter 'one' needs members in parentheses: one\(A;B\)"):
+        Words.parse("drafter", "one").check((), takes_members=True)
 
 
 def test_what_a_kind_does_not_take() -> None:

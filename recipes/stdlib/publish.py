@@ -12,7 +12,9 @@ import torch
 from recipes.stdlib.sources import PYTHON_VERSION
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm
-from truedraft.training.evaluate import PairReport, evaluate_model, evaluate_pair
+from truedraft.models.loading import load_model
+from truedraft.training.drafts import chain_evaluations, record_draft
+from truedraft.training.evaluate import EngineEvaluation, PairReport, evaluate_model, evaluate_pair
 from truedraft.training.report import Card, pair_facts, training_facts
 from truedraft.training.texts.data import read_stream
 
@@ -50,6 +52,9 @@ def publish(
         rows["bits per byte"] = f"{reports[name].bits_per_byte:.4f}"
         rows["held-out data"] = f"{facts['held_out_files']} files, {reports[name].tokens:,} tokens"
         _card(name, rows, pair).write(out)
+        if name == "draft":
+            prompts = run / "heldout_prompts.jsonl"
+            record_draft(out, "embedded:target", models["target"], pair, served(target, draft, prompts))
         shutil.rmtree(destination / name, ignore_errors=True)
         out.replace(destination / name)
         _copy_log(folder, name)
@@ -63,6 +68,14 @@ def publish(
     }
     say("published: " + " ".join(f"{key} {value:.4f}" for key, value in result.items()))
     return result
+
+
+def served(target: Path, draft: Path, prompts: Path) -> list[EngineEvaluation]:
+    """What the draft brings in the engine, on the shipped prompts."""
+    model = load_model(target)
+    assert model.tokenizer is not None
+    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()]
+    return chain_evaluations(model, load_model(draft), [model.tokenizer.encode(text) for text in texts])
 
 
 def _pair(target: Path, draft: Path) -> tuple[tuple[str, Path], tuple[str, Path]]:

@@ -1,19 +1,22 @@
 """Options, each in one place: its name, type, default and help are a field of a dataclass. And words that name parts.
 
 Commands and servers read both: `truedraft.cli.parameters` makes typer's parameters of such dataclasses, and
-`Words.parse` reads `KIND[:PATH][,option=value]...`, as drafters and rules are typed.
+`Words.parse` reads `KIND[:PATH][,option=value]...` and `KIND(MEMBER;MEMBER...)`, as drafters and rules are typed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from truedraft.errors import OptionError, UnknownOptionError
+
+_COMPOSED = re.compile(r"\s*([A-Za-z][\w-]*)\s*\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,43 +100,47 @@ class MachineOptions:
 class Words:
     """A part by its words, `KIND[:PATH][,option=value]...`: `draft:some/folder,num_speculative_tokens=3`.
 
+    Or one that others make up, `KIND(MEMBER;MEMBER...)[,option=value]...`: `portfolio(draft;prompt-lookup)`.
+
     Attributes:
         what: is named so, "drafter" or "rule".
         kind: of these.
         path: behind the kind; None without one.
         options: as they were typed, by name.
+        members: words of each part that makes it up, as they were typed; empty where there are no parentheses.
     """
 
     what: str
     kind: str
     path: str | None
     options: Mapping[str, str]
+    members: Sequence[str] = ()
 
     @classmethod
     def parse(cls, what: str, typed: str) -> Words:
-        """Read the words; double quotes keep commas in a path or a value.
+        """Read the words; double quotes keep commas, semicolons and parentheses in a path or a value.
 
         Raises:
             OptionError: a part is not of that form, or an option is there twice.
         """
-        head, *parts = _split(what, typed)
-        kind, _, path = head.partition(":")
-        options: dict[str, str] = {}
-        for part in parts:
-            name, equals, value = (each.strip() for each in part.partition("="))
-            if not equals or not name or not value:
-                raise OptionError(f"{what} {typed!r}: {part.strip()!r} is not of the form option=value")
-            if name in options:
-                raise OptionError(f"{what} {typed!r} has {name} twice; give it once")
-            options[name] = value
-        return cls(what, kind.strip(), path or None, options)
+        _check_quotes(what, typed)
+        composed = _COMPOSED.match(typed)
+        if composed is None:
+            head, *parts = _split(typed)
+            kind, _, path = head.partition(":")
+            return cls(what, kind.strip(), path or None, _options(what, typed, parts))
+        members, rest = _members(what, typed, composed.end())
+        head, *parts = _split(rest)
+        if head.strip():
+            raise OptionError(f"{what} {typed!r}: behind its members stands {head.strip()!r}; write ,option=value")
+        return cls(what, composed[1], None, _options(what, typed, parts), members)
 
-    def check(self, options: Collection[str], takes_path: bool = False) -> None:
+    def check(self, options: Collection[str], takes_path: bool = False, takes_members: bool = False) -> None:
         """Refuse what this kind does not take.
 
         Raises:
             UnknownOptionError: it has no such option; names the nearest that it has.
-            OptionError: it takes no path.
+            OptionError: it takes no path, or no members, or needs some.
         """
         for name in self.options:
             if name not in options:
@@ -141,19 +148,63 @@ class Words:
                 raise UnknownOptionError.nearest(f"option of {self.what} {self.kind!r}", name, valid)
         if self.path is not None and not takes_path:
             raise OptionError(f"{self.what} {self.kind!r} takes no path, got {self.path!r}")
+        if self.members and not takes_members:
+            raise OptionError(f"{self.what} {self.kind!r} has no members, got ({';'.join(self.members)})")
+        if takes_members and not self.members:
+            raise OptionError(f"{self.what} {self.kind!r} needs members in parentheses: {self.kind}(A;B)")
 
 
-def _split(what: str, typed: str) -> list[str]:
+def _check_quotes(what: str, typed: str) -> None:
+    if typed.count('"') % 2:
+        raise OptionError(f"{what} {typed!r} has a double quote without its second")
+
+
+def _options(what: str, typed: str, parts: Sequence[str]) -> dict[str, str]:
+    """Options by name, from `option=value` each."""
+    options: dict[str, str] = {}
+    for part in parts:
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not name or not value:
+            raise OptionError(f"{what} {typed!r}: {part.strip()!r} is not of the form option=value")
+        if name in options:
+            raise OptionError(f"{what} {typed!r} has {name} twice; give it once")
+        options[name] = value
+    return options
+
+
+def _split(typed: str) -> list[str]:
     """The parts between the commas that stand outside double quotes; the quotes go."""
     parts = [""]
-    pieces = typed.split('"')
-    if len(pieces) % 2 == 0:
-        raise OptionError(f"{what} {typed!r} has a double quote without its second")
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(typed.split('"')):
         first, *others = [piece] if number % 2 else piece.split(",")
         parts[-1] += first
         parts += others
     return parts
+
+
+def _members(what: str, typed: str, start: int) -> tuple[list[str], str]:
+    """What stands between the semicolons of a parenthesis that opens before `start`, and what stands behind it.
+
+    Semicolons and parentheses in double quotes or in inner parentheses are a member's own; its quotes stay.
+    """
+    members: list[str] = []
+    depth, quoted, first = 1, False, start
+    for place in range(start, len(typed)):
+        character = typed[place]
+        if character == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += (character == "(") - (character == ")")
+            if depth == 0 or (depth == 1 and character == ";"):
+                members.append(typed[first:place].strip())
+                first = place + 1
+            if depth == 0:
+                break
+    else:
+        raise OptionError(f"{what} {typed!r} has a parenthesis without its second")
+    if "" in members:
+        raise OptionError(f"{what} {typed!r} has an empty member; write as many as there are, as in (A;B)")
+    return members, typed[first:]
 
 
 def read_whole(name: str, typed: str) -> int:

@@ -10,6 +10,7 @@ from support.records import step_record
 from truedraft.bench.breakdown import Breakdown, break_down, is_impossible, shares
 from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
 from truedraft.bench.suite import Suite
+from truedraft.core.stats import DraftShare, RequestStep, StepRecord
 from truedraft.testing import MarkovModel
 from truedraft.theory import DraftCost, DraftPoint, TargetCost
 
@@ -23,8 +24,8 @@ class FlatCosts:
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         return 1.0 + 0.01 * rows
 
-    def drafting_s(self, nodes: int, contexts: Sequence[int]) -> float:
-        return 0.1 * nodes
+    def drafting_s(self, step: StepRecord) -> float:
+        return 0.1 * step.nodes
 
 
 def test_sums_leave_the_prefill_out() -> None:
@@ -65,12 +66,24 @@ def target_cost() -> TargetCost:
     return TargetCost.fit({(rows, context): rows * 1.0 + context * 0.01 for rows in (1, 2, 4) for context in (10, 100)})
 
 
+def drafted(*requests: dict[str, int]) -> StepRecord:
+    """A step in which each request's drafters proposed so many nodes."""
+    steps = [
+        RequestStep(i, 10, 1, False, shares=tuple(DraftShare(name, nodes, nodes) for name, nodes in each.items()))
+        for i, each in enumerate(requests)
+    ]
+    return StepRecord(tuple(steps), 0.0, 0.0, 0.0, 0.0)
+
+
 def test_curve_costs() -> None:
-    costs = CurveCosts(target_cost(), DraftCost((DraftPoint(1, 1, 0.5), DraftPoint(2, 2, 0.8))))
+    draft = DraftCost((DraftPoint(1, 1, 0.5), DraftPoint(2, 2, 0.8)))
+    costs = CurveCosts(target_cost(), {"draft": draft, "cheap": DraftCost((DraftPoint(1, 1, 0.1),))})
     assert costs.forward_s(1, (10,)) == pytest.approx(1.1)
-    assert costs.drafting_s(2, (10,)) == pytest.approx(0.8)
-    assert costs.drafting_s(4, (10, 10)) == pytest.approx(0.8)  # two requests share each forward of the draft
-    assert CurveCosts(target_cost()).drafting_s(3, (10,)) == 0.0
+    assert costs.drafting_s(drafted({"draft": 2})) == pytest.approx(0.8)
+    assert costs.drafting_s(drafted({"draft": 2}, {"draft": 2})) == pytest.approx(0.8), "forwards are shared"
+    assert costs.drafting_s(drafted({"draft": 2}, {"cheap": 1}, {})) == pytest.approx(0.9)
+    assert costs.drafting_s(drafted({"draft": 1, "cheap": 1})) == pytest.approx(0.6)
+    assert CurveCosts(target_cost()).drafting_s(drafted({"draft": 3})) == 0.0
 
 
 def test_shown_points_stay_within_the_context() -> None:

@@ -24,6 +24,8 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.costs import StepCosts
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.engine import Engine
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.planning import nodes_for
@@ -180,6 +182,20 @@ def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pyte
     assert drafted_trees(suite, {}, SamplingParams()) == []
     outcome = ours[1].answer([[5, 9, 11]], SamplingParams(max_tokens=8))
     assert outcome.counters is not None and outcome.counters.draft_tokens == 0
+
+
+def test_the_trees_of_a_portfolio_are_named_by_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
+    target = packed("llama")
+    drafter = Portfolio({"lookup": PromptLookup(), "open": medusa(), "fixed": medusa(4)})
+    suite = Suite(target, True, [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter))])
+    size_trees(suite, TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0}), SamplingParams())
+    assert [note.partition(" by ")[0] for note in suite.notes] == ["auto: open: 40 nodes"]
+    found = drafted_trees(suite, {"auto": 1.5}, SamplingParams())
+    assert [(each.system, each.nodes, each.measured) for each in found] == [
+        ("auto: open", 40, None),
+        ("auto: fixed", 4, None),
+    ]
 
 
 def test_drafters_that_choose_their_trees_are_found_too() -> None:

@@ -12,6 +12,7 @@ from cli.tiny import Result, save_tiny_llama
 from truedraft.bench import costs
 from truedraft.cli.main import main
 from truedraft.costs import Effort
+from truedraft.drafters import registry
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,14 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "chat", seed=3, layers=1, chat=True)
+
+
+@pytest.fixture(autouse=True)
+def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a test's trainings are noted."""
+    file = tmp_path / "registry" / "drafters.json"
+    monkeypatch.setattr(registry, "_REGISTRY", str(file))
+    return file
 
 
 @pytest.fixture

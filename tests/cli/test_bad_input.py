@@ -72,6 +72,9 @@ BAD = [
     (["x", "--model", "good.txt"], "is a file"),
     (["x", "--model", "~nobody-of-that-name/model"], "there is no home for the ~ of '~nobody-of-that-name/model'"),
     (["x", "--model", "embedded:targt"], "did you mean 'target'?"),
+    (["x", "--drafters-dir", "absent"], "--drafters-dir must be a folder of drafters, and 'absent' is no folder"),
+    (["x", "--drafter", "portfolio(prompt-lookup;auto)"], "has 'auto' as a member; name single drafters"),
+    (["x", "--drafter", "portfolio(prompt-lookup"], "has a parenthesis without its second"),
 ]
 
 

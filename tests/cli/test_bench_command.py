@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
+from truedraft import load_model
 from truedraft.bench import OurEngine, runs, suite
+from truedraft.drafters.registry import write_record
 
 Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos")
@@ -62,6 +65,27 @@ def test_everything(run: Run, base: tuple[str, ...], draft: str, tmp_path: Path)
     for picture in ("speed", "cost", "acceptance"):
         assert f"({picture}.svg)" in report
         assert (out / f"{picture}.png").stat().st_size > 10_000 and (out / f"{picture}.svg").stat().st_size > 5_000
+
+
+def test_portfolios(run: Run, base: tuple[str, ...], target: str, draft: str, tmp_path: Path) -> None:
+    """A drafter that is found, and a portfolio of the same one: each member's cost is known, and what it drafts."""
+    drafters = tmp_path / "drafters"
+    shutil.copytree(draft, drafters / "mine")
+    write_record(drafters / "mine", "draft", target, load_model(target, dtype="float32").fingerprint, {})
+    words = f"portfolio(prompt-lookup,min_ngram=1;draft:{draft})"
+    result = run(*base, "--drafter", "auto", "--drafter", words, "--drafters-dir", str(drafters), "--limit", "2")
+    assert result.status == 0, result.err
+    plain, auto, named = result.record["contestants"]
+    assert (plain["name"], auto["name"], named["name"]) == (
+        "plain",
+        "auto",
+        "portfolio(prompt-lookup,min_ngram=1;draft:draft)",
+    )
+    assert "note: auto is draft + prompt-lookup" in result.out
+    assert "note: portfolio(prompt-lookup,min_ngram=1;draft:draft) is prompt-lookup + draft" in result.out
+    assert auto["identical"] is True and named["identical"] is True
+    for each in (auto, named):
+        assert each["predicted_speedup"] > 0 and each["shares"]["draft"] > 0, each
 
 
 def test_a_batch_at_a_temperature(run: Run, base: tuple[str, ...], draft: str) -> None:

@@ -53,6 +53,16 @@ def test_one_prompt(run: Run, target: str) -> None:
     assert "identical: yes\n" in result.out and "repeated 8-grams" in result.out
 
 
+def test_auto_and_a_portfolio_say_what_they_are(run: Run, target: str, draft: str) -> None:
+    result = run("generate", "hello", "--model", target, *WORDS)
+    assert result.status == 0 and "drafter auto: prompt-lookup, " in result.out
+    assert (result.record["drafter_kind"], result.record["drafters"]) == ("portfolio", ["prompt-lookup"])
+    words = f"portfolio(draft:{draft},num_speculative_tokens=2;prompt-lookup)"
+    result = run("generate", "hello", "--model", target, "--drafter", words, *WORDS)
+    assert result.status == 0 and f"drafter {words}, " in result.out
+    assert result.record["drafters"] == ["draft", "prompt-lookup"] and result.record["identical"] is True
+
+
 def test_many_prompts(run: Run, target: str, draft: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"id": f"p{i}", "text": "abc" * (i + 1)}) for i in range(4)))

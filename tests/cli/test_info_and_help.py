@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 import truedraft
 from cli.tiny import Result
-from truedraft import embedded
+from truedraft import embedded, load_model
 from truedraft.cli import info
+from truedraft.drafters.registry import write_record
 
 Run = Callable[..., Result]
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
@@ -61,6 +62,7 @@ def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch,
     assert record["torch"] == torch.__version__ and record["threads"] == torch.get_num_threads()
     assert record["dtype_auto"] in ("float32", "bfloat16") and record["fast_paths"] is None
     assert [model["installed"] for model in record["embedded_models"]] == [False] * 4
+    assert record["drafters"] == [] and record["model"] is None and "none found" in result.out
     assert "not installed" in result.out and torch.__version__ in result.out
 
 
@@ -90,7 +92,35 @@ def test_info_with_embedded_models(run: Run) -> None:
 
 
 @pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
+def test_info_lists_trained_drafters(run: Run, target: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text('{"model_type": "llama"}')
+    served = [{"temperature": 0.0, "mean_acceptance_length": 2.345}]
+    write_record(mine, "draft", "my model", load_model(target, dtype="float32").fingerprint, {"served": served})
+    result = run("info", "--model", target, "--drafters-dir", str(tmp_path), "--json")
+    record = result.record
+    assert result.status == 0
+    own, *shipped = record["drafters"]
+    assert (own["folder"], own["kind"], own["found"], own["belongs"]) == (str(mine), "draft", "--drafters-dir", True)
+    assert own["target"] == {"name": "my model", "fingerprint": record["fingerprint"]}
+    assert own["figures"] == {"served": served}
+    assert {each["kind"] for each in shipped} == {"draft", "medusa", "redrafter"}
+    assert all(each["belongs"] is False and each["figures"]["served"] for each in shipped)
+    assert "belongs to --model" in result.out and "2.35 at temperature 0" in result.out
+    assert all(each["belongs"] is None for each in run("info", "--json").record["drafters"])
+
+
+def test_info_about_what_is_not_there(run: Run, tmp_path: Path) -> None:
+    result = run("info", "--drafters-dir", str(tmp_path / "nowhere"))
+    assert result.status == 2
+    assert result.err.startswith("truedraft: error: --drafters-dir must be a folder of drafters, and ")
+    result = run("info", "--model", str(tmp_path / "nowhere"))
+    assert result.status == 2 and "there is no folder" in result.err
+
+
+@pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
 def test_the_main_job(run: Run) -> None:
     result = run("generate", "def quicksort(items):", "--compare", "--json", "--max-tokens", "48")
     assert result.status == 0
-    assert result.record["identical"] is True and result.record["drafter_kind"] == "draft"
+    assert result.record["identical"] is True and result.record["drafters"][0] == "draft"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from cli.tiny import Result
+from truedraft import load_model
 from truedraft.training import drafts, evaluate
 from truedraft.training.drafts import StreamObjective
 from truedraft.training.loop import checkpoint_of
@@ -34,7 +36,7 @@ def text(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_trained_draft_drafts(run: Run, target: str, text: str, tmp_path: Path) -> None:
+def test_a_trained_draft_drafts(run: Run, target: str, text: str, tmp_path: Path, registry_of_its_own: Path) -> None:
     out = str(tmp_path / "draft")
     words = ("train", "draft", "--model", target, "--data", text, "--out", out, *SMALL)
     result = run(*words, "--json")
@@ -44,6 +46,15 @@ def test_a_trained_draft_drafts(run: Run, target: str, text: str, tmp_path: Path
     assert "alpha" in result.out and "greedy agreement" in result.out
     answer = run("generate", "hello", "--model", target, "--drafter", f"draft:{out}", "--max-tokens", "8")
     assert answer.status == 0
+
+    about = json.loads((Path(out) / "drafter.json").read_text())
+    assert about["kind"] == "draft" and about["target"]["name"] == target
+    assert about["target"]["fingerprint"] == load_model(target, dtype="float32").fingerprint
+    assert about["figures"]["alpha"] == record["held_out"]["alpha"]
+    assert about["figures"]["served"][0]["num_speculative_tokens"] == 4
+    assert record["registered"] is True and f"noted in {registry_of_its_own}: --drafter auto" in result.out
+    found = run("generate", "hello", "--model", target, "--max-tokens", "8", "--json")
+    assert found.status == 0 and found.record["drafters"] == ["draft", "prompt-lookup"], found.err
 
     again = run(*words)
     assert again.status == 2 and "holds a training; add --resume" in again.err

@@ -67,6 +67,11 @@ def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, 
     assert f"{joint['loss_before']:.4f} nats per token, and is {joint['loss_after']:.4f}" in result.out
     assert f"--model {out}/target --drafter medusa:{out}" in result.out
     assert run("generate", "x", "--model", f"{out}/target", "--drafter", f"medusa:{out},nodes=2").status == 0
+    belongs = {
+        name: [each["belongs"] for each in run("info", "--model", name, "--json").record["drafters"][:1]]
+        for name in (target, f"{out}/target")
+    }
+    assert belongs == {target: [False], f"{out}/target": [True]}, "these heads are for the new target"
     first = run("train", "medusa", "--model", target, "--data", text, "--out", out, *SMALL, "--resume")
     assert first.status == 2 and "holds a training of stage 2" in first.err
 

@@ -32,6 +32,9 @@ def test_a_trained_head_drafts(
     assert f"{record['served'][0]['mean_acceptance_length']:.2f}" in result.out
     drafter = f"redrafter:{out},beams=3,length=2,nodes=4"
     assert run("generate", "hello", "--model", target, "--drafter", drafter, "--max-tokens", "8").status == 0
+    (listed, *_) = run("info", "--model", target, "--json").record["drafters"]
+    assert (listed["folder"], listed["kind"], listed["found"]) == (out, "redrafter", "trained here")
+    assert listed["belongs"] is True and listed["figures"]["served"] == record["served"]
     other = run("generate", "hello", "--model", target, "--drafter", f"medusa:{out}")
     assert other.status != 0 and "holds a recurrent drafter, not Medusa heads; use redrafter:" in other.err
 

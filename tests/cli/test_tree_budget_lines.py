@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_generate_says_how_many_nodes(run: Run, target: str, heads: str) -> None
     plain = run(*words, "--drafter", "none")
     answers = [each.record["prompts"][0]["token_ids"] for each in (open_, fixed, plain)]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_portfolio_says_all_sizes_in_a_line(run: Run, target: str, heads: str) -> None:
+    words = ("generate", "abc", "--model", target, *WORDS, "--drafter")
+    found = run(*words, f"portfolio(medusa:{heads};medusa:{heads},nodes=2;medusa:{heads};prompt-lookup)")
+    assert found.status == 0, found.err
+    assert re.search(r"^sizes by the cost curve: medusa \d nodes?, medusa-3 \d nodes?$", found.err, re.MULTILINE)
+    assert found.record["drafters"] == ["medusa", "medusa-2", "medusa-3", "prompt-lookup"]
 
 
 def test_bench_shows_promise_and_prediction(run: Run, target: str, heads: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup, Redrafter, from_spec
+from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.specs import KINDS, drafter_help
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
 from truedraft.models import loading
@@ -47,10 +48,19 @@ def test_words_become_drafters(target: MarkovModel, loaded: list[str]) -> None:
     assert loaded == ["some/folder float64 cpu", "embedded:draft float64 cpu"]
 
 
-def test_auto_is_the_embedded_draft_only_for_the_embedded_target(target: MarkovModel, loaded: list[str]) -> None:
-    assert isinstance(from_spec("auto", target), PromptLookup)
+def test_a_portfolio_of_words(target: MarkovModel, loaded: list[str]) -> None:
+    drafter = from_spec('portfolio(draft:"x;y",num_speculative_tokens=2 ; prompt-lookup; draft)', target)
+    assert list(drafter.members) == ["draft", "prompt-lookup", "draft-2"]
+    assert [member.limits.depth for member in drafter.members.values()] == [2, 6, 4]
+    assert loaded == ["x;y float64 cpu", "embedded:draft float64 cpu"]
+    assert list(from_spec("portfolio(prompt-lookup)", target).members) == ["prompt-lookup"]
+
+
+def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovModel, loaded: list[str]) -> None:
     target.name = "embedded:target"
-    assert isinstance(from_spec("auto", target), DraftModel)
+    drafter = from_spec("auto", target)
+    assert isinstance(drafter, Portfolio) and list(drafter.members) == ["prompt-lookup"]
+    assert loaded == []
 
 
 @pytest.mark.parametrize(
@@ -72,6 +82,18 @@ def test_auto_is_the_embedded_draft_only_for_the_embedded_target(target: MarkovM
         ("", UnknownOptionError, "drafter ''"),
         ('draft:"a,b', OptionError, "a double quote without its second"),
         ("draft,branching=2,branching=3", OptionError, "has branching twice"),
+        ("draft(prompt-lookup)", OptionError, "drafter 'draft' has no members"),
+        ("drafft(prompt-lookup)", UnknownOptionError, "unknown drafter 'drafft'; did you mean 'draft'"),
+        ("portfolio", OptionError, "drafter 'portfolio' needs members"),
+        ("portfolio,depth=3", UnknownOptionError, "unknown option of drafter 'portfolio'"),
+        ("portfolio(draft;auto)", OptionError, "has 'auto' as a member; name single drafters"),
+        ("portfolio(none)", OptionError, "has 'none' as a member"),
+        ("portfolio(draft;portfolio(draft))", OptionError, "has 'portfolio' as a member"),
+        ("portfolio(draft;drafft)", UnknownOptionError, "unknown drafter 'drafft'; did you mean 'draft'"),
+        ("portfolio(draft,depht=3)", UnknownOptionError, "unknown option of drafter 'draft' 'depht'"),
+        ("portfolio(draft;prompt-lookup", OptionError, "a parenthesis without its second"),
+        ("auto,num_speculative_tokens=3", UnknownOptionError, "unknown option of drafter 'auto'"),
+        ("auto:folder", OptionError, "drafter 'auto' takes no path"),
     ],
 )
 def test_bad_words_are_named(
@@ -117,6 +139,7 @@ def test_help_names_every_kind_and_option() -> None:
     text = drafter_help()
     for word, kind in KINDS.items():
         assert f"\n\n{word}" in text and all(f"{name}=" in text for name in kind.options)
+    assert text.startswith("auto: ") and "\n\nportfolio(A;B;...): " in text
 
 
 OWN = """

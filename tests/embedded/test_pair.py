@@ -55,11 +55,11 @@ def test_the_draft_agrees_with_the_target_on_held_out_text() -> None:
     assert torch.cat(overlaps).mean() >= 0.6
 
 
-def test_auto_is_this_pair_and_speculation_shortens_the_work() -> None:
+def test_auto_has_this_draft_and_speculation_shortens_the_work() -> None:
     target = load_model("embedded:target", device="cpu")
-    engine = Engine(target, from_spec("auto", target))
+    engine = Engine(target, "auto")
     stats = engine.generate("def quicksort(items):", SamplingParams(max_tokens=64)).stats
-    assert engine.drafter.name == "draft"
+    assert next(iter(engine.drafter.members)) == "draft"
     assert stats.mean_acceptance_length > 1.5
 
 

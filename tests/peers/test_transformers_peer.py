@@ -155,7 +155,7 @@ def test_sampling_is_seeded_and_leaves_the_global_state(all_peers: Suite) -> Non
 
 def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:
     draft = folders[1]
-    words = (f"draft:{draft},num_speculative_tokens=2", f"draft:{draft}", "prompt-lookup", "auto", "none")
+    words = (f"draft:{draft},num_speculative_tokens=2", f"draft:{draft}", "prompt-lookup", "auto", "auto", "none")
     found = load(folders, drafters=words, peers=())
     names = [each.name for each in found.ours]
     assert names == [
@@ -163,7 +163,8 @@ def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:
         "draft:draft,num_speculative_tokens=2",
         "draft:draft",
         "prompt-lookup",
-        "prompt-lookup (2)",
+        "auto",
+        "auto (2)",
     ]
 
 

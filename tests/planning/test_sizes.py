@@ -18,6 +18,7 @@ from truedraft.costs.store import target_key
 from truedraft.drafters import PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError
 from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead
 from truedraft.planning import node_options, nodes_for, sized
@@ -150,10 +151,10 @@ def test_trees_chosen_at_each_step_are_sized_by_their_own_curve(store: CostStore
     curve = AcceptanceCurve.fit([(1, 1.6), (4, 1.9), (8, 2.0), (16, 2.0)], lambda nodes: min(nodes, 3))
     drafter = Medusa(heads, LikeliestTrees(3, {"greedy": curve}, FixedTrees({"sampled": counted_tree()})))
     level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
-    found, budget = sized(drafter, target, costs=StepCosts(target, forwards=level, store=store))
-    assert isinstance(found, Medusa) and budget is not None
+    found, budgets = sized(drafter, target, costs=StepCosts(target, forwards=level, store=store))
+    assert isinstance(found, Medusa)
     assert (found.nodes, found.tree_kind, found.limits.nodes) == (8, "likeliest", 8)
-    assert "8 nodes by the cost curve: 2.00 tokens" in budget.describe()
+    assert "8 nodes by the cost curve: 2.00 tokens" in budgets[drafter.name].describe()
     steep = TargetCost.fit({(1, 8): 10.0, (2, 8): 11.0, (3, 8): 20.0})
     dear, _ = sized(drafter, target, costs=StepCosts(target, forwards=steep, store=store))
     assert isinstance(dear, Medusa) and dear.nodes == 1
@@ -166,13 +167,24 @@ def test_trees_chosen_at_each_step_are_sized_by_their_own_curve(store: CostStore
 def test_only_open_budgets_are_chosen(store: CostStore) -> None:
     target, cost = packed("llama"), forwards(1e-3)
     for drafter in (PromptLookup(), medusa(nodes=5), medusa(tree=RankTree.cartesian((2, 2)))):
-        assert sized(drafter, target, costs=StepCosts(target, forwards=cost, store=store)) == (drafter, None)
+        assert sized(drafter, target, costs=StepCosts(target, forwards=cost, store=store)) == (drafter, {})
     drafter = medusa()
-    found, budget = sized(
+    found, budgets = sized(
         drafter, target, SamplingParams(temperature=1.0), costs=StepCosts(target, forwards=cost, store=store)
     )
-    assert isinstance(found, Medusa) and budget is not None and found is not drafter
-    assert found.nodes == budget.nodes and found.nodes_chosen
+    assert isinstance(found, Medusa) and found is not drafter
+    assert found.nodes == budgets["medusa"].nodes and found.nodes_chosen
+
+
+def test_each_member_of_a_portfolio_gets_what_pays_for_it(store: CostStore) -> None:
+    target = packed("llama")
+    lookup, costs = PromptLookup(), StepCosts(target, forwards=forwards(1e-3), store=store)
+    drafter = Portfolio({"first": medusa(), "lookup": lookup, "second": medusa(nodes=5)})
+    found, budgets = sized(drafter, target, costs=costs)
+    assert list(found.members) == ["first", "lookup", "second"] and list(budgets) == ["first"]
+    assert found.members["first"].limits.nodes == budgets["first"].nodes and budgets["first"].costs is costs
+    assert found.members["lookup"] is lookup
+    assert sized(Portfolio([lookup]), target, costs=costs)[1] == {}
 
 
 def recurrent(**sizes: int) -> Redrafter:
@@ -186,20 +198,20 @@ def recurrent(**sizes: int) -> Redrafter:
 def test_beams_and_their_length_are_chosen_with_the_nodes(store: CostStore) -> None:
     target = packed("llama")
     level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
-    found, budget = sized(recurrent(), target, costs=StepCosts(target, forwards=level, store=store))
-    assert isinstance(found, Redrafter) and budget is not None
+    found, budgets = sized(recurrent(), target, costs=StepCosts(target, forwards=level, store=store))
+    assert isinstance(found, Redrafter)
     assert (found.beams, found.length, found.nodes, found.sizes_chosen) == (4, 2, 8, True)
-    assert "4 beams of 2, 8 nodes by the cost curve: 1.80 tokens" in budget.describe()
+    assert "4 beams of 2, 8 nodes by the cost curve: 1.80 tokens" in budgets["redrafter"].describe()
     rows = TargetCost.fit({(1, 8): 10.0, (2, 8): 10.0, (3, 8): 10.0, (5, 8): 10.0, (6, 8): 900.0})
-    found, budget = sized(recurrent(), target, costs=StepCosts(target, forwards=rows, store=store))
-    assert isinstance(found, Redrafter) and budget is not None
+    found, budgets = sized(recurrent(), target, costs=StepCosts(target, forwards=rows, store=store))
+    assert isinstance(found, Redrafter)
     assert found.beams == 2 and found.nodes <= 4
     drafter = recurrent(beams=3)
-    assert sized(drafter, target, costs=StepCosts(target, forwards=level, store=store)) == (drafter, None)
+    assert sized(drafter, target, costs=StepCosts(target, forwards=level, store=store)) == (drafter, {})
     drafter = recurrent()
     assert sized(
         drafter, target, SamplingParams(temperature=1.0), costs=StepCosts(target, forwards=level, store=store)
-    ) == (drafter, None)
+    ) == (drafter, {})
 
 
 def test_damaged_curves_of_beams(store: CostStore) -> None:

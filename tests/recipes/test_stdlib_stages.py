@@ -10,6 +10,7 @@ import torch
 from recipes.stdlib import build, publish, settings, stages
 from recipes.stdlib.sources import Source
 
+from truedraft import load_model
 from truedraft.errors import DataError
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import LlamaShape
@@ -64,6 +65,9 @@ def test_all_stages_then_nothing_left_to_do(tiny_recipe, tmp_path):
         assert not names & {"checkpoint.pt", "log.jsonl", "run.json", "work", "progress.json"}
         card = (folder / "README.md").read_text()
         assert "bits per byte" in card and f"| machine | {describe_machine()} |" in card
+    record = json.loads((tmp_path / "out" / "draft" / "drafter.json").read_text())
+    assert record["target"]["fingerprint"] == load_model(tmp_path / "out" / "target", dtype="float32").fingerprint
+    assert record["figures"]["alpha"] == result["alpha"] and len(record["figures"]["served"]) == 2
     assert len((tmp_path / "out" / "heldout_prompts.jsonl").read_text().splitlines()) == 32
     lines = [json.loads(line) for line in (tmp_path / "logs" / "target.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(8))

@@ -17,8 +17,8 @@ class StepCosts(Protocol):
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         """Seconds of one target forward over `rows` tokens, for requests with so many cached tokens each: V."""
 
-    def drafting_s(self, nodes: int, contexts: Sequence[int]) -> float:
-        """Seconds of drafting so many nodes for these requests together, catch-up included."""
+    def drafting_s(self, step: StepRecord) -> float:
+        """Seconds of drafting what a step drafted, for its requests together, catch-up included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def break_down(steps: Sequence[StepRecord], total_s: float, costs: StepCosts | N
         curves = [
             sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
             sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
-            sum(costs.drafting_s(step.nodes, step.contexts) for step in decoding if step.nodes),
+            sum(costs.drafting_s(step) for step in decoding if step.nodes),
         ]
     return Breakdown(
         steps=len(decoding),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
 from truedraft.core.params import SamplingParams
 from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
+from truedraft.engine import StepRecord
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.planning import ratio_of_steps
@@ -29,26 +30,30 @@ class CurveCosts:
 
     Args:
         target: V(rows, contexts) of its target.
-        draft: the cost of its drafter's proposals; None without a drafter.
+        drafting: the cost of each of its drafters' proposals, by name; none without a drafter.
     """
 
-    def __init__(self, target: TargetCost, draft: DraftCost | None = None) -> None:
+    def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
         self._target = target
-        self._draft = draft
-        self._of_nodes: dict[int, float] = {0: 0.0}
+        self._drafting = dict(drafting or {})
+        self._of_nodes: dict[tuple[str, int], float] = {}
 
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         """Seconds of one target forward: V(rows, contexts)."""
         return self._target(rows, contexts)
 
-    def drafting_s(self, nodes: int, contexts: Sequence[int]) -> float:
-        """Seconds of drafting: as long as one request's share takes alone, as a batch is drafted in common forwards."""
-        if self._draft is None:
-            return 0.0
-        each = -(-nodes // max(1, len(contexts)))
-        if each not in self._of_nodes:
-            self._of_nodes[each] = self._draft.of_nodes(each)
-        return self._of_nodes[each]
+    def drafting_s(self, step: StepRecord) -> float:
+        """Seconds of drafting: as long as one request's share takes each drafter alone, for a batch is drafted in
+        common forwards.
+        """
+        return sum(self._of(name, step) for name in self._drafting)
+
+    def _of(self, name: str, step: StepRecord) -> float:
+        nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
+        each = -(-sum(nodes) // max(1, len(nodes)))
+        if (name, each) not in self._of_nodes:
+            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
+        return self._of_nodes[name, each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +175,15 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
     measured.points = shown_points(forwards.value, suite.target.context_length)
     size_trees(suite, forwards.value, params, refresh=refresh)
     for number, each in enumerate(suite.ours):
-        drafting = None
-        if number:  # the first is plain decoding
-            drafting = drafter_cost(
-                each.engine.drafter, suite.target, params=params, progress=_part(progress, number), refresh=refresh
-            )
-            measured.warnings += drafting.warnings
-            measured.kept |= drafting.kept
-        measured.by_name[each.name] = CurveCosts(forwards.value, None if drafting is None else drafting.value)
+        drafting: dict[str, DraftCost] = {}
+        members = each.engine.drafter.members if number else {}  # the first is plain decoding
+        for place, (name, member) in enumerate(members.items()):
+            part = _part(progress, number, place / len(members), 1 / len(members))
+            found = drafter_cost(member, suite.target, params=params, progress=part, refresh=refresh)
+            measured.warnings += found.warnings
+            measured.kept |= found.kept
+            drafting[name] = found.value
+        measured.by_name[each.name] = CurveCosts(forwards.value, drafting)
     progress(len(suite.ours) * PARTS, "")
     return measured
 
@@ -187,11 +193,11 @@ def _is_seen(suite: Suite) -> bool:
     return suite.target.device.type == "cpu"
 
 
-def _part(progress: Progress, number: int) -> Callable[[int, int, str], None]:
-    """The progress of one curve as a part of the whole."""
+def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Callable[[int, int, str], None]:
+    """The progress of one curve as a share of those of one engine, behind those that come first."""
 
     def tell(done: int, total: int, label: str) -> None:
-        progress(number * PARTS + PARTS * done // max(1, total), label)
+        progress(number * PARTS + int(PARTS * (first + share * done / max(1, total))), label)
 
     return tell
 

@@ -16,7 +16,7 @@ from truedraft.errors import ModelError
 from truedraft.machine import dtype_name, has_bfloat16
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
-from truedraft.options import MachineOptions, ModelOptions
+from truedraft.options import MachineOptions, ModelOptions, Words
 from truedraft.peers import Outcome, PeerSetup, System, peer_systems
 from truedraft.verification.specs import rule_from_spec
 
@@ -69,12 +69,20 @@ class OurEngine(System):
 
     def _draft_forwards(self, step: StepRecord) -> int:
         """A draft model runs once a level for the whole batch; no level lies below the drafter's limit or the nodes."""
-        return 0 if self.draft_model is None else min(self.engine.drafter.limits.depth, step.nodes)
+        shares = [share for request in step.requests for share in request.shares]
+        nodes = {name: sum(each.nodes for each in shares if each.drafter == name) for name in self._drafting_models}
+        members = self.engine.drafter.members
+        return sum(min(members[name].limits.depth, count) for name, count in nodes.items())
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The draft model, if that is what drafts."""
-        return self.engine.drafter.model
+        """The draft model, if that is what drafts; of several the first."""
+        return next(iter(self._drafting_models.values()), None)
+
+    @property
+    def _drafting_models(self) -> dict[str, LanguageModel]:
+        members = self.engine.drafter.members
+        return {name: member.model for name, member in members.items() if member.model is not None}
 
 
 @dataclass(slots=True)
@@ -127,6 +135,7 @@ def load_suite(
     machine: MachineOptions,
     drafters: Sequence[str] = ("auto",),
     *,
+    drafters_dir: Sequence[str | Path] = (),
     peers: Sequence[str] = (),
     rule: str = "speculative",
     batch: int = 1,
@@ -137,6 +146,7 @@ def load_suite(
         model: the target.
         machine: on what models run.
         drafters: words for drafters; "none" adds nothing to plain decoding, which is always measured.
+        drafters_dir: folders of drafters where "auto" looks, too.
         peers: names of other libraries.
         rule: words for the rule.
         batch: prompts answered together.
@@ -148,12 +158,14 @@ def load_suite(
     target = load_model(model.model, pad_to=model.pad_to, **machine.of_models)
     room = _room(batch)
     ours = [OurEngine(PLAIN, Engine(target, max_batch=room))]
+    notes = _dtype_notes(machine.dtype, target.dtype, target.device)
     for spec in drafters:
         if spec != _NO_DRAFTER:
-            drafter = from_spec(spec, target)
-            name = _short_name(drafter.name if spec == "auto" else spec, [each.name for each in ours])
+            drafter = from_spec(spec, target, drafters_dir, tell=notes.append)
+            name = _short_name(spec, [each.name for each in ours])
             ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(rule), max_batch=room)))
-    notes = _dtype_notes(machine.dtype, target.dtype, target.device)
+            if len(drafter.members) > 1:
+                notes.append(f"{name} is {' + '.join(drafter.members)}")
     suite = Suite(target, lossless, ours, notes=notes, batch=batch)
     # Peers draft with the first draft model among the drafters.
     draft = next((each.draft_model for each in ours if each.draft_model is not None), None)
@@ -171,12 +183,19 @@ def _room(batch: int) -> int:
 
 
 def _short_name(spec: str, taken: Sequence[str]) -> str:
-    """The word with the last part of its path, which is enough for a table; the whole word where that is taken."""
-    head, comma, options = spec.partition(",")
-    kind, colon, path = head.partition(":")
-    short = f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
+    """The word with the last part of its paths, which is enough for a table; the whole word where that is taken."""
+    members = Words.parse("drafter", spec).members
+    short = _with_short_path(spec)
+    if members:
+        short = f"{spec.partition('(')[0]}({';'.join(map(_with_short_path, members))})"
     name = spec if short in taken else short
     return name if name not in taken else f"{name} ({taken.count(name) + 1})"
+
+
+def _with_short_path(spec: str) -> str:
+    head, comma, options = spec.partition(",")
+    kind, colon, path = head.partition(":")
+    return f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
 
 
 def _dtype_notes(asked: str, dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from truedraft.bench.suite import Suite
+from truedraft.bench.suite import OurEngine, Suite
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.costs import StepCosts
+from truedraft.drafters.base import Drafter
 from truedraft.planning import sized
 from truedraft.theory import TargetCost, expected_tokens_if_independent
 
@@ -122,23 +123,25 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
     """
     for each in suite.ours:
         costs = StepCosts(suite.target, forwards=forwards, refresh=refresh)
-        drafter, budget = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
-        if budget is not None:
+        drafter, budgets = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
+        if budgets:
             suite.redraft(each, drafter)
-            suite.notes += [*costs.warnings, f"{each.name}: {budget.describe()}"]
+            told = [f"{member_title(each, name)}: {budget.describe()}" for name, budget in budgets.items()]
+            suite.notes += [*costs.warnings, *told]
 
 
 def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:
-    """The trees of those of our engines that draft by ranks, each as far as its number of nodes goes.
+    """The trees of those of our drafters that draft by ranks, each as far as its number of nodes goes.
 
     Args:
         suite: whose engines.
-        measured: the mean acceptance length of each.
+        measured: the mean acceptance length of each engine; that of several drafters is of none of them.
         params: of the benchmark.
     """
     found = []
-    for each in suite.ours:
-        facts = each.engine.drafter.tree_facts(params)
+    drafting = [(member_title(each, name), member) for each in suite.ours for name, member in _members(each)]
+    for title, member in drafting:
+        facts = member.tree_facts(params)
         if facts is None:
             continue
         counted = facts.accuracy is not None and bool(facts.tree.survival)
@@ -146,5 +149,14 @@ def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: Sa
         tokens = None if facts.curve is None else facts.curve.tokens(facts.nodes)
         chosen = None if facts.fixed else ChosenTrees(facts.nodes, tokens)
         text = "" if facts.curve is None else facts.curve.measured_on
-        found.append(DraftedTree(each.name, facts.tree, measured.get(each.name), product, chosen, text))
+        found.append(DraftedTree(title, facts.tree, measured.get(title), product, chosen, text))
     return found
+
+
+def _members(system: OurEngine) -> Iterable[tuple[str, Drafter]]:
+    return system.engine.drafter.members.items()
+
+
+def member_title(system: OurEngine, member: str) -> str:
+    """What a report calls one of a system's drafters: the system itself where that is its only one."""
+    return system.name if len(system.engine.drafter.members) == 1 else f"{system.name}: {member}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
-from truedraft.cli.session import DRAFTER_HELP, RULE_HELP, ReportOptions, seeded
+from truedraft.cli.session import DRAFTER_HELP, DRAFTERS_DIR_HELP, RULE_HELP, ReportOptions, seeded
 from truedraft.cli.streams import say, visible
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
@@ -44,6 +44,7 @@ class SuiteOptions:
     drafter: tuple[str, ...] = option(
         ("auto",), f"{DRAFTER_HELP} May be repeated.\n\n{drafter_help()}", "D", shown_default="auto"
     )
+    drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR", heading="Model and drafter")
     rule: str = option("speculative", RULE_HELP, "R", heading="Model and drafter")
     peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
     prompts: str = option(
@@ -159,7 +160,13 @@ def _load(options: BenchOptions, terminal: Terminal) -> Suite:
     drafters, peers = tuple(dict.fromkeys(what.drafter)), tuple(dict.fromkeys(what.peer))
     with waiting(terminal.err, f"loading {options.model.model}"):
         return load_suite(
-            options.model, options.machine, drafters, peers=peers, rule=what.rule, batch=options.runs.batch
+            options.model,
+            options.machine,
+            drafters,
+            drafters_dir=what.drafters_dir,
+            peers=peers,
+            rule=what.rule,
+            batch=options.runs.batch,
         )
 
 

@@ -263,7 +263,7 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
     """The table of `--compare`, and what stands beside it."""
     many, ratio = len(comparison.pairs) > 1, comparison.all.ratio
     terminal.out.print()
-    drafter = engine.drafter.name if stack.drafter == "auto" else stack.drafter
+    drafter = f"auto: {' + '.join(engine.drafter.members)}" if stack.drafter == "auto" else stack.drafter
     params = [pair.group.params for pair in comparison.pairs]
     line = _where_and_how(engine, drafter, params, comparison.runs)
     terminal.out.print(line, style="dim", soft_wrap=True)

@@ -11,38 +11,64 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
-from truedraft.errors import ModelNotFoundError
-from truedraft.options import group
+from truedraft.errors import ModelNotFoundError, errors_about
+from truedraft.options import group, option
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
+    from truedraft.drafters.registry import TrainedDrafter
 
 
 @dataclass(frozen=True)
 class InfoOptions:
     """Options of `truedraft info`."""
 
+    model: str | None = option(None, "Say which of the trained drafters belong to this model.", "M")
+    drafters_dir: tuple[Path, ...] = option((), "A folder of trained drafters to list, too; may be repeated.", "DIR")
     report: ReportOptions = group("Report")
 
 
 def info(options: InfoOptions) -> int:
-    """Show versions, devices, fast paths and the embedded models."""
+    """Show versions, devices, fast paths, the embedded models and the trained drafters that can be found."""
     from truedraft.cli.terminal import Terminal
     from truedraft.costs import CostStore
+    from truedraft.drafters.registry import list_drafters
     from truedraft.machine import machine_facts
 
     terminal = Terminal()
+    drafters = list_drafters(options.model, options.drafters_dir)
+    fingerprint = None if options.model is None else _fingerprint(options.model)
     facts = machine_facts()
     models = [_embedded(name, embedded_folder) for name in embedded_names()]
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
     paths, equality = _fast_paths() if models[0]["installed"] else (None, None)
     native = _native_forward(facts["dtype_auto"])
     costs = CostStore().describe()
-    _print(terminal, facts, models, paths, equality, native, costs)
+    rows = _rows(facts, models, paths, equality, native, costs)
+    rows["trained drafters"] = "\n".join(_describe_drafter(each, fingerprint) for each in drafters) or "none found"
+    _print(terminal, rows)
     if options.report.json:
         found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": costs}
-        terminal.json({"command": "info"} | facts | found | {"embedded_models": models})
+        trained = [
+            each.as_dict() | {"found": each.source, "belongs": fingerprint and each.fingerprint == fingerprint}
+            for each in drafters
+        ]
+        asked = {"model": options.model, "fingerprint": fingerprint, "drafters": trained}
+        terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | asked)
     return DONE
+
+
+def _fingerprint(model: str) -> str:
+    """Of a model's weights.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded.
+    """
+    from truedraft.cli.session import quiet_hub
+    from truedraft.models.loading import load_model
+
+    with quiet_hub(), errors_about("model"):
+        return load_model(model).fingerprint
 
 
 def _fast_paths() -> tuple[list[str], str]:
@@ -100,18 +126,15 @@ def _summary(card: Path) -> str | None:
     return next((line for line in body if line), None)
 
 
-def _print(
-    terminal: Terminal,
+def _rows(
     facts: dict[str, Any],
     models: list[dict[str, Any]],
     paths: list[str] | None,
     equality: str | None,
     native: str,
     costs: str,
-) -> None:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
+) -> dict[str, str]:
+    """What the table says, by its first column."""
     versions = ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "transformers"))
     cuda = ", ".join(facts["cuda_devices"]) or "no device"
     bfloat16 = "with" if facts["bfloat16_instructions"] else "without"
@@ -131,6 +154,15 @@ def _print(
     rows["cost curves"] = costs
     for model in models:
         rows[model["name"]] = _describe(model)
+    return rows
+
+
+def _print(terminal: Terminal, rows: dict[str, str]) -> None:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")  # paths are whole, or of no use
     for name, value in rows.items():
         table.add_row(name, value)
     terminal.out.print(table)
@@ -141,3 +173,14 @@ def _describe(model: dict[str, Any]) -> str:
         return "not installed"
     size = f"{model['parameters'] / 1e6:.2f} M parameters, {model['bytes'] / 1e6:.1f} MB"
     return f"{size}\n{model['card']}" if model["card"] else size
+
+
+def _describe_drafter(drafter: TrainedDrafter, fingerprint: str | None) -> str:
+    """What and where it is, for which target, and what was measured of it."""
+    belongs = "" if fingerprint is None else ": belongs to --model" if drafter.fingerprint == fingerprint else ""
+    target = f"{drafter.target_name or 'a target without a name'} ({drafter.fingerprint})"
+    measured = [f"{tokens:.2f} at temperature {at:g}" for at, tokens in sorted(drafter.tokens_per_call.items())]
+    told = [f"{drafter.kind}:{drafter.folder}", f"  {drafter.source}; for {target}{belongs}"]
+    if measured:
+        told.append(f"  tokens per target call, at most: {', '.join(measured)}")
+    return "\n".join(told)

@@ -79,6 +79,7 @@ def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingPa
         "note": target.note,
         "drafter": stack.drafter,
         "drafter_kind": engine.drafter.name,
+        "drafters": list(engine.drafter.members),
         "rule": engine.rule.spec,
         "lossless": engine.rule.lossless,
         "dtype": dtype_name(target.dtype),

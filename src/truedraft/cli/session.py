@@ -8,8 +8,9 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import warn
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from truedraft.bench import Failure, Group
     from truedraft.engine import Engine
     from truedraft.models.base import LanguageModel
+    from truedraft.planning import NodeBudget
 
 RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
+DRAFTERS_DIR_HELP = "A folder of trained drafters where auto looks, too; may be repeated."
 _MOST_THREADS = 64
 
 
@@ -39,6 +42,7 @@ class StackOptions(ModelOptions):
     """What answers: target, drafter and rule."""
 
     drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
+    drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
     rule: str = option("speculative", RULE_HELP, "R")
 
 
@@ -122,17 +126,28 @@ def load_engine(
 
         with quiet_hub(), errors_about("model"):
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
-            drafter = from_spec(stack.drafter, target)
+            drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring how many drafted nodes pay on this machine")
-        drafter, budget = sized(drafter, target, params, requests=requests)
+        drafter, budgets = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule)
-    if budget is not None:
-        if (check := budget.costs.check()) is not None:
-            engine.listeners.append(check)
-        for warning in budget.costs.warnings:
-            warn(warning)
-        console.print(f"{drafter.name}: {budget.describe()}", style="dim", soft_wrap=True)
+    _tell_sizes(engine, budgets, console)
     return engine
+
+
+def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:
+    """Say which sizes were chosen, by member, and hold the steps to the costs that they were chosen by."""
+    if not budgets:
+        return
+    budget = next(iter(budgets.values()))
+    if (check := budget.costs.check()) is not None:  # all were chosen by the same costs
+        engine.listeners.append(check)
+    for warning in budget.costs.warnings:
+        warn(warning)
+    told = f"{engine.drafter.name}: {budget.describe()}"
+    if len(engine.drafter.members) > 1:
+        sizes = ", ".join(f"{name} {each.sizes}" for name, each in budgets.items())
+        told = f"sizes by the cost curve: {sizes}"
+    console.print(told, style="dim", soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:

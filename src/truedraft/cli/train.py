@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.failures import DONE, INTERRUPTED, error_record
+from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
 from truedraft.cli.session import ReportOptions
 from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
@@ -351,9 +351,31 @@ def _run(
             terminal.json(error_record(f"train {kind}", stop))
         return INTERRUPTED
     train_report.PRINT[kind](terminal, job.model, result)
+    registered = _register(terminal, result.folder)
     if options.report.json:
-        terminal.json(train_report.record_of(kind, job.model, result))
+        terminal.json(train_report.record_of(kind, job.model, result) | {"registered": registered})
     return DONE
+
+
+def _register(terminal: Terminal, folder: Path) -> bool:
+    """Note a trained drafter where `auto` looks, and say so; whether that was possible."""
+    from truedraft.drafters.registry import Registry, TrainedDrafter
+
+    made = TrainedDrafter.read(folder)
+    if made is None:
+        warn(f"{folder} does not say which target it is for; name it with --drafter")
+        return False
+    try:
+        registry = Registry()
+        problem = registry.add(made)
+    except OptionError as error:  # the cache folder is nobody's; what was trained is there all the same
+        problem = f"{folder} could not be noted: {error}"
+    if problem is not None:
+        warn(problem)
+        return False
+    said = f"noted in {registry.file}: --drafter auto takes it for its target as long as it stays there"
+    terminal.out.print(said, soft_wrap=True)
+    return True
 
 
 def _time_budget(run: RunOptions) -> TimeBudget:

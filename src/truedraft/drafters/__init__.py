@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
+    from truedraft.drafters.portfolio import Portfolio
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.redrafter import Redrafter
+    from truedraft.drafters.registry import find_drafters
     from truedraft.drafters.specs import from_spec
 
 _HOMES = {
@@ -32,6 +34,7 @@ _HOMES = {
     "Medusa": "drafters.medusa",
     "NoDrafter": "drafters.base",
     "Noise": "core.noise",
+    "Portfolio": "drafters.portfolio",
     "PromptLookup": "drafters.prompt_lookup",
     "Proposal": "core.proposal",
     "Purpose": "core.noise",
@@ -39,6 +42,7 @@ _HOMES = {
     "StepOutcome": "drafters.base",
     "TokenTree": "core.tree",
     "draw": "core.probs",
+    "find_drafters": "drafters.registry",
     "from_spec": "drafters.specs",
 }
 
@@ -53,6 +57,7 @@ __all__ = [
     "Medusa",
     "NoDrafter",
     "Noise",
+    "Portfolio",
     "PromptLookup",
     "Proposal",
     "Purpose",
@@ -60,6 +65,7 @@ __all__ = [
     "StepOutcome",
     "TokenTree",
     "draw",
+    "find_drafters",
     "from_spec",
 ]
 

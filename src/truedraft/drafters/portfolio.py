@@ -79,6 +79,11 @@ def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:
     return named
 
 
+def with_members(drafter: Drafter, members: Mapping[str, Drafter]) -> Drafter:
+    """A drafter with others in place of its members, by name: a portfolio of them, or the one of a drafter alone."""
+    return members[drafter.name] if drafter.members == {drafter.name: drafter} else Portfolio(members)
+
+
 def joint_features(drafter: Drafter) -> Features | None:
     """All that the members of a drafter want to see of the target's forward."""
     wanted = [member.features for member in drafter.members.values() if member.features is not None]

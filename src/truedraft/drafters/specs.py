@@ -6,11 +6,14 @@ Loads nothing heavy before a drafter is made.
 from __future__ import annotations
 
 import json
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft.drafters.registry import find_drafters
 from truedraft.embedded import embedded_heads
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number, read_whole
@@ -18,10 +21,12 @@ from truedraft.options import Words, read_number, read_whole
 if TYPE_CHECKING:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.base import Drafter
+    from truedraft.drafters.portfolio import Portfolio
     from truedraft.models.base import LanguageModel
 
-_EMBEDDED_TARGET = "embedded:target"
 _COUNTED = "counted"
+_AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
+_MOST_OF_A_KIND = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,25 @@ class DrafterKind:
         return f"{word}{path}" + (f", options {options}" if options else "")
 
 
-def from_spec(spec: str, target: LanguageModel) -> Drafter:
+def from_spec(
+    spec: str,
+    target: LanguageModel,
+    drafters_dir: Sequence[str | Path] = (),
+    *,
+    tell: Callable[[str], None] = warnings.warn,
+) -> Drafter:
     """Make a drafter from its word, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
-    `KINDS` has the kinds with their options. `auto` is the embedded draft for the embedded target and prompt lookup for
-    any other; `MODULE:CLASS` is a drafter of the user's own, see `truedraft.drafters.own`. Double quotes keep commas in
-    a path or a value: `draft:"a,b",num_speculative_tokens=3`.
+    `KINDS` has the kinds with their options. `auto` is prompt lookup and all trained drafters that belong to the
+    target, see `truedraft.drafters.registry`; `portfolio(A;B;...)` are those that you name; a controller chooses among
+    them at each step. `MODULE:CLASS` is a drafter of the user's own, see `truedraft.drafters.own`. Double quotes keep
+    commas, semicolons and parentheses in a path or a value: `draft:"a,b",num_speculative_tokens=3`.
+
+    Args:
+        spec: the word.
+        target: that it drafts for.
+        drafters_dir: folders of drafters where `auto` looks, too.
+        tell: given a sentence about each drafter that belongs to the target and that `auto` cannot use.
 
     Raises:
         UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
@@ -60,24 +78,68 @@ def from_spec(spec: str, target: LanguageModel) -> Drafter:
         ModelError: the draft model or the heads cannot be loaded.
         CompositionError: the draft does not share the target's tokenizer, or the heads are for another target.
     """
-    from truedraft.models.padding import unpadded_name
-
     with errors_about("drafter"):
         words = Words.parse("drafter", spec)
-        if words.kind == "auto":
-            kind = "draft" if unpadded_name(target.name) == _EMBEDDED_TARGET else "prompt-lookup"
-            words = replace(words, kind=kind)
-        drafter = _made(words, target)
+        if words.kind == _AUTO:
+            words.check(())
+            return _auto(target, drafters_dir, tell)
+        drafter = _portfolio(words, target) if words.kind == _PORTFOLIO else _made(words, target)
         drafter.check(target)
     return drafter
 
 
 def drafter_help() -> str:
     """Every kind of drafters and its options, a paragraph each."""
+    auto = (
+        "auto: prompt-lookup and the trained drafters that belong to the target, found in the folder drafters of its "
+        "own folder, in --drafters-dir, among those that truedraft train made here, and among those that ship with "
+        "truedraft; a controller chooses among them at each step"
+    )
+    chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
     kinds = (f"{kind.usage(word)}: {kind.meaning}" for word, kind in KINDS.items())
-    auto = "auto: draft for the embedded target, prompt-lookup for any other"
-    return ".\n\n".join((auto, *kinds, own)) + "."
+    return ".\n\n".join((auto, *kinds, chosen, own)) + "."
+
+
+def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
+    """Prompt lookup and what was trained for the target, of a kind the newest; what cannot be used is told and left."""
+    from truedraft.drafters.portfolio import Portfolio
+    from truedraft.drafters.prompt_lookup import PromptLookup
+
+    members: list[Drafter] = []
+    taken: Counter[str] = Counter()
+    for found in find_drafters(target, drafters_dir, tell):
+        if taken[found.kind] == _MOST_OF_A_KIND:
+            continue
+        try:
+            drafter = KINDS[found.kind].make(Words("drafter", found.kind, str(found.folder), {}), target)
+            drafter.check(target)
+        except Exception as error:  # whatever is wrong with it, the others can draft
+            tell(f"the drafter {found.kind}:{found.folder} is left out: {' '.join(str(error).split())}")
+            continue
+        taken[found.kind] += 1
+        members.append(drafter)
+    # Sampled drafts come first: their draws stand first where proposals are merged.
+    return Portfolio([*members, PromptLookup()])
+
+
+def _portfolio(words: Words, target: LanguageModel) -> Portfolio:
+    """The drafters that are named.
+
+    Raises:
+        TruedraftError: one cannot be made, or is none that a portfolio can have.
+    """
+    from truedraft.drafters.portfolio import Portfolio
+
+    words.check((), takes_members=True)
+    members = [Words.parse("drafter", member) for member in words.members]
+    for member in members:
+        if member.kind in (_AUTO, _PORTFOLIO, _NONE):
+            raise OptionError(
+                f"drafter 'portfolio' has {member.kind!r} as a member; name single drafters, as in "
+                "portfolio(draft;prompt-lookup): each step chooses among them, or to draft nothing"
+            )
+    return Portfolio([_made(member, target) for member in members])
 
 
 def _made(words: Words, target: LanguageModel) -> Drafter:
@@ -85,9 +147,10 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
     if kind is None:
         from truedraft.drafters.own import own_drafter
 
-        own = own_drafter(words.kind, words.path, words.options, target)
+        own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
-            raise UnknownOptionError.nearest("drafter", words.kind, ("auto", *KINDS, "MODULE:CLASS"))
+            valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
+            raise UnknownOptionError.nearest("drafter", words.kind, valid)
         return own
     words.check(kind.options, takes_path=kind.path is not None)
     return kind.make(words, target)

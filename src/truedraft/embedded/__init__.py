@@ -50,6 +50,11 @@ def embedded_heads_names() -> tuple[str, ...]:
     return _HEADS
 
 
+def embedded_drafters() -> Path:
+    """The folder of drafters that ships; its subfolders say which target each is for."""
+    return _FOLDER
+
+
 def heldout_prompts_file() -> Path:
     """JSON lines of prompts from source files that no embedded model was trained on."""
     return _FOLDER / "heldout_prompts.jsonl"

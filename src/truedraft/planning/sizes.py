@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from truedraft.core.params import SamplingParams
 from truedraft.costs import STEPS, CurveCheck, StepCosts
 from truedraft.drafters.base import Drafter, SizePlan
+from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
@@ -35,6 +37,12 @@ class NodeBudget:
         """How many nodes; 0 where drafting does not pay."""
         return self.choice.nodes
 
+    @property
+    def sizes(self) -> str:
+        """What was chosen, as "8 beams of 4, 16 nodes"."""
+        nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
+        return f"{self.plan.name}, {nodes}" if self.plan.name and self.nodes else nodes
+
     def describe(self) -> str:
         """In one line."""
         best = self.choice
@@ -43,10 +51,8 @@ class NodeBudget:
                 "0 nodes by the cost curve: no tree is predicted to pay here, so nothing is drafted; if the machine was"
                 " busy then, `truedraft bench --refresh-costs` with this model and drafter measures again"
             )
-        nodes = f"{best.nodes} node{'s' if best.nodes > 1 else ''}"
-        sizes = f"{self.plan.name}, {nodes}" if self.plan.name else nodes
         return (
-            f"{sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
+            f"{self.sizes} by the cost curve: {best.expected_tokens:.2f} tokens per target call promised, "
             f"{best.speedup:.2f} times plain decoding predicted; the promise is of {self.plan.curve.measured_on}"
         )
 
@@ -114,20 +120,26 @@ def sized(
     *,
     requests: int = 1,
     costs: StepCosts | None = None,
-) -> tuple[Drafter, NodeBudget | None]:
+) -> tuple[Drafter, Mapping[str, NodeBudget]]:
     """A drafter with as many nodes as pay on this machine, and why; arguments as in `nodes_for`.
 
-    Drafters without trees of which somebody measured what they bring, and those whose sizes somebody chose, come back
-    as they are, with None.
+    Of a portfolio each member gets as many as pay for it alone. Drafters without trees of which somebody measured what
+    they bring, and those whose sizes somebody chose, stay as they are.
+
+    Returns:
+        The drafter, and by name the budgets of those of its members that got one, all by the same costs.
 
     Raises:
         TruedraftError: target or drafter failed.
     """
-    params = params or SamplingParams()
-    if not drafter.size_plans(params):
-        return drafter, None
-    budget = nodes_for(target, drafter, params, requests=requests, costs=costs)
-    return budget.plan.with_nodes(budget.nodes), budget
+    params, members = params or SamplingParams(), dict(drafter.members)
+    budgets: dict[str, NodeBudget] = {}
+    for name, member in drafter.members.items():
+        if member.size_plans(params):
+            costs = costs or StepCosts(target)
+            budget = budgets[name] = nodes_for(target, member, params, requests=requests, costs=costs)
+            members[name] = budget.plan.with_nodes(budget.nodes)
+    return with_members(drafter, members) if budgets else drafter, budgets
 
 
 def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:

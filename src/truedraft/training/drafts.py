@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.errors import DataError, OptionError, UnsupportedModelError, VocabularyMismatchError
+from truedraft.drafters.registry import write_record
+from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError, VocabularyMismatchError
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import (
     LlamaShape,
@@ -25,6 +26,7 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
+from truedraft.models.huggingface import fingerprint_of
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from truedraft.models.base import LanguageModel
 
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
@@ -204,6 +208,10 @@ def train_draft(
         save_llama(draft, out)
         copy_tokenizer(target, out)
         result = _measured(target, target_model, test, out, config, progress, budget, told.on_note)
+        try:
+            record_draft(out, str(target), target_model, result.report, result.evaluations)
+        except ModelError as error:
+            told.on_note(f"the draft does not say which target it is for: {error}")
         _card(target, data, draft, result, config.device).write(out)
     return result
 
@@ -294,14 +302,44 @@ def _measure_in_engine(
         UnsupportedModelError: the engine cannot run the target.
         TrainingError: the engine failed.
     """
-    model = load_model(target, device=device)
-    drafter = DraftModel(load_model(draft, device=device))
     count = min(_PROMPTS, max(1, len(held_out) // _PROMPT_TOKENS))
     starts = [number * len(held_out) // count for number in range(count)]
     prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
+    return chain_evaluations(load_model(target, device=device), load_model(draft, device=device), prompts, within_s)
+
+
+def chain_evaluations(
+    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Sequence[int]], within_s: float | None = None
+) -> list[EngineEvaluation]:
+    """What the chain that is the default brings, measured in the engine; arguments as in `measure_in_engine`."""
+    drafter = DraftModel(draft)
     about = {"num_speculative_tokens": drafter.limits.depth}
     rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
-    return measure_in_engine(model, rounds, prompts, within_s=within_s)
+    return measure_in_engine(target, rounds, prompts, within_s=within_s)
+
+
+def record_draft(
+    folder: Path,
+    target: str,
+    target_model: PreTrainedModel,
+    report: PairReport,
+    evaluations: Sequence[EngineEvaluation],
+) -> None:
+    """Let the folder of a draft say which target it belongs to and what it is worth, see `drafters.registry`.
+
+    Args:
+        folder: of the draft.
+        target: what its target is called.
+        target_model: whose fingerprint it names.
+        report: what it is worth on held-out text.
+        evaluations: by the engine.
+
+    Raises:
+        ModelError: the target has no fingerprint, or the file cannot be written.
+    """
+    figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
+    figures["served"] = [each.as_dict() for each in evaluations]
+    write_record(folder, "draft", target, fingerprint_of(target_model), figures)
 
 
 def distillation_loop(

@@ -1,0 +1,263 @@
+"""Trained drafters on disk: which there are, for which target each was trained, and those that belong to one.
+
+A drafter says what it is in its own folder: heads in `config.json`, a draft model, whose `config.json` is that of an
+ordinary model, in `drafter.json`. Nothing is loaded to look for them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.embedded import embedded_drafters
+from truedraft.errors import ModelError, OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+
+ORDER = ("draft", "redrafter", "medusa")
+"""Kinds of trained drafters, in the order in which `auto` lists them."""
+RECORD = "drafter.json"
+"""In the folder of a draft model: which target it was trained for."""
+
+_CONFIG = "config.json"
+_FACTS = ("facts.json", "trees.json")  # of heads: what was measured of them
+_ROUND = ("temperature", "mean_acceptance_length")
+_FOLDER_OF_MODEL = "drafters"
+_REGISTRY = "drafters.json"
+_VERSION = 1
+_LOCK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedDrafter:
+    """A trained drafter, as its folder describes it.
+
+    Attributes:
+        folder: of its files.
+        kind: one of `ORDER`.
+        target_name: what its target was called when it was trained.
+        fingerprint: of that target, by `LanguageModel.fingerprint`.
+        figures: what was measured of it, for JSON; `served` are rounds of the engine, each with `temperature` and
+            `mean_acceptance_length`, the tokens per target call.
+        source: where it was found, in words.
+        vocab_size: ids that it knows; None where it does not say.
+        width: entries of the target's vector that it reads; None for those that read none.
+        modified: when it was written, in seconds since 1970.
+    """
+
+    folder: Path
+    kind: str
+    target_name: str
+    fingerprint: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    vocab_size: int | None = None
+    width: int | None = None
+    modified: float = 0.0
+
+    @classmethod
+    def read(cls, folder: Path, source: str = "") -> TrainedDrafter | None:
+        """The drafter in a folder; None where there is none, or none that says which target it is for."""
+        config, record = _read_json(folder / _CONFIG), _read_json(folder / RECORD)
+        about = record or config
+        target = about.get("target")
+        kind, name, fingerprint = about.get("kind"), None, None
+        if isinstance(target, dict):
+            name, fingerprint = target.get("name"), target.get("fingerprint")
+        if not config or kind not in ORDER or not isinstance(fingerprint, str):
+            return None
+        vocab, width = (
+            each if isinstance(each, int) else None for each in (config.get("vocab_size"), config.get("width"))
+        )
+        figures = _figures(folder) if not record else record.get("figures")
+        figures = figures if isinstance(figures, dict) else {}
+        written = (folder / (RECORD if record else _CONFIG)).stat().st_mtime
+        return cls(folder, kind, str(name or ""), fingerprint, figures, source, vocab, width, written)
+
+    @property
+    def tokens_per_call(self) -> dict[float, float]:
+        """Tokens per target call by temperature, the most that the engine measured; empty where nobody did."""
+        served = self.figures.get("served")
+        best: dict[float, float] = {}
+        for each in served if isinstance(served, list) else ():
+            found = [each.get(name) for name in _ROUND] if isinstance(each, dict) else []
+            temperature, tokens = found if all(isinstance(x, int | float) for x in found) and found else (None, None)
+            if temperature is not None and tokens is not None:
+                best[temperature] = max(tokens, best.get(temperature, 0.0))
+        return best
+
+    def may_fit(self, target: LanguageModel) -> bool:
+        """Whether its sizes allow the target, which is known without reading the target's weights."""
+        if self.vocab_size is not None and self.vocab_size < target.vocab_size:
+            return False
+        return self.width is None or self.width == target.head_width
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        target = {"name": self.target_name, "fingerprint": self.fingerprint}
+        return {"folder": str(self.folder), "kind": self.kind, "target": target, "figures": dict(self.figures)}
+
+
+def write_record(folder: Path, kind: str, target_name: str, fingerprint: str, figures: Mapping[str, Any]) -> None:
+    """Let the folder of a draft model say which target it was trained for, and what was measured of it.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    about = {"kind": kind, "version": _VERSION, "target": {"name": target_name, "fingerprint": fingerprint}}
+    try:
+        _write_whole(folder / RECORD, about | {"figures": dict(figures)})
+    except OSError as error:
+        raise ModelError(f"cannot write {str(folder / RECORD)!r} ({error.strerror}); make room there") from error
+
+
+class Registry:
+    """Folders of the drafters that this user trained, wherever they lie: a file in the user's cache folder.
+
+    Args:
+        file: None is that of the user.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        from truedraft.machine import cache_folder
+
+        self.file = cache_folder() / _REGISTRY if file is None else file
+
+    def drafters(self) -> list[TrainedDrafter]:
+        """Those that are still where they were written; what the folder says now is what they are."""
+        kept = (TrainedDrafter.read(Path(entry["folder"]), "trained here") for entry in self._entries())
+        return [each for each in kept if each is not None]
+
+    def add(self, drafter: TrainedDrafter) -> str | None:
+        """Keep a drafter, in place of what was kept of its folder; returns a sentence where that was not possible."""
+        from filelock import FileLock, Timeout
+
+        entry = drafter.as_dict() | {"folder": str(drafter.folder.resolve())}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.file.with_suffix(".lock"), timeout=_LOCK_S):
+                others = [each for each in self._entries() if each["folder"] != entry["folder"]]
+                _write_whole(self.file, {"version": _VERSION, "drafters": [*others, entry]})
+        except (OSError, Timeout) as error:
+            reason = getattr(error, "strerror", None) or "another process holds its lock"
+            return f"{drafter.folder} could not be noted in {self.file} ({reason}); name it with --drafter"
+        return None
+
+    def _entries(self) -> list[dict[str, Any]]:
+        entries = _read_json(self.file).get("drafters")
+        known = entries if isinstance(entries, list) else []
+        return [each for each in known if isinstance(each, dict) and isinstance(each.get("folder"), str)]
+
+
+def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] = ()) -> list[TrainedDrafter]:
+    """All trained drafters that can be found, whatever target they are for; each folder once.
+
+    Args:
+        model: a model's folder, which may hold drafters; None or another name has none.
+        drafters_dir: folders whose subfolders, or which themselves, are drafters.
+
+    Raises:
+        OptionError: such a folder does not exist.
+    """
+    found: dict[Path, TrainedDrafter] = {}
+    for each in _everywhere(model, drafters_dir):
+        found.setdefault(each.folder.resolve(), each)
+    return list(found.values())
+
+
+def find_drafters(
+    target: LanguageModel, drafters_dir: Iterable[str | Path] = (), tell: Callable[[str], None] = lambda sentence: None
+) -> list[TrainedDrafter]:
+    """The trained drafters that belong to a target: those that name its fingerprint, by kind, the newest first.
+
+    Args:
+        target: whose weights are read for its fingerprint, where the sizes of a drafter allow it.
+        drafters_dir: folders of drafters to look into, too.
+        tell: given a sentence where the fingerprint cannot be known.
+
+    Raises:
+        OptionError: such a folder does not exist.
+    """
+    from truedraft.models.padding import unpadded_name
+
+    fitting = [each for each in list_drafters(unpadded_name(target.name), drafters_dir) if each.may_fit(target)]
+    if not fitting:
+        return []
+    try:
+        fingerprint = target.fingerprint
+    except UnsupportedModelError:  # no weights, so nothing was trained for it
+        return []
+    except ModelError as error:
+        tell(f"no trained drafter can be found: {error}")
+        return []
+    own = [each for each in fitting if each.fingerprint == fingerprint]
+    return sorted(own, key=lambda each: (ORDER.index(each.kind), -each.modified))
+
+
+def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterator[TrainedDrafter]:
+    if model is not None:
+        yield from _in_folder(Path(model) / _FOLDER_OF_MODEL, "the model's own folder")
+    for each in drafters_dir:
+        folder = _expanded(each)
+        if not folder.is_dir():
+            raise OptionError(f"must be a folder of drafters, and {str(each)!r} is no folder", field="drafters_dir")
+        alone = TrainedDrafter.read(folder, "--drafters-dir")
+        yield from () if alone is None else (alone,)
+        yield from _in_folder(folder, "--drafters-dir")
+    yield from Registry().drafters()
+    yield from _in_folder(embedded_drafters(), "ships with truedraft")
+
+
+def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:
+    """The drafters in the subfolders of a folder."""
+    try:
+        inner: Sequence[Path] = sorted(folder.iterdir())
+    except OSError:
+        return []
+    found = (TrainedDrafter.read(each, source) for each in inner)
+    return [each for each in found if each is not None]
+
+
+def _expanded(folder: str | Path) -> Path:
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # the home of nobody
+        return Path(folder)
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    """What was measured of heads in the engine."""
+    for name in _FACTS:
+        kept = _read_json(folder / name)
+        facts = kept.get("facts", kept)
+        if isinstance(facts, dict) and "served" in facts:
+            return {"served": facts["served"]}
+    return {}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object so that a reader finds the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as partial:
+        try:
+            partial.write(json.dumps(content, indent=1) + "\n")
+            partial.close()
+            Path(partial.name).chmod(0o644)
+            Path(partial.name).replace(file)
+        except OSError:
+            partial.close()
+            Path(partial.name).unlink(missing_ok=True)
+            raise
