@@ -10,6 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import warn
@@ -31,6 +32,7 @@ RULE_HELP = (
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
+PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
 _MOST_THREADS = 64
 
 
@@ -40,6 +42,7 @@ class StackOptions(ModelOptions):
 
     drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
     rule: str = option("speculative", RULE_HELP, "R")
+    plan: Path | None = option(None, PLAN_HELP, "FILE")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,40 @@ def check_rule(spec: str, params: SamplingParams) -> None:
         )
 
 
+def planned_drafter(plan: Path, drafters: Sequence[str]) -> str:
+    """The words of the drafter that a plan recommends.
+
+    Args:
+        plan: its file.
+        drafters: as they were typed, or their default.
+
+    Raises:
+        OptionError: a drafter was named as well.
+        DataError: the file is no plan.
+    """
+    if list(drafters) != ["auto"]:
+        raise OptionError(
+            f"names the drafter, and --drafter {drafters[0]} names one as well; leave one of them out", field="plan"
+        )
+    from truedraft.planning import read_plan
+
+    with errors_about("plan"):
+        return read_plan(plan).recommended()
+
+
+def check_plan(plan: Path | None, target: LanguageModel) -> None:
+    """Refuse a plan that was made for another model, machine or version.
+
+    Raises:
+        CompositionError: says which.
+    """
+    if plan is not None:
+        from truedraft.planning import read_plan
+
+        with errors_about("plan"):
+            read_plan(plan).check(target)
+
+
 def load_engine(
     stack: StackOptions,
     machine: MachineOptions,
@@ -122,6 +159,7 @@ def load_engine(
 
         with quiet_hub(), errors_about("model"):
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
+            check_plan(stack.plan, target)
             drafter = from_spec(stack.drafter, target)
         tell("measuring how many drafted nodes pay on this machine")
         drafter, budget = sized(drafter, target, params, requests=requests)

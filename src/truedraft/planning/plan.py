@@ -18,6 +18,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.errors import CompositionError, DataError, OptionError, UnsupportedModelError
 from truedraft.machine import dtype_name, this_machine
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.padding import unpadded_name
 from truedraft.planning.candidates import Candidate, candidates_of
 from truedraft.planning.predictions import (
     BATCHES,
@@ -106,7 +107,10 @@ class Plan:
         """
         if self.version != __version__:
             raise CompositionError(f"the plan is of truedraft {self.version}, and this is {__version__}; {_AGAIN}")
-        for kept, here in ((self.model, model_facts(target)), (self.machine, asdict(this_machine(target.device)))):
+        model = model_facts(target)
+        if model["fingerprint"] is not None:
+            del model["model"]  # one model may be called by several names
+        for kept, here in ((self.model, model), (self.machine, asdict(this_machine(target.device)))):
             for name, value in here.items():
                 if kept.get(name) != value:
                     raise CompositionError(
@@ -291,6 +295,7 @@ def model_facts(target: LanguageModel) -> dict[str, Any]:
     return {
         "model": target.name,
         "fingerprint": fingerprint,
+        "padding": target.name.removeprefix(unpadded_name(target.name)).strip(),
         "dtype": dtype_name(target.dtype),
         "model device": str(target.device),
     }

@@ -15,15 +15,15 @@ replayed, for a drafter that finds nothing to propose costs no rows. What is ass
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from truedraft.errors import DataError, OptionError
+from truedraft.errors import DataError
 from truedraft.options import check_positive
-from truedraft.planning.walks import Walk
+from truedraft.planning.walks import Numbers, Walk
 from truedraft.theory import CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost, predicted_speedup
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -52,22 +52,36 @@ class Interval:
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
-def ratio_over_prompts(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Interval:
+def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The ratio of two sums over prompts, and its interval by resampling prompts (percentile bootstrap).
 
     Args:
         above: one number for each prompt.
         below: likewise, with a sum above 0.
-        seed: of the resampling.
     """
-    over, under = np.asarray(above, np.float64), np.asarray(below, np.float64)
-    generator = np.random.default_rng(seed)
-    chosen = generator.integers(0, len(over), (_RESAMPLED, len(over)))
-    sums = under[chosen].sum(axis=1)
-    ratios = over[chosen].sum(axis=1)[sums > 0] / sums[sums > 0]
+    return _resampled(np.array([above, below], np.float64), lambda sums: sums[0] / sums[1])
+
+
+def ratio_of_rates(fast: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> Interval:
+    """How many times faster one way was than another on the same prompts: of all tokens over all seconds.
+
+    Args:
+        fast: tokens and seconds for each prompt.
+        plain: likewise, of the other way.
+    """
+    numbers = np.concatenate([np.array(fast, np.float64).T, np.array(plain, np.float64).T])
+    return _resampled(numbers, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
+
+
+def _resampled(numbers: Numbers, ratio: Callable[[Numbers], Numbers]) -> Interval:
+    """A ratio of sums of `numbers` `[kinds, prompts]`, of which there are the same at every call."""
+    count = numbers.shape[1]
+    chosen = np.random.default_rng(0).integers(0, count, (_RESAMPLED, count))
+    with np.errstate(all="ignore"):  # none of the prompts with a number above 0 may be among the chosen
+        ratios = ratio(numbers[:, chosen].sum(axis=2))
     tail = 100.0 * (1.0 - CONFIDENCE) / 2.0
-    low, high = np.percentile(ratios, [tail, 100.0 - tail])
-    return Interval(float(over.sum() / under.sum()), float(low), float(high))
+    low, high = np.percentile(ratios[np.isfinite(ratios)], [tail, 100.0 - tail])
+    return Interval(float(ratio(numbers.sum(axis=1))), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -275,16 +289,3 @@ def prediction_record(found: Prediction) -> dict[str, Any]:
         "step_s": found.step_s,
         "plain_s": found.plain_s,
     }
-
-
-def check_factor(name: str, value: float | None) -> float:
-    """A factor that was typed; 1 where it was not.
-
-    Raises:
-        OptionError: it is not above 0.
-    """
-    if value is None:
-        return 1.0
-    if not value > 0.0:
-        raise OptionError(f"must be a number above 0, got {value:g}", field=name)
-    return value
