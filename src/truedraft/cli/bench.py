@@ -97,7 +97,7 @@ def bench(options: BenchOptions) -> int:
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)
     if options.what.plan is not None:
-        drafter = planned_drafter(options.what.plan, options.what.drafter)
+        drafter = planned_drafter(options.what.plan, options.what.drafter, params)
         options = dataclasses.replace(options, what=dataclasses.replace(options.what, drafter=(drafter,)))
     terminal = Terminal()
     with errors_about("prompts"):

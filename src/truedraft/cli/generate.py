@@ -58,7 +58,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool)
     from truedraft.cli.terminal import Terminal
 
     if options.stack.plan is not None:
-        drafter = planned_drafter(options.stack.plan, [options.stack.drafter])
+        drafter = planned_drafter(options.stack.plan, [options.stack.drafter], prompts[0][1])
         options = replace(options, stack=replace(options.stack, drafter=drafter))
     params = prompts[0][1]
     prompts = sampling_of_each(prompts, derive_seeds=derive_seeds)

@@ -327,7 +327,8 @@ def _made(
     from truedraft.engine import Engine
     from truedraft.planning import fitting_drafters, make_plan, ratio_of_steps
 
-    drafters = tuple(dict.fromkeys(each for each in options.what.drafter if each not in ("auto", "none")))
+    typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
+    drafters = [words for each in typed for words in (fitting_drafters(target) if each == "auto" else (each,))]
     costs = StepCosts(target, refresh=options.what.refresh_costs)
     with terminal.progress("plan", _PARTS) as show:
         show(0, "costs of the target")
@@ -339,7 +340,7 @@ def _made(
                 costs = StepCosts(target, refresh=True)
         made = make_plan(
             target,
-            drafters or fitting_drafters(target),
+            list(dict.fromkeys(drafters)),
             prompts,
             params,
             batch=options.what.batch,
@@ -448,6 +449,14 @@ def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
         soft_wrap=True,
     )
     _print_table(("", "predicted", "measured"), rows, terminal)
+    measured = checked["speedup"]
+    if measured is not None and measured["high"] < checked["predicted_speedup"]["low"]:
+        terminal.out.print(
+            "note: slower than predicted, for the prediction has forwards and drafting alone; verdicts and the host "
+            "take the rest",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) -> dict[str, Any]:

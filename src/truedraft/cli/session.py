@@ -91,12 +91,13 @@ def check_rule(spec: str, params: SamplingParams) -> None:
         )
 
 
-def planned_drafter(plan: Path, drafters: Sequence[str]) -> str:
-    """The words of the drafter that a plan recommends.
+def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams) -> str:
+    """The words of the drafter that a plan recommends; warns where answers are drawn in another way than it looked at.
 
     Args:
         plan: its file.
         drafters: as they were typed, or their default.
+        params: how answers are drawn.
 
     Raises:
         OptionError: a drafter was named as well.
@@ -109,7 +110,14 @@ def planned_drafter(plan: Path, drafters: Sequence[str]) -> str:
     from truedraft.planning import read_plan
 
     with errors_about("plan"):
-        return read_plan(plan).recommended()
+        found = read_plan(plan)
+    for name in ("temperature", "top_k", "top_p", "min_p", "coupled"):
+        kept, here = found.sampling.get(name), getattr(params, name)
+        if kept != here:
+            warn(
+                f"the plan was made with {name} {kept}, and this is {here}; its recommendation may not be the best here"
+            )
+    return found.recommended()
 
 
 def check_plan(plan: Path | None, target: LanguageModel) -> None:

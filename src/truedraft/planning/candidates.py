@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -137,8 +137,3 @@ def spelled(words: Words, more: Mapping[str, int]) -> str:
 
 def _quoted(part: str) -> str:
     return f'"{part}"' if "," in part else part
-
-
-def unique(words: Sequence[str]) -> list[str]:
-    """Words without those that are there twice, in order; `auto` and `none` add nothing to a plan."""
-    return [each for each in dict.fromkeys(words) if each not in ("auto", "none")]

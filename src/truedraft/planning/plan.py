@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from truedraft import __version__
 from truedraft.core.params import SamplingParams
 from truedraft.core.tree import chain_shape
 from truedraft.costs import StepCosts
 from truedraft.drafters.base import Drafter
 from truedraft.errors import CompositionError, DataError, OptionError, UnsupportedModelError
-from truedraft.machine import dtype_name, this_machine
+from truedraft.machine import dtype_name, machine_facts, this_machine
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.padding import unpadded_name
 from truedraft.planning.candidates import Candidate, candidates_of
@@ -31,7 +30,7 @@ from truedraft.planning.predictions import (
     WhatIf,
     options_of,
 )
-from truedraft.planning.traces import Asked, trace_answers
+from truedraft.planning.traces import AnswerTrace, Asked, trace_answers
 from truedraft.planning.walks import walk_along
 from truedraft.theory import CostCurve, DraftCost, TargetCost
 
@@ -105,8 +104,8 @@ class Plan:
         Raises:
             CompositionError: says which.
         """
-        if self.version != __version__:
-            raise CompositionError(f"the plan is of truedraft {self.version}, and this is {__version__}; {_AGAIN}")
+        if self.version != _version():
+            raise CompositionError(f"the plan is of truedraft {self.version}, and this is {_version()}; {_AGAIN}")
         model = model_facts(target)
         if model["fingerprint"] is not None:
             del model["model"]  # one model may be called by several names
@@ -219,32 +218,52 @@ def make_plan(
         [each.drafter for each in candidates],
         progress=lambda done, _: progress(0.05 + 0.25 * done / len(prompts), "the target's answers"),
     )
-    places = sum(trace.places for trace in traces)
-    replayed: list[tuple[Candidate, list[PlanOption], tuple[float, ...]]] = []
-    for number, each in enumerate(candidates):
-        progress(0.3 + 0.4 * number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
-        replayed.append((each, *options_of(walk_along(each.drafter, target, traces), each.words)))
+    replayed = _replayed(target, candidates, traces, lambda share, remark: progress(0.3 + 0.4 * share, remark))
     progress(0.7, "costs of the target")
-    forwards = costs.forwards()
-    context = round(sum((len(t.prompt) + t.places / 2) * t.places for t in traces) / max(1, places))
+    forwards, context = costs.forwards(), _mean_context(traces)
     drafting = []
     for number, (each, options, survival) in enumerate(replayed):
         progress(0.75 + 0.25 * number / len(replayed), f"costs of {each.typed}")
         drafting.append(_drafting(each, options, survival, costs, params, context))
     progress(1.0, "")
     return Plan(
-        __version__,
+        _version(),
         model_facts(target),
         asdict(this_machine(target.device)),
         _sampling_record(params),
         len(prompts),
-        places,
-        max(1, context),
+        sum(trace.places for trace in traces),
+        context,
         batch,
         forwards,
         footprint_of(target),
         tuple(_together(drafting)),
     )
+
+
+def _version() -> str:
+    """Of truedraft."""
+    return str(machine_facts()["truedraft"])
+
+
+def _replayed(
+    target: LanguageModel,
+    candidates: Sequence[Candidate],
+    traces: Sequence[AnswerTrace],
+    progress: Callable[[float, str], None],
+) -> list[tuple[Candidate, list[PlanOption], tuple[float, ...]]]:
+    """What the sizes of each candidate bring, and the survival of its largest."""
+    found = []
+    for number, each in enumerate(candidates):
+        progress(number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
+        found.append((each, *options_of(walk_along(each.drafter, target, traces), each.words)))
+    return found
+
+
+def _mean_context(traces: Sequence[AnswerTrace]) -> int:
+    """Cached tokens of a step, the mean over all places."""
+    cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
+    return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
 
 
 def _drafting(
