@@ -13,6 +13,7 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.costs import Effort, kept
+from truedraft.planning.candidates import LONGEST
 
 Run = Callable[..., Result]
 NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
@@ -56,10 +57,13 @@ def test_a_plan(written: tuple[Path, dict[str, Any]]) -> None:
     check = record["check"]
     assert check["drafter"] == best["drafter"]
     assert check["identical"] is True and record["identical"] is True
+    assert check["predicted_at_measured_tokens"] == pytest.approx(
+        best["speedup"]["value"] * check["tokens_per_call"] / best["tokens_per_call"]["value"]
+    )
     assert check["predicted_speedup"] == best["speedup"] and check["speedup"]["value"] == record["speedup"] > 0
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["recommended"] == record["recommended"] and plan["check"] == check
-    assert len(plan["drafters"][0]["options"]) == 8
+    assert len(plan["drafters"][0]["options"]) == LONGEST
     assert {file.stem for file in folder.glob("*.svg")} == {"survival", "costs", "batches"}
     assert len(list(folder.glob("*.png"))) == 3
 
@@ -85,6 +89,16 @@ def test_a_table_for_people(quick: None, run: Run, target: str, draft: str, prom
 def test_without_words_what_fits_is_tried(quick: None, run: Run, target: str, prompts: str) -> None:
     result = run("plan", "--model", target, "--prompts", prompts, "--runs", "1", "--max-tokens", "6", "--json")
     assert [each["drafter"].partition(",")[0] for each in result.record["predicted"]] == ["prompt-lookup"]
+
+
+def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+    words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
+    result = run("plan", *words, "--max-tokens", "6", "--out", str(tmp_path / "plan.json"))
+    assert result.status == 0, result.err
+    drafters = json.loads((tmp_path / "plan.json").read_text())["drafters"]
+    options = [option for each in drafters for option in each["options"]]
+    assert f"draft:{draft},branching=3-2-1" in [option["drafter"] for option in options]
+    assert {option["nodes"] for option in options} >= {1, 8, 14, 15}
 
 
 def test_generate_and_bench_draft_as_planned(

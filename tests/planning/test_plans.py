@@ -18,6 +18,7 @@ from truedraft.drafters import from_spec
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord
 from truedraft.planning import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
+from truedraft.planning.candidates import LONGEST
 from truedraft.planning.predictions import Circumstance, Drafting, Footprint, Interval, PlanOption, options_of
 from truedraft.planning.walks import Walk
 from truedraft.testing import MarkovModel
@@ -61,7 +62,7 @@ def costs(tmp_path: Path) -> StepCosts:
 def test_open_sizes_are_all_tried() -> None:
     world = MarkovModel.random(6, seed=1)
     (copied,) = candidates_of("prompt-lookup,max_ngram=3", world, GREEDY)
-    assert copied.sizes == tuple(range(1, 9)) and copied.drafter.limits.depth == 8
+    assert copied.sizes == tuple(range(1, LONGEST + 1)) and copied.drafter.limits.depth == LONGEST
     assert copied.words[3] == "prompt-lookup,max_ngram=3,num_speculative_tokens=3"
     assert from_spec(copied.words[3], world).limits.depth == 3
     (chosen,) = candidates_of("prompt-lookup,num_speculative_tokens=2", world, GREEDY)
@@ -186,7 +187,7 @@ def test_a_plan_and_its_file(tmp_path: Path, costs: StepCosts) -> None:
     )
     assert seen == sorted(seen) and seen[-1] == 1.0
     assert made.tokens == 4 * 29 and made.prompts == 4
-    assert [each.nodes for each in made.drafters[0].options] == list(range(1, 9))
+    assert [each.nodes for each in made.drafters[0].options] == list(range(1, LONGEST + 1))
     made.check(packed("llama"))
     (tmp_path / "plan.json").write_text(json.dumps(made.to_dict()))
     for path in (tmp_path, tmp_path / "plan.json"):

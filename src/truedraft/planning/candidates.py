@@ -21,9 +21,11 @@ from truedraft.planning.walks import check_walkable
 if TYPE_CHECKING:
     from truedraft.drafters.redrafter import Redrafter
 
-LONGEST = 8
+LONGEST = 12
 """Longest chain that is tried where nobody chose a length."""
-_LENGTH, _NODES, _BEAMS, _PATHS = "num_speculative_tokens", "nodes", "beams", "length"
+_LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
+_BEAMS, _PATHS = "beams", "length"
+_TREES = ("2-1-1-1", "2-2-1-1", "3-2-1")
 _WIDTHS = (1, 2, 4, 8)
 _FEW_NODES = (4, 8, 16)
 
@@ -66,8 +68,9 @@ def fitting_drafters(target: LanguageModel) -> tuple[str, ...]:
 def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
     """The candidates that the words of one drafter leave open; one that has its sizes chosen is one candidate.
 
-    What is tried where nothing was chosen: chains of 1 to 8 tokens; trees of heads of 1 to 64 nodes; beams of a
-    recurrent head, 1 to 8 of them of every length that it was trained for.
+    What is tried where nothing was chosen: chains of 1 to 12 tokens, and a few trees of a draft model where no chance
+    decides; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of them of every length that it was
+    trained for.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
@@ -84,10 +87,12 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
         if chosen & {_BEAMS, _PATHS, _NODES}:
             return [_whole(typed, base)]
         return _beams(words, typed, cast("Redrafter", base), target, params)
-    if _LENGTH in known and not chosen & {_LENGTH, "branching"}:
+    if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:
         longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
         lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
-        return [Candidate(typed, longest, longest, lengths)]
+        widths = _TREES if _BRANCHING in known and not is_drawn(params) else ()
+        spelt = [spelled(words, {_BRANCHING: each}) for each in widths]
+        return [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
     if _NODES in known and _NODES not in chosen:
         largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
         most = largest.limits.nodes
@@ -96,9 +101,9 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
     return [_whole(typed, base)]
 
 
-def _whole(typed: str, drafter: Drafter) -> Candidate:
-    """A drafter as it is."""
-    return Candidate(typed, drafter, drafter, {drafter.limits.nodes: typed})
+def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
+    """A drafter as it is; `words` are its own where they are not those that were typed."""
+    return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
 
 
 def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
@@ -116,8 +121,7 @@ def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, par
         for length in range(1, longest + 1):
             most = beams * length
             numbers = [nodes for nodes in (_FEW_NODES if coupled else CURVE_NODES) if nodes <= most] or [most]
-            options = {nodes: {_BEAMS: beams, _PATHS: length, _NODES: nodes} for nodes in numbers}
-            spelt = {nodes: spelled(words, each) for nodes, each in options.items()}
+            spelt = {nodes: spelled(words, {_BEAMS: beams, _PATHS: length, _NODES: nodes}) for nodes in numbers}
             for sizes in [[each] for each in numbers] if coupled else [numbers]:
                 drafter = base.with_sizes(beams, length, sizes[-1])
                 drafter.check(target)
@@ -125,7 +129,7 @@ def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, par
     return found
 
 
-def spelled(words: Words, more: Mapping[str, int]) -> str:
+def spelled(words: Words, more: Mapping[str, int | str]) -> str:
     """The words with further options, as they are typed.
 
     Worked example: `draft:a/b` with a length of 3 is `draft:a/b,num_speculative_tokens=3`.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine, Request
-from truedraft.engine.prompts import encode_prompt
+from truedraft.engine.prompts import Prompt, encode_prompt
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
 
@@ -62,8 +63,8 @@ class AnswerTrace:
         return self.limit - len(self.prompt) - place - 1
 
 
-Asked = tuple[str, Sequence[int], SamplingParams]
-"""A prompt: its name, its token ids, and how its answer is drawn."""
+Asked: TypeAlias = tuple[str, Prompt, SamplingParams]
+"""A prompt: its name, its text or token ids, and how its answer is drawn."""
 
 
 def is_drawn(params: SamplingParams) -> bool:

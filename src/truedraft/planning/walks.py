@@ -16,7 +16,7 @@ be another number: a step starts where the one before it failed, and these are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,6 @@ def walk_along(
     traces: Sequence[AnswerTrace],
     *,
     batch: int = _BATCH,
-    progress: Callable[[int], None] = lambda places: None,
 ) -> list[Walk]:
     """Let a drafter live through answers, a token at a time.
 
@@ -148,7 +147,6 @@ def walk_along(
         target: that wrote the traces; it is not run.
         traces: that hold what the drafter wants to see.
         batch: answers that it lives through together.
-        progress: is called with the number of places that were passed.
 
     Raises:
         OptionError: its acceptance along a trace is not known.
@@ -160,7 +158,7 @@ def walk_along(
         lives = [_Life(-number - 1, trace) for number, trace in enumerate(traces[first : first + batch])]
         try:
             with target.stepping():
-                _live(drafter, lives, progress)
+                _live(drafter, lives)
         except TruedraftError:
             raise
         except Exception as error:
@@ -174,7 +172,7 @@ def walk_along(
     return found
 
 
-def _live(drafter: Drafter, lives: Sequence[_Life], progress: Callable[[int], None]) -> None:
+def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
     for life in lives:
         life.begin(drafter)
     place = 0
@@ -191,7 +189,6 @@ def _live(drafter: Drafter, lives: Sequence[_Life], progress: Callable[[int], No
         for life in active:
             if place + 1 == life.trace.places:
                 life.end(drafter)
-        progress(len(active))
         place += 1
 
 
