@@ -82,6 +82,7 @@ def test_a_table_for_people(quick: None, run: Run, target: str, draft: str, prom
         "mine-batches.svg",
     }
     plan = json.loads(out.read_text())
+    assert plan["check"]["prompts"] == 1 and plan["check"]["speedup"]["low"] is None  # of one prompt no interval
     assert plan["check"]["identical"] is None  # sampled tokens are not promised to be the same
     assert plan["sampling"]["temperature"] == 1.0
 

@@ -27,6 +27,7 @@ _FILE = "plan.json"
 _LEAST_PROMPTS = 4
 """Of so many prompts one is kept back to check the plan."""
 _PARTS = 100
+_NO_INTERVAL = {"low": None, "high": None}  # of one prompt
 _LONGEST = 12
 _MEGA, _MILLI = 1e6, 1e3
 
@@ -391,7 +392,7 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
         "drafter": predicted.option.words,
         "prompts": sum(map(len, both)),
         "predicted_speedup": dataclasses.asdict(predicted.speedup),
-        "speedup": None if speedup is None else dataclasses.asdict(speedup),
+        "speedup": None if speedup is None else dataclasses.asdict(speedup) | (_NO_INTERVAL if len(pairs) < 2 else {}),
         "predicted_tokens_per_call": dataclasses.asdict(predicted.option.tokens),
         "tokens_per_call": counters.mean_acceptance_length,
         "predicted_at_measured_tokens": factor * counters.mean_acceptance_length,
@@ -453,7 +454,8 @@ def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
         soft_wrap=True,
     )
     _print_table(("", "predicted", "measured"), rows, terminal)
-    if measured is not None and measured["high"] < checked["predicted_at_measured_tokens"]:
+    high = None if measured is None else measured["high"]
+    if high is not None and high < checked["predicted_at_measured_tokens"]:
         terminal.out.print(
             "note: slower than predicted, for the prediction has forwards and drafting alone; verdicts and the host "
             "take the rest",
@@ -519,8 +521,9 @@ def _interval(found: Interval) -> str:
     return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
-def _of(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+def _of(found: Mapping[str, float | None]) -> str:
+    value, low, high = found["value"], found["low"], found["high"]
+    return f"{value:.2f}" if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _break_even(made: Plan, prediction: Prediction, what_if: WhatIf | None = None) -> str:
