@@ -141,7 +141,9 @@ def test_what_if(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path)
     result = run("plan", "--simulate", str(written[0]), *words, "--out", str(tmp_path / "if"), "--json")
     assert result.status == 0 and result.record["batch"] == 8
     assert "recommended then" in result.out and "memory 2 times as fast" in result.out
-    assert (tmp_path / "if" / "batches.svg").exists()
+    assert {file.name for file in (tmp_path / "if").iterdir()} == {"what_if.json", "what_if.svg", "what_if.png"}
+    over = run("plan", "--simulate", file, "--out", file, "--json")
+    assert over.status == 2 and over.record["field"] == "out" and "write over the plan" in over.err
 
 
 def test_formulas_alone_load_no_torch(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ sys.exit(f"loaded {{heavy}}" if heavy else status)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["best_length"] == 8 and record["speedup"] == pytest.approx((1 - 0.8**9) / (0.2 * 1.4))
     assert record["break_even_cost"] == 0.8 and record["pays"] is True
-    assert (tmp_path / "closed_forms.svg").exists() and json.loads((tmp_path / "plan.json").read_text()) == record
+    assert json.loads((tmp_path / "formulas.json").read_text()) == record and (tmp_path / "formulas.svg").exists()
 
 
 def test_formulas_where_nothing_pays(run: Run) -> None:

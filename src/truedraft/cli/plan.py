@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
     from truedraft.planning import Interval, Plan, Prediction, WhatIf
 
-_FILE = "plan.json"
+_FILE, _WHAT_IF, _FORMULAS = "plan.json", "what_if", "formulas"
 _LEAST_PROMPTS = 4
 """Of so many prompts one is kept back to check the plan."""
 _PARTS = 100
@@ -162,12 +162,12 @@ def _closed(options: PlanOptions) -> int:
     for line in _closed_lines(record):
         terminal.out.print(line, soft_wrap=True)
     if options.report.out is not None:
-        output = PlanOutput(options.report.out, _FILE)
+        output = PlanOutput(options.report.out, f"{_FORMULAS}.json")
         output.write(json_line(record))
         names = zip(list(rows[0])[1:], titles[1:], strict=True)
         lines = {name: [(row["length"], row[key]) for row in rows] for key, name in names}
         heading = f"acceptance rate {alpha:g}, cost {cost:g}"
-        output.draw("closed_forms", lines, (heading, "drafted tokens", ""), even=True)
+        output.draw(_FORMULAS, lines, (heading, "drafted tokens", ""), even=True)
         terminal.note(f"written: {output.record}")
     if options.report.json:
         terminal.json(record)
@@ -232,9 +232,11 @@ def _simulate(options: PlanOptions, file: Path) -> int:
         "predicted": [prediction_record(each) for each in found],
     }
     if options.report.out is not None:
-        output = PlanOutput(options.report.out, _FILE)
+        output = PlanOutput(options.report.out, f"{_WHAT_IF}.json")
+        if output.record.resolve() == file.expanduser().resolve():
+            raise OptionError("would write over the plan that it reads; name another file", field="out")
         output.write(json_line(record))
-        _draw(made, found, output, what_if)
+        _draw_batches(made, found, output, _WHAT_IF, what_if)
         terminal.note(f"written: {output.record}")
     if options.report.json:
         terminal.json(record)
@@ -499,7 +501,7 @@ def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) 
     }
 
 
-def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput, what_if: WhatIf | None = None) -> None:
+def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput) -> None:
     """Survival by depth, cost curves, and speed-up over batch size, of each drafter's best size."""
     survival = {
         each.drafting.words: [(float(depth), share) for depth, share in enumerate(each.drafting.survival, 1)]
@@ -512,9 +514,15 @@ def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput, what_if: W
             (point.depth, _MILLI * point.seconds) for point in each.drafting.cost.points
         ]
     output.draw("costs", costs, ("What forwards and proposals cost", "rows, or depth", "milliseconds"))
+    _draw_batches(made, best, output, "batches")
+
+
+def _draw_batches(
+    made: Plan, best: Sequence[Prediction], output: PlanOutput, name: str, what_if: WhatIf | None = None
+) -> None:
     over = {each.option.words: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best}
     labels = ("Predicted speed-up over batch size", "requests answered together", "times plain decoding")
-    output.draw("batches", over, labels, log=True, even=True)
+    output.draw(name, over, labels, log=True, even=True)
 
 
 def _interval(found: Interval) -> str:
