@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify certify-short results-lossy results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify certify-short results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +77,12 @@ certify-short: $(STAMP)
 # Tokens per call of coupled requests and of block verification, against the optimal rule and token by token; counts only.
 results-rules: $(STAMP)
 	$(BIN)/python benchmarks/rules.py > /dev/null
+
+# A plan for the embedded target at the cost of a 110 M model, greedy and at temperature 1: docs/planning.md.
+PLAN := truedraft plan --pad-to 110M --max-tokens 64 --refresh-costs --json
+results-plan: $(STAMP)
+	$(BIN)/$(PLAN) > $(RESULTS)/plan.txt
+	$(BIN)/$(PLAN) --temperature 1 --seed 1 >> $(RESULTS)/plan.txt
 
 # Ways to draft with a recurrent head, against each other: docs/redrafter.md. Its variants are trained by hand (the page
 # says how) and named here, as VARIANTS="--variant NAME=DIR ...".

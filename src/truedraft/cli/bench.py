@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
-from truedraft.cli.session import DRAFTER_HELP, DRAFTERS_DIR_HELP, RULE_HELP, ReportOptions, seeded
+from truedraft.cli.session import DRAFTER_HELP, DRAFTERS_DIR_HELP, PLAN_HELP, RULE_HELP, ReportOptions, seeded
 from truedraft.cli.streams import say, visible
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
@@ -46,6 +46,7 @@ class SuiteOptions:
     )
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR", heading="Model and drafter")
     rule: str = option("speculative", RULE_HELP, "R", heading="Model and drafter")
+    plan: Path | None = option(None, PLAN_HELP, "FILE")
     peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
     prompts: str = option(
         HELDOUT,
@@ -87,7 +88,7 @@ class BenchOptions:
 def bench(options: BenchOptions) -> int:
     """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
     from truedraft.bench import OutputFolder
-    from truedraft.cli.session import as_chat, check_rule, encoded, quiet_hub, set_threads
+    from truedraft.cli.session import as_chat, check_plan, check_rule, encoded, planned_drafter, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
     from truedraft.peers import check_peer
 
@@ -96,6 +97,9 @@ def bench(options: BenchOptions) -> int:
     params, out = seeded(options.sampling), options.report.out
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)
+    if options.what.plan is not None:
+        drafter = planned_drafter(options.what.plan, options.what.drafter, params)
+        options = dataclasses.replace(options, what=dataclasses.replace(options.what, drafter=(drafter,)))
     terminal = Terminal()
     with errors_about("prompts"):
         set_name, prompts = _prompts(options)
@@ -105,6 +109,7 @@ def bench(options: BenchOptions) -> int:
         folder = None if out is None else stack.enter_context(OutputFolder(out))
         with quiet_hub(), errors_about("model"):
             suite = _load(options, terminal)
+        check_plan(options.what.plan, suite.target)
         if options.prompt.chat:
             asked = as_chat(suite.target, asked)
         groups, failures = encoded(suite.target, asked, options.runs.batch)

@@ -54,9 +54,12 @@ def generate(options: GenerateOptions) -> int:
 def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool) -> int:
     from truedraft.cli.compare import compare
     from truedraft.cli.report import circumstances_record
-    from truedraft.cli.session import as_chat, check_rule, load_engine, sampling_of_each
+    from truedraft.cli.session import as_chat, check_rule, load_engine, planned_drafter, sampling_of_each
     from truedraft.cli.terminal import Terminal
 
+    if options.stack.plan is not None:
+        drafter = planned_drafter(options.stack.plan, [options.stack.drafter], prompts[0][1])
+        options = replace(options, stack=replace(options.stack, drafter=drafter))
     params = prompts[0][1]
     prompts = sampling_of_each(prompts, derive_seeds=derive_seeds)
     for _, each in prompts:

@@ -18,6 +18,7 @@ from truedraft.cli.failures import DONE, FAILED, error_record, report, warnings_
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
 from truedraft.cli.parameters import command
+from truedraft.cli.plan import plan
 from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams
 from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, medusa, redrafter
 
@@ -33,6 +34,7 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     app.command()(command(generate))
     app.command()(command(bench))
+    app.command()(command(plan))
     app.command()(command(certify))
     app.command()(command(export))
     app.command()(command(info))

@@ -34,6 +34,7 @@ RULE_HELP = (
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
 DRAFTERS_DIR_HELP = "A folder of trained drafters where auto looks, too; may be repeated."
+PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
 _MOST_THREADS = 64
 
 
@@ -44,6 +45,7 @@ class StackOptions(ModelOptions):
     drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
     rule: str = option("speculative", RULE_HELP, "R")
+    plan: Path | None = option(None, PLAN_HELP, "FILE")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,48 @@ def check_rule(spec: str, params: SamplingParams) -> None:
         )
 
 
+def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams) -> str:
+    """The words of the drafter that a plan recommends; warns where answers are drawn in another way than it looked at.
+
+    Args:
+        plan: its file.
+        drafters: as they were typed, or their default.
+        params: how answers are drawn.
+
+    Raises:
+        OptionError: a drafter was named as well.
+        DataError: the file is no plan.
+    """
+    if list(drafters) != ["auto"]:
+        raise OptionError(
+            f"names the drafter, and --drafter {drafters[0]} names one as well; leave one of them out", field="plan"
+        )
+    from truedraft.planning import read_plan
+
+    with errors_about("plan"):
+        found = read_plan(plan)
+    for name in ("temperature", "top_k", "top_p", "min_p", "coupled"):
+        kept, here = found.sampling.get(name), getattr(params, name)
+        if kept != here:
+            warn(
+                f"the plan was made with {name} {kept}, and this is {here}; its recommendation may not be the best here"
+            )
+    return found.recommended()
+
+
+def check_plan(plan: Path | None, target: LanguageModel) -> None:
+    """Refuse a plan that was made for another model, machine or version.
+
+    Raises:
+        CompositionError: says which.
+    """
+    if plan is not None:
+        from truedraft.planning import read_plan
+
+        with errors_about("plan"):
+            read_plan(plan).check(target)
+
+
 def load_engine(
     stack: StackOptions,
     machine: MachineOptions,
@@ -126,6 +170,7 @@ def load_engine(
 
         with quiet_hub(), errors_about("model"):
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
+            check_plan(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring how many drafted nodes pay on this machine")
         drafter, budgets = sized(drafter, target, params, requests=requests)

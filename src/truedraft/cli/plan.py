@@ -1,0 +1,558 @@
+"""`truedraft plan`: which drafter, how many tokens and which tree; then run it, and hold the plan to what came."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
+from truedraft.cli.plan_pictures import PlanOutput
+from truedraft.cli.prompts import HELDOUT, PromptOptions, read_prompts
+from truedraft.cli.session import DRAFTER_HELP, ReportOptions, seeded
+from truedraft.cli.streams import json_line, say
+from truedraft.core.params import SamplingParams
+from truedraft.errors import OptionError, errors_about
+from truedraft.options import MachineOptions, ModelOptions, check_not_negative, check_share, flag, group, option
+
+if TYPE_CHECKING:
+    from truedraft.bench import Group, Results
+    from truedraft.cli.terminal import Terminal
+    from truedraft.models.base import LanguageModel
+    from truedraft.planning import Interval, Plan, Prediction, WhatIf
+
+_FILE, _WHAT_IF, _FORMULAS = "plan.json", "what_if", "formulas"
+_LEAST_PROMPTS = 4
+"""Of so many prompts one is kept back to check the plan."""
+_PARTS = 100
+_NO_INTERVAL = {"low": None, "high": None}  # of one prompt
+_LONGEST = 12
+_MEGA, _MILLI = 1e6, 1e3
+
+
+@dataclass(frozen=True)
+class WhatToPlan:
+    """What is planned with."""
+
+    drafter: tuple[str, ...] = option(
+        (),
+        f"{DRAFTER_HELP} May be repeated. Sizes that it leaves open are tried.",
+        "D",
+        shown_default="all that are known to fit",
+        heading="Model and drafter",
+    )
+    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
+    limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
+    batch: int = option(1, "Requests that are answered together.", "N", least=1)
+    runs: int = option(3, "How often each way answers the prompts that check the plan.", "N", least=1)
+    refresh_costs: bool = flag("Measure cost curves again, also where kept ones would do.")
+
+
+@dataclass(frozen=True)
+class ClosedForms:
+    """Formulas alone, without a model."""
+
+    alpha: float | None = option(None, "Acceptance rate: formulas alone, no model is loaded. Needs --cost.", "A")
+    cost: float | None = option(None, "Time of drafting one token over time of one target call.", "C")
+    length: int | None = option(None, "Drafted tokens.", "N", shown_default="the best", least=0)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What if."""
+
+    simulate: Path | None = option(None, "A plan that --out wrote: what would it be if? No model is loaded.", "FILE")
+    bandwidth: float = option(1.0, "If memory were read so many times faster.", "X")
+    draft_cost: float = option(1.0, "If drafting cost so many times as much.", "X")
+
+
+@dataclass(frozen=True)
+class PlanReport(ReportOptions):
+    """What `truedraft plan` tells."""
+
+    out: Path | None = option(None, "Write plan and pictures: a folder, or a .json file.", "PATH")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `truedraft plan`."""
+
+    model: ModelOptions = group("Model and drafter")
+    what: WhatToPlan = group("What to plan with")
+    prompt: PromptOptions = group("What to plan with", without=("prompt", "prompts"))
+    sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids"))
+    closed: ClosedForms = group("Formulas alone")
+    what_if: Simulation = group("What if")
+    report: PlanReport = group("Report")
+    machine: MachineOptions = group("Machine")
+
+
+def plan(options: PlanOptions) -> int:
+    """Find the drafter and its sizes for your prompts on this machine, and check by running it.
+
+    The target answers the prompts once. Every drafter and size is replayed on its answers, and the measured cost of
+    drafting and checking set against what it brings. The best one is then run on prompts that were kept back.
+    """
+    _check_ways(options)
+    if options.closed.alpha is not None:
+        return _closed(options)
+    if options.what_if.simulate is not None:
+        return _simulate(options, options.what_if.simulate)
+    return _plan(options)
+
+
+def _check_ways(options: PlanOptions) -> None:
+    """Refuse options of two ways at once, before anything is loaded."""
+    closed, what_if = options.closed, options.what_if
+    if (closed.alpha is None) != (closed.cost is None):
+        missing, given = ("alpha", "cost") if closed.alpha is None else ("cost", "alpha")
+        raise OptionError(f"is needed with --{given}; give both, or neither", field=missing)
+    if closed.alpha is None and closed.length is not None:
+        raise OptionError("goes with --alpha and --cost; leave it out", field="length")
+    if closed.alpha is not None and what_if.simulate is not None:
+        raise OptionError("and --simulate are two ways to plan; leave one of them out", field="alpha")
+    if what_if.simulate is None:
+        for name in ("bandwidth", "draft_cost"):
+            if getattr(what_if, name) != 1.0:
+                raise OptionError("goes with --simulate; make a plan with --out first", field=name)
+
+
+# ------------------------------------------------------------------------------- formulas
+
+
+def _closed(options: PlanOptions) -> int:
+    from truedraft.cli.terminal import Terminal
+    from truedraft.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
+
+    alpha, cost = options.closed.alpha or 0.0, options.closed.cost or 0.0
+    check_share("alpha", alpha)
+    check_not_negative("cost", cost)
+    best = best_gamma(alpha, cost)
+    length = best if options.closed.length is None else options.closed.length
+    lengths = sorted({*range(1, _LONGEST + 1), *([length] if length else [])})
+    rows = [
+        {
+            "length": each,
+            "tokens_per_call": expected_tokens(alpha, each),
+            "speedup": speedup(alpha, each, cost),
+            "operations": operations_factor(alpha, each, cost),
+        }
+        for each in lengths
+    ]
+    record = {
+        "command": "plan",
+        "status": DONE,
+        "alpha": alpha,
+        "cost": cost,
+        "length": length,
+        "best_length": best,
+        "tokens_per_call": expected_tokens(alpha, length),
+        "speedup": speedup(alpha, length, cost),
+        "operations": operations_factor(alpha, length, cost),
+        "pays": pays(alpha, cost),
+        "least_speedup": least_speedup(alpha, cost),
+        "break_even_cost": alpha,
+        "lengths": rows,
+    }
+    terminal = Terminal()
+    titles = ("drafted tokens", "tokens per call", "speed-up", "operations")
+    _print_table(titles, [_numbers(row.values()) for row in rows], terminal)
+    for line in _closed_lines(record):
+        terminal.out.print(line, soft_wrap=True)
+    if options.report.out is not None:
+        output = PlanOutput(options.report.out, f"{_FORMULAS}.json")
+        output.write(json_line(record))
+        names = zip(list(rows[0])[1:], titles[1:], strict=True)
+        lines = {name: [(row["length"], row[key]) for row in rows] for key, name in names}
+        heading = f"acceptance rate {alpha:g}, cost {cost:g}"
+        output.draw(_FORMULAS, lines, (heading, "drafted tokens", ""), even=True)
+        terminal.note(f"written: {output.record}")
+    if options.report.json:
+        terminal.json(record)
+    return DONE
+
+
+def _closed_lines(record: Mapping[str, Any]) -> list[str]:
+    """What follows from the formulas, in sentences."""
+    alpha, length = record["alpha"], record["length"]
+    at = (
+        f"with {length} drafted tokens: {record['tokens_per_call']:.2f} tokens per call, speed-up "
+        f"{record['speedup']:.2f}, {record['operations']:.2f} times the operations for a token"
+    )
+    if not record["pays"]:
+        return [at, f"no length pays: a drafted token must cost less than {alpha:g} of a target call (the break-even)"]
+    best = f"best length: {record['best_length']}; the best one gains {record['least_speedup']:.2f} times at least"
+    return [at, f"{best}, and drafting pays while a drafted token costs less than {alpha:g} of a target call"]
+
+
+def _numbers(values: Any) -> tuple[str, ...]:
+    first, *others = values
+    return (f"{first}", *(f"{value:.2f}" for value in others))
+
+
+# ------------------------------------------------------------------------------- what if
+
+
+def _simulate(options: PlanOptions, file: Path) -> int:
+    from truedraft.cli.terminal import Terminal
+    from truedraft.planning import WhatIf, prediction_record, read_plan
+
+    with errors_about("simulate"):
+        made = read_plan(file)
+    what_if = WhatIf(options.what_if.bandwidth, options.what_if.draft_cost)
+    batch = options.what.batch
+    found, now = made.best(batch, what_if), made.best()
+    recommended = made.recommended(batch, what_if)
+    as_made = {each.drafting.words: each for each in now}
+    rows = [
+        (
+            each.option.words,
+            f"{each.option.tokens.value:.2f}",
+            f"{as_made[each.drafting.words].speedup.value:.2f}",
+            _interval(each.speedup),
+            _break_even(made, each, what_if),
+        )
+        for each in found
+    ]
+    terminal = Terminal()
+    then = f"memory {what_if.bandwidth:g} times as fast, batch {batch}, drafting {what_if.draft_cost:g} times as dear"
+    terminal.out.print(f"{made.model.get('model')}: {then}", style="dim", soft_wrap=True)
+    _print_table(("drafter", "tokens per call", "as planned", "speed-up then", "no gain from batch"), rows, terminal)
+    terminal.out.print(f"recommended then: {recommended}", style="bold", soft_wrap=True)
+    record = {
+        "command": "plan",
+        "status": DONE,
+        "bandwidth": what_if.bandwidth,
+        "draft_cost": what_if.draft_cost,
+        "batch": batch,
+        "recommended": recommended,
+        "recommended_as_planned": made.recommended(),
+        "predicted": [prediction_record(each) for each in found],
+    }
+    if options.report.out is not None:
+        output = PlanOutput(options.report.out, f"{_WHAT_IF}.json")
+        if output.record.resolve() == file.expanduser().resolve():
+            raise OptionError("would write over the plan that it reads; name another file", field="out")
+        output.write(json_line(record))
+        _draw_batches(made, found, output, _WHAT_IF, what_if)
+        terminal.note(f"written: {output.record}")
+    if options.report.json:
+        terminal.json(record)
+    return DONE
+
+
+# ------------------------------------------------------------------------------- a plan
+
+
+def _plan(options: PlanOptions) -> int:
+    from truedraft.cli.session import quiet_hub, sampling_of_each, set_threads, waiting
+    from truedraft.cli.terminal import Terminal
+    from truedraft.models.loading import load_model
+
+    terminal, params = Terminal(), seeded(options.sampling)
+    with errors_about("prompts"):
+        prompts = _prompts(options)
+    output = None if options.report.out is None else PlanOutput(options.report.out, _FILE)
+    set_threads(options.machine.threads)
+    with waiting(terminal.err, f"loading {options.model.model}"), quiet_hub(), errors_about("model"):
+        target = load_model(options.model.model, pad_to=options.model.pad_to, **options.machine.of_models)
+    asked = sampling_of_each([(each, params) for each in prompts], derive_seeds=True)
+    planned, kept_back = _split(options, target, asked)
+    made = _made(options, target, planned, params, terminal)
+    best = made.best()
+    predicted = next((each for each in best if each.option.words == made.recommended()), best[0])
+    _print_plan(made, best, terminal)
+    results = _run(target, predicted.option.words, kept_back, options.what.runs, terminal)
+    checked = _check(results, predicted, target, params)
+    _print_check(checked, terminal)
+    for failure in results.failures:
+        say(f"error: {failure.describe()}")
+    record = _record(made, best, checked)
+    if output is not None:
+        output.write(json_line(made.to_dict() | {key: record[key] for key in ("predicted", "check")}))
+        _draw(made, best, output)
+        terminal.note(f"written: {output.record}")
+    failed = bool(results.failures) or checked.get("identical") is False
+    status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
+    if options.report.json:
+        terminal.json(record | {"status": status})
+    return status
+
+
+def _prompts(options: PlanOptions) -> list[Any]:
+    """As many prompts as are wanted.
+
+    Raises:
+        OptionError: there are too few to keep one back.
+    """
+    from truedraft.bench import spread
+
+    prompts = spread(read_prompts(None, options.what.prompts), options.what.limit)
+    if len(prompts) < _LEAST_PROMPTS:
+        raise OptionError(
+            f"must be {_LEAST_PROMPTS} or more, for one in {_LEAST_PROMPTS} is kept back to check the plan; there are "
+            f"{len(prompts)}"
+        )
+    return prompts
+
+
+def _split(
+    options: PlanOptions, target: LanguageModel, asked: Sequence[Any]
+) -> tuple[list[tuple[str, list[int], SamplingParams]], list[Group]]:
+    """Three prompts in four to plan with, and the fourth to check, in groups that are answered together."""
+    from truedraft.bench import grouped
+    from truedraft.cli.session import as_chat, encoded
+
+    if options.prompt.chat:
+        asked = as_chat(target, asked)
+    alone, failures = encoded(target, asked, 1)
+    for failure in failures:
+        warn(f"left out: {failure.describe()}")
+    usable = [(each.names[0], list(each.prompts[0]), each.params) for each in alone]
+    if len(usable) < _LEAST_PROMPTS:
+        raise OptionError(f"must be {_LEAST_PROMPTS} or more that can be answered, got {len(usable)}", field="prompts")
+    kept_back = usable[_LEAST_PROMPTS - 1 :: _LEAST_PROMPTS]
+    planned = [each for number, each in enumerate(usable) if number % _LEAST_PROMPTS != _LEAST_PROMPTS - 1]
+    return planned, grouped(kept_back, options.what.batch)
+
+
+def _made(
+    options: PlanOptions,
+    target: LanguageModel,
+    prompts: Sequence[tuple[str, list[int], SamplingParams]],
+    params: SamplingParams,
+    terminal: Terminal,
+) -> Plan:
+    """The plan; costs that were kept are held to some steps first."""
+    from truedraft.costs import StepCosts, parts
+    from truedraft.engine import Engine
+    from truedraft.planning import fitting_drafters, make_plan, ratio_of_steps
+
+    typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
+    drafters = [words for each in typed for words in (fitting_drafters(target) if each == "auto" else (each,))]
+    costs = StepCosts(target, refresh=options.what.refresh_costs)
+    with terminal.progress("plan", _PARTS) as show:
+        show(0, "costs of the target")
+        forwards = costs.forwards()
+        if costs.measuring_s == 0.0 and target.device.type == "cpu":
+            ratio = ratio_of_steps(Engine(target), forwards)
+            if ratio is not None and parts(ratio):
+                warn(f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say")
+                costs = StepCosts(target, refresh=True)
+        made = make_plan(
+            target,
+            list(dict.fromkeys(drafters)),
+            prompts,
+            params,
+            batch=options.what.batch,
+            costs=costs,
+            progress=lambda done, remark: show(round(done * _PARTS), remark),
+        )
+    for warning in costs.warnings:
+        warn(warning)
+    return made
+
+
+def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, terminal: Terminal) -> Results:
+    """Plain decoding and a drafter in turns, on prompts that the plan has not seen."""
+    from truedraft.bench import PLAIN, OurEngine, run_all
+    from truedraft.drafters.specs import from_spec
+    from truedraft.engine import Engine
+
+    room = max(32, *(len(group.prompts) for group in groups))
+    systems = [
+        OurEngine(PLAIN, Engine(target, max_batch=room)),
+        OurEngine(words, Engine(target, from_spec(words, target), max_batch=room)),
+    ]
+    with terminal.progress("checking", len(systems) * len(groups) * runs) as progress:
+        return run_all(systems, groups, runs=runs, context_length=target.context_length, progress=progress)
+
+
+def _check(results: Results, predicted: Prediction, target: LanguageModel, params: SamplingParams) -> dict[str, Any]:
+    """Predicted against measured, over the prompts that both ways answered; measured is None where none has tokens."""
+    from truedraft.bench import PLAIN, Row
+    from truedraft.core.stats import Counters
+    from truedraft.planning import ratio_of_rates
+
+    rows: dict[str, dict[tuple[str, ...], list[Row]]] = {}
+    for row in results.rows:
+        rows.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
+    plain, drafted = rows.get(PLAIN, {}), rows.get(predicted.option.words, {})
+    both = [key for key in drafted if key in plain]
+    pairs = [(_rate(drafted[key]), _rate(plain[key])) for key in both]
+    pairs = [pair for pair in pairs if pair[0][0] and pair[1][0]]
+    speedup = ratio_of_rates(*zip(*pairs, strict=True)) if pairs else None
+    counted = [drafted[key][0].outcome.counters for key in both]
+    counters = sum((each for each in counted if each is not None), Counters())
+    agree = params.greedy or params.coupled
+    same = all(each.outcome.token_ids == plain[key][0].outcome.token_ids for key in both for each in drafted[key])
+    factor = predicted.speedup.value / predicted.option.tokens.value
+    tokens, seconds = (sum(pair[0][part] for pair in pairs) for part in range(2))
+    return {
+        "drafter": predicted.option.words,
+        "prompts": sum(map(len, both)),
+        "predicted_speedup": dataclasses.asdict(predicted.speedup),
+        "speedup": None if speedup is None else dataclasses.asdict(speedup) | (_NO_INTERVAL if len(pairs) < 2 else {}),
+        "predicted_tokens_per_call": dataclasses.asdict(predicted.option.tokens),
+        "tokens_per_call": counters.mean_acceptance_length,
+        "predicted_at_measured_tokens": factor * counters.mean_acceptance_length,
+        "measured_over_predicted": None if speedup is None else speedup.value / predicted.speedup.value,
+        "decode_tokens_per_s": tokens / seconds if seconds else 0.0,
+        "identical": same if agree and both else None,
+    }
+
+
+def _rate(rows: Sequence[Any]) -> tuple[float, float]:
+    """Tokens behind the first ones, and the seconds for them in the median run."""
+    seconds = sorted(row.decode_s for row in rows)[(len(rows) - 1) // 2]
+    return round(rows[0].decode_tokens_per_s * rows[0].decode_s), seconds
+
+
+# ------------------------------------------------------------------------------- telling
+
+
+def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> None:
+    rows = [
+        (
+            each.option.words,
+            _interval(each.option.tokens),
+            _interval(each.speedup),
+            _break_even(made, each),
+            f"{_MILLI * (each.step_s - each.plain_s):+.2f}",
+            f"{each.drafting.memory.weights / _MEGA:.0f}",
+            f"{each.drafting.memory.cached_token}",
+        )
+        for each in best
+    ]
+    temperature = made.sampling.get("temperature")
+    how = "greedy" if not temperature else f"temperature {temperature:g}"
+    about = (
+        f"{made.model.get('model')}, {made.model.get('dtype')}, {made.machine.get('threads')} threads, {how}, batch "
+        f"{made.batch}; {made.prompts} prompts, {made.tokens} tokens, {made.memory.weights / _MEGA:.0f} MB of weights, "
+        f"{made.memory.cached_token} bytes a cached token"
+    )
+    terminal.out.print()
+    terminal.out.print(about, style="dim", soft_wrap=True)
+    titles = ("drafter, best size", "tokens per call", "predicted speed-up", "no gain from batch")
+    _print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal)
+    terminal.out.print(f"recommended: {made.recommended()}", style="bold", soft_wrap=True)
+
+
+def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
+    measured, tokens = checked["speedup"], checked["tokens_per_call"]
+    faster = "-" if measured is None else _of(measured)
+    rows = [
+        ("tokens per call", _of(checked["predicted_tokens_per_call"]), f"{tokens:.2f}"),
+        ("speed-up", _of(checked["predicted_speedup"]), faster),
+        ("speed-up with as many tokens per call", f"{checked['predicted_at_measured_tokens']:.2f}", faster),
+    ]
+    prompts = checked["prompts"]
+    terminal.out.print()
+    terminal.out.print(
+        f"{checked['drafter']} run in turns with plain decoding, {prompts} prompts that the plan has not seen",
+        style="dim",
+        soft_wrap=True,
+    )
+    _print_table(("", "predicted", "measured"), rows, terminal)
+    high = None if measured is None else measured["high"]
+    if high is not None and high < checked["predicted_at_measured_tokens"]:
+        terminal.out.print(
+            "note: slower than predicted, for the prediction has forwards and drafting alone; verdicts and the host "
+            "take the rest",
+            style="dim",
+            soft_wrap=True,
+        )
+
+
+def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) -> dict[str, Any]:
+    """For programs."""
+    from truedraft.planning import prediction_record
+
+    measured = checked["speedup"]
+    predicted = [
+        prediction_record(each)
+        | {
+            "break_even_batch": made.break_even(each),
+            "weight_bytes": each.drafting.memory.weights,
+            "cached_token_bytes": each.drafting.memory.cached_token,
+            "ms_more_a_step": _MILLI * (each.step_s - each.plain_s),
+        }
+        for each in best
+    ]
+    return {
+        "command": "plan",
+        "recommended": made.recommended(),
+        "speedup": None if measured is None else measured["value"],
+        "tokens_per_s": checked["decode_tokens_per_s"],
+        "identical": checked["identical"],
+        "predicted": predicted,
+        "check": dict(checked),
+        "model": dict(made.model),
+        "machine": dict(made.machine),
+        "sampling": dict(made.sampling),
+        "prompts": made.prompts,
+        "tokens": made.tokens,
+        "context": made.context,
+        "batch": made.batch,
+        "weight_bytes": made.memory.weights,
+        "cached_token_bytes": made.memory.cached_token,
+    }
+
+
+def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput) -> None:
+    """Survival by depth, cost curves, and speed-up over batch size, of each drafter's best size."""
+    survival = {
+        each.drafting.words: [(float(depth), share) for depth, share in enumerate(each.drafting.survival, 1)]
+        for each in best
+    }
+    output.draw("survival", survival, ("Survival by depth", "drafted token", "share of steps in which it is accepted"))
+    costs = {"the target's forward, by rows": [(n, _MILLI * made.forwards(n, [made.context])) for n in range(1, 33)]}
+    for each in best:
+        costs[f"{each.drafting.words}, by depth"] = [
+            (point.depth, _MILLI * point.seconds) for point in each.drafting.cost.points
+        ]
+    output.draw("costs", costs, ("What forwards and proposals cost", "rows, or depth", "milliseconds"))
+    _draw_batches(made, best, output, "batches")
+
+
+def _draw_batches(
+    made: Plan, best: Sequence[Prediction], output: PlanOutput, name: str, what_if: WhatIf | None = None
+) -> None:
+    over = {each.option.words: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best}
+    labels = ("Predicted speed-up over batch size", "requests answered together", "times plain decoding")
+    output.draw(name, over, labels, log=True, even=True)
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _of(found: Mapping[str, float | None]) -> str:
+    value, low, high = found["value"], found["low"], found["high"]
+    return f"{value:.2f}" if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _break_even(made: Plan, prediction: Prediction, what_if: WhatIf | None = None) -> str:
+    from truedraft.planning import BATCHES
+
+    found = made.break_even(prediction, what_if)
+    return f"above {BATCHES[-1]}" if found is None else str(found)
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], terminal: Terminal) -> None:
+    """A table without cut cells: a terminal that is too narrow breaks the lines instead."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    endless = Console(width=10_000)
+    width = max(terminal.out.width, Measurement.get(endless, endless.options, table).maximum)
+    Console(highlight=False, markup=False, emoji=False, width=width).print(table)

@@ -1,0 +1,143 @@
+"""Candidates: from the words of drafters to every length and tree size that a plan tries, each with its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from truedraft.core.params import SamplingParams
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.specs import KINDS, from_spec
+from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names
+from truedraft.errors import ModelNotFoundError
+from truedraft.models.base import LanguageModel
+from truedraft.models.padding import unpadded_name
+from truedraft.options import Words
+from truedraft.planning.replay import CURVE_NODES
+from truedraft.planning.traces import is_drawn
+from truedraft.planning.walks import check_walkable
+
+if TYPE_CHECKING:
+    from truedraft.drafters.redrafter import Redrafter
+
+LONGEST = 12
+"""Longest chain that is tried where nobody chose a length."""
+_LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
+_BEAMS, _PATHS = "beams", "length"
+_TREES = ("2-1-1-1", "2-2-1-1", "3-2-1")
+_WIDTHS = (1, 2, 4, 8)
+_FEW_NODES = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One drafter at its largest; each of its sizes is a number of nodes that a budget keeps.
+
+    Attributes:
+        typed: the words that it came from.
+        drafter: drafts as much as the largest size, and is replayed.
+        timed: a drafter whose proposals cost what this one's cost, by their depth.
+        words: for each size, in rising order, the words that `--drafter` reads.
+    """
+
+    typed: str
+    drafter: Drafter
+    timed: Drafter
+    words: Mapping[int, str]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of nodes."""
+        return tuple(self.words)
+
+
+def fitting_drafters(target: LanguageModel) -> tuple[str, ...]:
+    """The words of the drafters that are known to fit a target: prompt lookup, and for the embedded one what ships."""
+    words = ["prompt-lookup"]
+    if unpadded_name(target.name) == "embedded:target":
+        for kind in ("draft", *embedded_heads_names()):
+            try:
+                embedded_folder(kind) if kind == "draft" else embedded_heads(kind)
+            except ModelNotFoundError:
+                continue
+            words.append(kind)
+    return tuple(words)
+
+
+def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+    """The candidates that the words of one drafter leave open; one that has its sizes chosen is one candidate.
+
+    What is tried where nothing was chosen: chains of 1 to 12 tokens, and a few trees of a draft model where no chance
+    decides; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of them of every length that it was
+    trained for.
+
+    Raises:
+        TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
+            replayed.
+    """
+    words = Words.parse("drafter", typed)
+    base = from_spec(typed, target)
+    check_walkable(base, is_drawn(params))
+    known = KINDS[words.kind].options if words.kind in KINDS else {}
+    chosen = set(words.options)
+    if base.limits.is_zero:
+        return []
+    if _BEAMS in known:
+        if chosen & {_BEAMS, _PATHS, _NODES}:
+            return [_whole(typed, base)]
+        return _beams(words, typed, cast("Redrafter", base), target, params)
+    if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:
+        longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
+        lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
+        widths = _TREES if _BRANCHING in known and not is_drawn(params) else ()
+        spelt = [spelled(words, {_BRANCHING: each}) for each in widths]
+        return [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
+    if _NODES in known and _NODES not in chosen:
+        largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
+        most = largest.limits.nodes
+        trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
+        return [Candidate(typed, largest, largest, trees)]
+    return [_whole(typed, base)]
+
+
+def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
+    """A drafter as it is; `words` are its own where they are not those that were typed."""
+    return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
+
+
+def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+    """Every width and length; a shorter search keeps other nodes than the longer one's first, so each is replayed.
+
+    Coupled requests get beams that noise chooses, whose order is not that in which fewer nodes would be kept; so there
+    each number of nodes is a candidate of its own.
+    """
+    found: list[Candidate] = []
+    coupled = params.coupled and not params.greedy
+    longest = base.head.config.length
+    for beams in _WIDTHS:
+        timed = base.with_sizes(beams, longest, beams * longest)
+        timed.check(target)
+        for length in range(1, longest + 1):
+            most = beams * length
+            numbers = [nodes for nodes in (_FEW_NODES if coupled else CURVE_NODES) if nodes <= most] or [most]
+            spelt = {nodes: spelled(words, {_BEAMS: beams, _PATHS: length, _NODES: nodes}) for nodes in numbers}
+            for sizes in [[each] for each in numbers] if coupled else [numbers]:
+                drafter = base.with_sizes(beams, length, sizes[-1])
+                drafter.check(target)
+                found.append(Candidate(typed, drafter, timed, {nodes: spelt[nodes] for nodes in sizes}))
+    return found
+
+
+def spelled(words: Words, more: Mapping[str, int | str]) -> str:
+    """The words with further options, as they are typed.
+
+    Worked example: `draft:a/b` with a length of 3 is `draft:a/b,num_speculative_tokens=3`.
+    """
+    path = "" if words.path is None else f":{_quoted(words.path)}"
+    options = dict(words.options) | {name: str(value) for name, value in more.items()}
+    return words.kind + path + "".join(f",{name}={_quoted(value)}" for name, value in options.items())
+
+
+def _quoted(part: str) -> str:
+    return f'"{part}"' if "," in part else part

@@ -1,0 +1,387 @@
+"""Plans: which drafter, how many tokens and which tree, from a target's own answers and this machine's costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.tree import chain_shape
+from truedraft.costs import StepCosts
+from truedraft.drafters.base import Drafter
+from truedraft.errors import CompositionError, DataError, OptionError, UnsupportedModelError
+from truedraft.machine import dtype_name, machine_facts, this_machine
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.padding import unpadded_name
+from truedraft.planning.candidates import Candidate, candidates_of
+from truedraft.planning.predictions import (
+    BATCHES,
+    Circumstance,
+    Drafting,
+    Footprint,
+    Interval,
+    PlanOption,
+    Prediction,
+    WhatIf,
+    options_of,
+)
+from truedraft.planning.traces import AnswerTrace, Asked, trace_answers
+from truedraft.planning.walks import walk_along
+from truedraft.theory import CostCurve, DraftCost, TargetCost
+
+_FORMAT = 1
+_AGAIN = "run truedraft plan again"
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out, and where it holds.
+
+    Attributes:
+        version: of truedraft.
+        model: name, fingerprint (None where there is none), dtype and device of the target.
+        machine: processor, cores, threads, device.
+        sampling: options of the answers.
+        prompts: that were planned with.
+        tokens: of their answers.
+        context: mean number of cached tokens.
+        batch: requests answered together, for which it recommends.
+        forwards: V of the target.
+        memory: of the target.
+        drafters: what each brings and costs.
+    """
+
+    version: str
+    model: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    prompts: int
+    tokens: int
+    context: int
+    batch: int
+    forwards: TargetCost
+    memory: Footprint
+    drafters: tuple[Drafting, ...]
+
+    def best(self, batch: int | None = None, what_if: WhatIf | None = None) -> list[Prediction]:
+        """For each drafter its best size, the best drafter first.
+
+        Args:
+            batch: requests answered together; None is the plan's own.
+            what_if: another machine or drafter.
+        """
+        requests, what_if = batch or self.batch, what_if or WhatIf()
+        there = Circumstance(what_if.forwards(self.forwards), self.context)
+        drafters = [what_if.drafting(each, self.memory, self.forwards) for each in self.drafters]
+        found = sorted((there.best_of(each, requests) for each in drafters), key=lambda each: -each.speedup.value)
+        first = {each.drafting.words: each for each in reversed(found)}  # of widths that cost differently the best
+        return [each for each in found if first[each.drafting.words] is each]
+
+    def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
+        """The words of the drafter that is predicted to gain most; `none` where none gains."""
+        found = self.best(batch, what_if)
+        return found[0].option.words if found and found[0].speedup.value > 1.0 else NONE
+
+    def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
+        """The predicted speed-up of one option by the number of requests answered together."""
+        there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
+        return [(n, there.predict(prediction.drafting, prediction.option, n).speedup.value) for n in BATCHES]
+
+    def break_even(self, prediction: Prediction, what_if: WhatIf | None = None) -> int | None:
+        """The smallest batch in which an option is predicted to gain nothing; None where it always gains."""
+        there = Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
+        return there.break_even(prediction.drafting, prediction.option)
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse another model, machine or version than it was made for.
+
+        Raises:
+            CompositionError: says which.
+        """
+        if self.version != _version():
+            raise CompositionError(f"the plan is of truedraft {self.version}, and this is {_version()}; {_AGAIN}")
+        model = model_facts(target)
+        if model["fingerprint"] is not None:
+            del model["model"]  # one model may be called by several names
+        for kept, here in ((self.model, model), (self.machine, asdict(this_machine(target.device)))):
+            for name, value in here.items():
+                if kept.get(name) != value:
+                    raise CompositionError(
+                        f"the plan was made for another {name} ({kept.get(name)}, and here it is {value}); {_AGAIN}"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "format": _FORMAT,
+            "truedraft": self.version,
+            "model": dict(self.model),
+            "machine": dict(self.machine),
+            "sampling": dict(self.sampling),
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "context": self.context,
+            "batch": self.batch,
+            "forwards": self.forwards.to_dict(),
+            "memory": asdict(self.memory),
+            "drafters": [_drafting_record(each) for each in self.drafters],
+            "recommended": self.recommended(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """What `to_dict` gave.
+
+        Raises:
+            DataError: it is no plan.
+        """
+        try:
+            if data["format"] != _FORMAT:
+                raise DataError(f"the plan is of format {data['format']}, and {_FORMAT} is read; {_AGAIN}")
+            return cls(
+                str(data["truedraft"]),
+                dict(data["model"]),
+                dict(data["machine"]),
+                dict(data["sampling"]),
+                int(data["prompts"]),
+                int(data["tokens"]),
+                int(data["context"]),
+                int(data["batch"]),
+                TargetCost.from_dict(data["forwards"]),
+                Footprint(**data["memory"]),
+                tuple(map(_drafting_from, data["drafters"])),
+            )
+        except (KeyError, TypeError, ValueError, OptionError) as error:
+            raise DataError(f"this is no plan ({type(error).__name__}: {error}); {_AGAIN}") from error
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan that `truedraft plan --out` wrote: the file, or the folder with it.
+
+    Raises:
+        DataError: it cannot be read, or is no plan.
+    """
+    file = path / PLAN_FILE if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read the plan {str(file)!r}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(file)!r} is not JSON and so no plan; {_AGAIN}") from error
+    return Plan.from_dict(data)
+
+
+PLAN_FILE = "plan.json"
+"""What a plan is called in a folder."""
+
+
+def make_plan(
+    target: LanguageModel,
+    drafters: Sequence[str],
+    prompts: Sequence[Asked],
+    params: SamplingParams,
+    *,
+    batch: int = 1,
+    costs: StepCosts | None = None,
+    progress: Callable[[float, str], None] = lambda done, remark: None,
+) -> Plan:
+    """Run the target once over prompts, replay every size of every drafter on its answers, and put costs beside it.
+
+    Args:
+        target: the model that decides.
+        drafters: words for drafters.
+        prompts: to plan with.
+        params: how answers are drawn; the prompts' own differ in the seed at most.
+        batch: requests that will be answered together.
+        costs: of the target's steps; None takes those that are kept, or measures.
+        progress: is called with the share that is done and what is being done.
+
+    Raises:
+        DataError: the answers are too short to plan with.
+        TruedraftError: a drafter does not exist or fit, or something failed.
+    """
+    costs = costs or StepCosts(target)
+    progress(0.0, "loading drafters")
+    candidates = [each for words in drafters for each in candidates_of(words, target, params)]
+    if not candidates:
+        raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
+    progress(0.05, "the target's answers")
+    traces = trace_answers(
+        target,
+        prompts,
+        [each.drafter for each in candidates],
+        progress=lambda done, _: progress(0.05 + 0.25 * done / len(prompts), "the target's answers"),
+    )
+    replayed = _replayed(target, candidates, traces, lambda share, remark: progress(0.3 + 0.4 * share, remark))
+    progress(0.7, "costs of the target")
+    forwards, context = costs.forwards(), _mean_context(traces)
+    drafting = []
+    for number, (each, options, survival) in enumerate(replayed):
+        progress(0.75 + 0.25 * number / len(replayed), f"costs of {each.typed}")
+        drafting.append(_drafting(each, options, survival, costs, params, context))
+    progress(1.0, "")
+    return Plan(
+        _version(),
+        model_facts(target),
+        asdict(this_machine(target.device)),
+        _sampling_record(params),
+        len(prompts),
+        sum(trace.places for trace in traces),
+        context,
+        batch,
+        forwards,
+        footprint_of(target),
+        tuple(_together(drafting)),
+    )
+
+
+def _version() -> str:
+    """Of truedraft."""
+    return str(machine_facts()["truedraft"])
+
+
+def _replayed(
+    target: LanguageModel,
+    candidates: Sequence[Candidate],
+    traces: Sequence[AnswerTrace],
+    progress: Callable[[float, str], None],
+) -> list[tuple[Candidate, list[PlanOption], tuple[float, ...]]]:
+    """What the sizes of each candidate bring, and the survival of its largest."""
+    found = []
+    for number, each in enumerate(candidates):
+        progress(number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
+        found.append((each, *options_of(walk_along(each.drafter, target, traces), each.words)))
+    return found
+
+
+def _mean_context(traces: Sequence[AnswerTrace]) -> int:
+    """Cached tokens of a step, the mean over all places."""
+    cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
+    return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
+
+
+def _drafting(
+    candidate: Candidate,
+    options: Sequence[PlanOption],
+    survival: tuple[float, ...],
+    costs: StepCosts,
+    params: SamplingParams,
+    context: int,
+) -> Drafting:
+    drafter = candidate.drafter
+    cost = costs.drafting(candidate.timed, params)
+    growth = _growth(drafter, costs, context)
+    memory = memory_of(drafter)
+    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory)
+
+
+def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
+    """What costs the same is one drafter with all its options."""
+    found: dict[tuple[str, DraftCost], Drafting] = {}
+    for each in drafting:
+        key = each.words, each.cost
+        before = found.get(key)
+        if before is None:
+            found[key] = each
+        else:
+            fullest = max(before, each, key=lambda one: max(option.tokens.value for option in one.options))
+            found[key] = replace(fullest, options=(*before.options, *each.options))
+    return list(found.values())
+
+
+def _growth(drafter: Drafter, costs: StepCosts, context: int) -> CostCurve:
+    """How much dearer proposals for several requests are than for one: as so many rows, see `predictions`."""
+    if drafter.model is None and drafter.features is None:
+        return CostCurve(tuple(map(float, BATCHES)), tuple(map(float, BATCHES)))
+    forwards = costs.forwards() if drafter.model is None else StepCosts(drafter.model).forwards()
+    alone = forwards(1, [context])
+    times = [max(1.0, forwards(n, [context] * n) / alone) if alone > 0.0 else 1.0 for n in BATCHES]
+    return CostCurve.fit(zip(map(float, BATCHES), times, strict=True))
+
+
+def model_facts(target: LanguageModel) -> dict[str, Any]:
+    """What a plan is bound to, of the target."""
+    try:
+        fingerprint: str | None = target.fingerprint
+    except UnsupportedModelError:
+        fingerprint = None
+    return {
+        "model": target.name,
+        "fingerprint": fingerprint,
+        "padding": target.name.removeprefix(unpadded_name(target.name)).strip(),
+        "dtype": dtype_name(target.dtype),
+        "model device": str(target.device),
+    }
+
+
+def footprint_of(model: LanguageModel) -> Footprint:
+    """Bytes of a language model, and of a token in its cache."""
+    cache = model.new_cache()
+    try:
+        with torch.inference_mode():
+            model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+        each = cache.n_bytes // max(1, cache.capacity)
+    finally:
+        model.release_cache(cache)
+    return Footprint(model.weight_bytes, each, each_token=True)
+
+
+def memory_of(drafter: Drafter) -> Footprint:
+    """Bytes of a drafter: its model with a token of its cache, or its heads; 0 where it has neither."""
+    if drafter.model is not None:
+        return footprint_of(drafter.model)
+    head = getattr(drafter, "head", None)
+    if isinstance(head, torch.nn.Module):
+        return Footprint(sum(weight.numel() * weight.element_size() for weight in head.parameters()))
+    return Footprint(0)
+
+
+def _sampling_record(params: SamplingParams) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
+
+
+def _drafting_record(drafting: Drafting) -> dict[str, Any]:
+    return {
+        "drafter": drafting.words,
+        "name": drafting.name,
+        "survival": list(drafting.survival),
+        "cost": drafting.cost.to_dict(),
+        "growth": drafting.growth.to_dict(),
+        "memory": asdict(drafting.memory),
+        "options": [
+            {
+                "drafter": each.words,
+                "nodes": each.nodes,
+                "tokens_per_call": asdict(each.tokens),
+                "steps": [list(kind) for kind in each.steps],
+            }
+            for each in drafting.options
+        ],
+    }
+
+
+def _drafting_from(data: Mapping[str, Any]) -> Drafting:
+    options = tuple(
+        PlanOption(
+            str(each["drafter"]),
+            int(each["nodes"]),
+            Interval(**each["tokens_per_call"]),
+            tuple((int(nodes), int(depth), float(share)) for nodes, depth, share in each["steps"]),
+        )
+        for each in data["options"]
+    )
+    return Drafting(
+        str(data["drafter"]),
+        str(data["name"]),
+        options,
+        tuple(map(float, data["survival"])),
+        DraftCost.from_dict(data["cost"]),
+        CostCurve.from_dict(data["growth"]),
+        Footprint(**data["memory"]),
+    )

@@ -1,0 +1,212 @@
+"""Traces: what the target answers by itself, with everything that drafters want to see while it does.
+
+The target runs once. Drafters then live through its answers again and again without it (`walks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import Proposal
+from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
+from truedraft.engine import Engine, Request
+from truedraft.engine.prompts import Prompt, encode_prompt
+from truedraft.errors import ModelError
+from truedraft.models.base import LanguageModel
+
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class AnswerTrace:
+    """One answer of the target.
+
+    At place i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and on.
+
+    Attributes:
+        name: of the prompt.
+        prompt: token ids.
+        tokens: the answer; the first is that of the prompt's forward.
+        params: how it was drawn.
+        seed: of its noise.
+        limit: most tokens of prompt and answer together.
+        stopped: whether the last token ended the answer and is no part of it; otherwise it ended at its length.
+        seen: what the steps of plain decoding showed, in their order: parts of the prompt, then a token each.
+        probs: what the target gave to each token of `tokens`, by its processed distribution; empty of greedy and
+            coupled answers, whose replay does not need it.
+        layers: numbers of the layers whose vectors were kept.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    limit: int
+    stopped: bool
+    seen: tuple[StepOutcome, ...]
+    probs: tuple[float, ...] = ()
+    layers: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> int:
+        """Steps of plain decoding behind the prompt's, and so most steps of any decoding."""
+        return max(0, len(self.tokens) - 1)
+
+    def remaining(self, place: int) -> int:
+        """Tokens that may still be emitted at a place."""
+        return self.limit - len(self.prompt) - place - 1
+
+
+Asked: TypeAlias = tuple[str, Prompt, SamplingParams]
+"""A prompt: its name, its text or token ids, and how its answer is drawn."""
+
+
+def is_drawn(params: SamplingParams) -> bool:
+    """Whether verdicts for such requests depend on chance: greedy and coupled ones are compared."""
+    return not (params.greedy or params.coupled)
+
+
+def trace_answers(
+    target: LanguageModel,
+    prompts: Sequence[Asked],
+    drafters: Iterable[Drafter] = (),
+    *,
+    batch: int = _BATCH,
+    progress: Callable[[int, str], None] = lambda done, remark: None,
+) -> list[AnswerTrace]:
+    """Let the target answer prompts by plain decoding, once, and keep what drafters need to live through it again.
+
+    Args:
+        target: the model that decides.
+        prompts: none of them with texts that end an answer.
+        drafters: whose declared features are kept.
+        batch: answers that are drawn together.
+        progress: is called with the number of finished answers and a remark.
+
+    Raises:
+        PromptError: a prompt cannot be run.
+        ModelError: the target failed, or cannot show what a drafter wants to see.
+    """
+    drawn = any(is_drawn(params) for _, _, params in prompts)
+    watcher = _Watcher([each.features for each in drafters if each.features is not None], drawn)
+    engine = Engine(target, watcher, max_batch=batch)
+    ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
+    # Beyond the end of text, so that the token that ended an answer is seen.
+    whole = [dataclasses.replace(params, ignore_eos=True, stop_token_ids=()) for _, _, params in prompts]
+    requests = [engine.submit(prompt, params) for prompt, params in zip(ids, whole, strict=True)]
+    ends = [_ends(target, params) for _, _, params in prompts]
+    running = dict(enumerate(requests))
+    try:
+        while running:
+            engine.step()
+            for number, request in list(running.items()):
+                if request.emitted and request.tokens[-1] in ends[number]:
+                    engine.cancel(request)
+                if request.finish_reason is not None:
+                    del running[number]
+            progress(len(requests) - len(running), "")
+    finally:
+        for request in running.values():
+            engine.cancel(request)
+    return [
+        _trace(each, request, watcher, ends[number], target)
+        for number, (each, request) in enumerate(zip(prompts, requests, strict=True))
+    ]
+
+
+def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
+    """Ids that end an answer."""
+    return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
+
+
+def _trace(
+    asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[int], target: LanguageModel
+) -> AnswerTrace:
+    name, _, params = asked
+    if request.error is not None:
+        raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
+    if request.warnings:
+        raise ModelError(f"prompt {name} could not be followed: {request.warnings[0]}")
+    tokens = tuple(request.tokens[request.prompt_tokens :])
+    return AnswerTrace(
+        name,
+        tuple(request.tokens[: request.prompt_tokens]),
+        tokens,
+        params,
+        request.seed,
+        min(request.prompt_tokens + params.max_tokens, target.context_length),
+        bool(tokens) and tokens[-1] in ends,
+        tuple(watcher.seen.pop(request.id, ())),
+        tuple(watcher.probs.pop(request.id, ())),
+        watcher.layers,
+    )
+
+
+class _Watcher(NoDrafter):
+    """Never drafts; keeps what each step of each request shows.
+
+    Args:
+        wanted: what drafters want to see.
+        drawn: whether there are requests whose tokens' probabilities are kept.
+
+    Attributes:
+        layers: numbers of the layers that are kept.
+        seen: by request, of each step.
+        probs: by request, what the target gave to each token that it drew, where chance decides.
+    """
+
+    def __init__(self, wanted: Sequence[Features], drawn: bool) -> None:
+        self._keeps_logits = any(each.logits for each in wanted)
+        self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))
+        if wanted or drawn:
+            whole = any(each.rows == "all" for each in wanted)
+            shown = Features("all" if whole else "last", self._keeps_logits or drawn, self.layers)
+            self.features = shown  # type: ignore[misc]  # of this watcher, not of its class
+        self.seen: dict[int, list[StepOutcome]] = {}
+        self.probs: dict[int, list[float]] = {}
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if is_drawn(request.params) and outcome.tokens and outcome.logits is not None:
+                dist = probs_from_logits(outcome.logits[-1:], request.params)
+                self.probs.setdefault(request.id, []).append(float(dist[0, outcome.tokens[0]]))
+            # Copies: the next forward may write over the rows.
+            kept = dataclasses.replace(
+                outcome,
+                hidden=None if outcome.hidden is None else outcome.hidden.clone(),
+                logits=outcome.logits.clone() if self._keeps_logits and outcome.logits is not None else None,
+                layers=tuple(layer.clone() for layer in outcome.layers),
+            )
+            self.seen.setdefault(request.id, []).append(kept)
+
+
+def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:
+    """What a drafter is told of a step of a trace in which nothing of its proposal was accepted.
+
+    Args:
+        features: that it declared.
+        trace: whose step it is.
+        step: number of it in `trace.seen`.
+        proposal: what it proposed.
+    """
+    kept = trace.seen[step]
+    if features is None or kept.hidden is None:
+        return StepOutcome(proposal, (), kept.tokens, partial=kept.partial)
+    rows = slice(None) if features.rows == "all" else slice(-1, None)
+    # One row was computed, so to a drafter that wants those of its nodes, nothing was proposed.
+    told = Proposal.empty() if features.rows == "all" else proposal
+    return StepOutcome(
+        told,
+        (),
+        kept.tokens,
+        kept.hidden[rows],
+        kept.logits[rows] if features.logits and kept.logits is not None else None,
+        tuple(kept.layers[trace.layers.index(layer)][rows] for layer in features.layers),
+        kept.partial,
+    )

@@ -1,0 +1,303 @@
+"""Walks: a drafter lives through answers that are known, and every smaller size of it is read off what it proposes.
+
+At each place of a trace the drafter is asked for its largest proposal, through the contract that the engine uses, and
+then told the token that came. Which of the proposed nodes lie on the trace says what a step that starts there accepts:
+
+- Where the candidates were chosen (greedy and coupled requests, prompt lookup, heads), no chance is left. A budget of n
+  nodes keeps the first n, so it accepts as many as lie on the trace among these. Replay is exact.
+- Where a chain is drawn from a draft's distribution, the token x of the trace was an accepted draft with probability
+  min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Acceptance at one place does not depend on that at
+  another, given the text, so the product of the factors is the probability that a step accepts so far.
+
+Either way a step at place i accepts a tokens and the next one starts at i + a + 1. Summing up the probability that a
+step starts at each place gives the expected number of target calls of the whole answer. (A mean over all places would
+be another number: a step starts where the one before it failed, and these are not places like all others.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.drafters.base import Drafter, DraftRequest, TokenView
+from truedraft.errors import DrafterError, OptionError, TruedraftError
+from truedraft.models.base import LanguageModel
+from truedraft.planning.replay import NEVER
+from truedraft.planning.traces import AnswerTrace, is_drawn, shown_to
+from truedraft.theory import replay_factor
+
+_BATCH = 16
+
+Numbers = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What decoding one trace with some sizes of a drafter comes to; expected numbers where chance decides.
+
+    Attributes:
+        calls: `[sizes]`: target calls behind the prompt's.
+        visits: `[sizes, places]`: the probability that a step starts at a place.
+        nodes: `[sizes, places]`: what would be drafted there.
+        depths: `[sizes, places]`: the depth of that.
+        reach: `[sizes, places, depth]`: the probability that a step there accepts so many tokens or more, from 1 on.
+    """
+
+    calls: Numbers
+    visits: Numbers
+    nodes: Numbers
+    depths: Numbers
+    reach: Numbers
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a drafter proposes along one trace, at its largest.
+
+    Worked example, five tokens and chains of at most two that are chosen: a row of `fewest` for each of four places,
+    (1, 2), (never, never), (1, never), (never, never). A chain of two accepts 2 at the first place, so the next step
+    starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: two calls, too.
+
+    Attributes:
+        fewest: `[places, depth]`, int64: nodes that a budget must have to hold the true continuation down to a depth;
+            `NEVER` where none does.
+        survival: `[places, depth]`: the probability that it is accepted so far if the nodes are there.
+        depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
+        sizes: `[places]`: nodes of the whole proposal.
+    """
+
+    fewest: Numbers
+    survival: Numbers
+    depths: Numbers
+    sizes: Numbers
+
+    @property
+    def tokens(self) -> int:
+        """That are emitted behind the first one, one that ends the answer included."""
+        return len(self.sizes)
+
+    def steps(self, budgets: Sequence[int]) -> Steps:
+        """Decoding with so many nodes at most, for each of some numbers of nodes."""
+        wanted = np.asarray(budgets, np.int64)[:, None]
+        reach = self.survival * (self.fewest[None] <= wanted[..., None])  # [sizes, places, depth]
+        nodes = np.minimum(wanted, self.sizes[None])
+        places = np.arange(self.tokens)
+        # P(exactly a accepted) = P(a or more) - P(a + 1 or more), for a = 0, 1, ...
+        ones, none = np.ones((*reach.shape[:2], 1)), np.zeros((*reach.shape[:2], 1))
+        exactly = np.concatenate([ones, reach], axis=2) - np.concatenate([reach, none], axis=2)
+        width = exactly.shape[2]
+        visits = np.zeros((len(budgets), self.tokens + width))
+        if self.tokens:
+            visits[:, 0] = 1.0
+        for place in places:
+            visits[:, place + 1 : place + 1 + width] += visits[:, place, None] * exactly[:, place]
+        visits = visits[:, : self.tokens]
+        return Steps(visits.sum(axis=1), visits, nodes, self.depths[places[None], nodes], reach)
+
+
+def check_walkable(drafter: Drafter, drawn: bool) -> None:
+    """Refuse drafters whose acceptance along a trace is not known.
+
+    Args:
+        drafter: to be replayed.
+        drawn: whether for requests whose verdicts depend on chance.
+
+    Raises:
+        OptionError: says which, and what to do.
+    """
+    name, limits = drafter.name, drafter.limits
+    if list(drafter.members.values()) != [drafter]:
+        raise OptionError(f"{name!r} is made of several drafters, and a plan is of each alone; name them one by one")
+    if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
+        return
+    how = "plan with --temperature 0 or --coupled"
+    if drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1:
+        raise OptionError(
+            f"drafter {name!r} draws several candidates for one place, whose acceptance at a temperature is not known "
+            f"from the target's answer alone; {how}, or take a chain"
+        )
+    if limits.min_probability > 0.0:
+        raise OptionError(
+            f"drafter {name!r} stops by min_probability, so its length at a temperature is not known from the target's "
+            f"answer alone; {how}, or leave min_probability out"
+        )
+
+
+@torch.inference_mode()
+def walk_along(
+    drafter: Drafter,
+    target: LanguageModel,
+    traces: Sequence[AnswerTrace],
+    *,
+    batch: int = _BATCH,
+) -> list[Walk]:
+    """Let a drafter live through answers, a token at a time.
+
+    Args:
+        drafter: at its largest, checked against the target; it runs nowhere else meanwhile.
+        target: that wrote the traces; it is not run.
+        traces: that hold what the drafter wants to see.
+        batch: answers that it lives through together.
+
+    Raises:
+        OptionError: its acceptance along a trace is not known.
+        DrafterError: it failed.
+    """
+    check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
+    found: list[Walk] = []
+    for first in range(0, len(traces), batch):
+        lives = [_Life(-number - 1, trace) for number, trace in enumerate(traces[first : first + batch])]
+        try:
+            with target.stepping():
+                _live(drafter, lives)
+        except TruedraftError:
+            raise
+        except Exception as error:
+            raise DrafterError(
+                f"drafter {drafter.name!r} failed while answers were replayed ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for life in lives:
+                life.end(drafter)
+        found += [life.walk(drafter) for life in lives]
+    return found
+
+
+def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
+    for life in lives:
+        life.begin(drafter)
+    place = 0
+    while active := [life for life in lives if place < life.trace.places]:
+        requests = [life.request for life in active]
+        budgets = [life.budget(drafter) for life in active]
+        proposals = drafter.propose(requests, budgets, [life.noise() for life in active])
+        outcomes = [life.go_on(each) for life, each in zip(active, proposals, strict=True)]
+        told = [
+            shown_to(drafter.features, life.trace, step, each)
+            for life, step, each in zip(active, outcomes, proposals, strict=True)
+        ]
+        drafter.observe(requests, told)
+        for life in active:
+            if place + 1 == life.trace.places:
+                life.end(drafter)
+        place += 1
+
+
+class _Life:
+    """A request that lives through a trace.
+
+    Args:
+        number: of the request; the engine counts its own up from 0, and two may share a drafter.
+        trace: is lived through.
+    """
+
+    def __init__(self, number: int, trace: AnswerTrace) -> None:
+        self.trace = trace
+        self._tokens = list(trace.prompt)
+        self.request = DraftRequest(number, trace.params, TokenView(self._tokens))
+        self._drawn = is_drawn(trace.params)
+        self._step = 0
+        self._begun = False
+        self._held: list[list[int]] = []  # of each place: nodes that hold the continuation, by depth
+        self._factors: list[float] = []
+        self._depths: list[list[int]] = []
+
+    @property
+    def _place(self) -> int:
+        return len(self._tokens) - len(self.trace.prompt) - 1
+
+    def begin(self, drafter: Drafter) -> None:
+        """The prompt is read, and its forward gives the first token."""
+        self._begun = True
+        drafter.begin(self.request)
+        while self._place < 0 and self._step < len(self.trace.seen):
+            step = self.go_on(None)
+            drafter.observe([self.request], [shown_to(drafter.features, self.trace, step, Proposal.empty())])
+
+    def end(self, drafter: Drafter) -> None:
+        """It is over, also where it failed."""
+        if self._begun:
+            self._begun = False
+            drafter.end(self.request)
+
+    def budget(self, drafter: Drafter) -> Budget:
+        """As large as a proposal may be here; of a drawn chain one token tells all."""
+        left = max(0, self.trace.remaining(self._place) - 1)
+        return drafter.limits.cut(min(left, 1) if self._is_chain(drafter) else left)
+
+    def _is_chain(self, drafter: Drafter) -> bool:
+        """Whether tokens are drawn, one at each place, rather than candidates chosen."""
+        return self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
+
+    def noise(self) -> KeyedNoise:
+        """Of a step that starts here."""
+        return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1, greedy=self.trace.params.greedy)
+
+    def go_on(self, proposal: Proposal | None) -> int:
+        """Note what was proposed, if anything was asked, and emit the trace's next token; the number of the step."""
+        if proposal is not None:
+            self._note(proposal)
+        step, self._step = self._step, self._step + 1
+        self._tokens.extend(self.trace.seen[step].tokens)
+        return step
+
+    def _note(self, proposal: Proposal) -> None:
+        truth = self.trace.tokens[self._place + 1 :]
+        draws = proposal.draws[0]
+        if self._drawn and draws and draws[0].kind is DrawKind.INDEPENDENT:
+            assert proposal.probs is not None
+            q, p = float(proposal.probs[draws[0].dist, truth[0]]), self.trace.probs[self._place + 1]
+            self._factors.append(replay_factor(min(p, 1.0), min(q, 1.0)) if p > 0.0 else 1.0)
+        else:
+            self._factors.append(0.0)
+        self._held.append(_held(proposal.tree, truth))
+        self._depths.append([0, *np.maximum.accumulate(proposal.tree.shape.depths or (0,)).tolist()])
+        if not len(proposal.tree):
+            self._depths[-1] = [0]
+
+    def walk(self, drafter: Drafter) -> Walk:
+        """What came of it."""
+        if self._is_chain(drafter):
+            return self._of_chains(drafter.limits.depth)
+        depth = max([1, *map(len, self._held)])
+        fewest = np.full((len(self._held), depth), NEVER, np.int64)
+        for place, held in enumerate(self._held):
+            fewest[place, : len(held)] = held
+        most = max([1, *map(len, self._depths)])
+        depths = np.array([each + [each[-1]] * (most - len(each)) for each in self._depths], np.int64)
+        sizes = np.array([len(each) - 1 for each in self._depths], np.int64)
+        return Walk(fewest, (fewest < NEVER).astype(np.float64), depths.reshape(len(sizes), most), sizes)
+
+    def _of_chains(self, length: int) -> Walk:
+        """Chains that are drawn: the factors of as many tokens as a step may draft."""
+        places = len(self._factors)
+        allowed = np.array([max(0, self.trace.remaining(place) - 1) for place in range(places)]).clip(max=length)
+        survival = np.zeros((places, length))
+        for place in range(places):
+            own = self._factors[place : place + int(allowed[place])]
+            survival[place, : len(own)] = np.cumprod(own)
+        numbers = np.arange(1, length + 1)[None]
+        fewest = np.where(numbers <= allowed[:, None], numbers, NEVER)
+        return Walk(fewest, survival, np.minimum(np.arange(length + 1)[None], allowed[:, None]), allowed)
+
+
+def _held(tree: TokenTree, truth: Sequence[int]) -> list[int]:
+    """How many nodes it takes to hold the first 1, 2, ... tokens of a continuation, as far as the tree has them."""
+    ids, row = tree.host_ids, 0
+    found: list[int] = []
+    for token in truth:
+        child = next((node for node in tree.shape.children[row] if ids[node] == token), None)
+        if child is None:
+            break
+        found.append(child + 1)
+        row = child + 1
+    return found

@@ -1,0 +1,215 @@
+"""`truedraft plan`, and `--plan` of generate and bench."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.costs import Effort, kept
+from truedraft.planning.candidates import LONGEST
+
+Run = Callable[..., Result]
+NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
+
+
+@pytest.fixture
+def quick(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of one round, kept in a folder of the test's own, which are believed."""
+    from truedraft import planning
+
+    monkeypatch.setattr(kept, "_SHORT_TARGET", Effort(0.0, 1, 1))
+    monkeypatch.setattr(kept, "_SHORT_DRAFTER", Effort(0.0, 1, 1))
+    monkeypatch.setattr(planning, "ratio_of_steps", lambda engine, forwards: 1.0)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"def f{n}(x):{'y' * n}\n" for n in range(8)))
+    return str(file)
+
+
+@pytest.fixture
+def written(quick: None, run: Run, target: str, prompts: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A plan with everything, and the record that was printed."""
+    words = ("--model", target, "--drafter", "prompt-lookup,min_ngram=1", "--prompts", prompts, "--runs", "1")
+    result = run("plan", *words, "--max-tokens", "24", "--out", str(tmp_path / "out"), "--json")
+    assert result.status == 0, result.err
+    return tmp_path / "out", result.record
+
+
+def test_a_plan(written: tuple[Path, dict[str, Any]]) -> None:
+    folder, record = written
+    assert record["command"] == "plan" and record["status"] == 0
+    assert record["prompts"] == 6 and record["check"]["prompts"] == 2  # of eight one in four is kept back
+    assert record["tokens"] == 6 * 23
+    (best,) = record["predicted"]
+    assert best["drafter"].startswith("prompt-lookup,min_ngram=1,num_speculative_tokens=")
+    assert best["tokens_per_call"]["low"] <= best["tokens_per_call"]["value"] <= best["tokens_per_call"]["high"]
+    assert record["recommended"] in (best["drafter"], "none")
+    check = record["check"]
+    assert check["drafter"] == best["drafter"]
+    assert check["identical"] is True and record["identical"] is True
+    assert check["predicted_at_measured_tokens"] == pytest.approx(
+        best["speedup"]["value"] * check["tokens_per_call"] / best["tokens_per_call"]["value"]
+    )
+    assert check["predicted_speedup"] == best["speedup"] and check["speedup"]["value"] == record["speedup"] > 0
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["recommended"] == record["recommended"] and plan["check"] == check
+    assert len(plan["drafters"][0]["options"]) == LONGEST
+    assert {file.stem for file in folder.glob("*.svg")} == {"survival", "costs", "batches"}
+    assert len(list(folder.glob("*.png"))) == 3
+
+
+def test_a_table_for_people(quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+    words = ("--model", target, "--drafter", f"draft:{draft}", "--drafter", "prompt-lookup", "--prompts", prompts)
+    out = tmp_path / "mine.json"
+    more = ("--limit", "4", "--runs", "1", "--max-tokens", "8", "--temperature", "1", "--seed", "3")
+    result = run("plan", *words, *more, "--out", str(out))
+    assert result.status == 0, result.err
+    assert "recommended: " in result.out and "predicted" in result.out and "measured" in result.out
+    assert f"draft:{draft},num_speculative_tokens=" in result.out
+    assert {file.name for file in tmp_path.glob("mine*.svg")} == {
+        "mine-survival.svg",
+        "mine-costs.svg",
+        "mine-batches.svg",
+    }
+    plan = json.loads(out.read_text())
+    assert plan["check"]["prompts"] == 1 and plan["check"]["speedup"]["low"] is None  # of one prompt no interval
+    assert plan["check"]["identical"] is None  # sampled tokens are not promised to be the same
+    assert plan["sampling"]["temperature"] == 1.0
+
+
+def test_without_words_what_fits_is_tried(quick: None, run: Run, target: str, prompts: str) -> None:
+    result = run("plan", "--model", target, "--prompts", prompts, "--runs", "1", "--max-tokens", "6", "--json")
+    assert [each["drafter"].partition(",")[0] for each in result.record["predicted"]] == ["prompt-lookup"]
+
+
+def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+    words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
+    result = run("plan", *words, "--max-tokens", "6", "--out", str(tmp_path / "plan.json"))
+    assert result.status == 0, result.err
+    drafters = json.loads((tmp_path / "plan.json").read_text())["drafters"]
+    options = [option for each in drafters for option in each["options"]]
+    assert f"draft:{draft},branching=3-2-1" in [option["drafter"] for option in options]
+    assert {option["nodes"] for option in options} >= {1, 8, 14, 15}
+
+
+def test_generate_and_bench_draft_as_planned(
+    run: Run, target: str, prompts: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    file = written[0] / "plan.json"
+    plan = json.loads(file.read_text())
+    plan["drafters"][0]["options"] = plan["drafters"][0]["options"][2:3]
+    plan["drafters"][0]["options"][0]["tokens_per_call"] = {"value": 9.0, "low": 8.0, "high": 10.0}
+    file.write_text(json.dumps(plan))
+    words = "prompt-lookup,min_ngram=1,num_speculative_tokens=3"
+    result = run("generate", "some text", "--model", target, "--plan", str(file), "--max-tokens", "4", "--json")
+    assert result.status == 0, result.err
+    assert (result.record["drafter"], result.record["drafter_kind"]) == (words, "prompt-lookup")
+    bench = ("bench", "--model", target, "--plan", str(file), "--prompts", prompts, "--limit", "1", "--max-tokens", "4")
+    assert run(*bench, "--json").record["drafters"] == [words]
+
+
+def test_a_plan_is_refused(run: Run, target: str, draft: str, written: tuple[Path, dict[str, Any]]) -> None:
+    file = written[0] / "plan.json"
+    short = ("--max-tokens", "2", "--json")
+    both = run("generate", "x", "--model", target, "--plan", str(file), "--drafter", "draft", *short)
+    assert both.status == 2 and both.record["field"] == "plan" and "--drafter draft" in both.err
+    other = run("generate", "x", "--model", draft, "--plan", str(file), *short)
+    assert other.status == 2 and "another fingerprint" in other.err and "run truedraft plan again" in other.err
+    assert other.record["field"] == "plan"
+    none = run("bench", "--model", target, "--plan", str(written[0] / "none.json"), *short)
+    assert none.status == 2 and "cannot read the plan" in none.err
+    warmer = run("generate", "x", "--model", target, "--plan", str(file), "--temperature", "1", *short)
+    assert warmer.status == 0 and "made with temperature 0.0" in warmer.err
+
+
+def test_what_if(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    file = str(written[0] / "plan.json")
+    same = run("plan", "--simulate", file, "--json").record
+    assert same["recommended"] == same["recommended_as_planned"] == written[1]["recommended"]
+    assert same["predicted"][0]["speedup"] == pytest.approx(written[1]["predicted"][0]["speedup"])
+    words = ("--bandwidth", "2", "--batch", "8", "--draft-cost", "0.5")
+    result = run("plan", "--simulate", str(written[0]), *words, "--out", str(tmp_path / "if"), "--json")
+    assert result.status == 0 and result.record["batch"] == 8
+    assert "recommended then" in result.out and "memory 2 times as fast" in result.out
+    assert {file.name for file in (tmp_path / "if").iterdir()} == {"what_if.json", "what_if.svg", "what_if.png"}
+    over = run("plan", "--simulate", file, "--out", file, "--json")
+    assert over.status == 2 and over.record["field"] == "out" and "write over the plan" in over.err
+
+
+def test_formulas_alone_load_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from truedraft.cli.main import main
+status = main(["plan", "--alpha", "0.8", "--cost", "0.05", "--out", {str(tmp_path)!r}, "--json"])
+heavy = [name for name in {NO_TORCH!r} if name in sys.modules]
+sys.exit(f"loaded {{heavy}}" if heavy else status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["best_length"] == 8 and record["speedup"] == pytest.approx((1 - 0.8**9) / (0.2 * 1.4))
+    assert record["break_even_cost"] == 0.8 and record["pays"] is True
+    assert json.loads((tmp_path / "formulas.json").read_text()) == record and (tmp_path / "formulas.svg").exists()
+
+
+def test_formulas_where_nothing_pays(run: Run) -> None:
+    result = run("plan", "--alpha", "0.2", "--cost", "0.5", "--length", "3", "--json")
+    assert result.record["best_length"] == 0 and result.record["length"] == 3 and result.record["speedup"] < 1.0
+    assert "no length pays" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "says"),
+    [
+        (["--alpha", "0.8"], "cost", "--cost is needed with --alpha"),
+        (["--cost", "0.1"], "alpha", "--alpha is needed with --cost"),
+        (["--alpha", "1.8", "--cost", "0.1"], "alpha", "[0, 1]"),
+        (["--alpha", "0.8", "--cost", "-1"], "cost", "0 or more"),
+        (["--length", "3"], "length", "--alpha"),
+        (["--bandwidth", "2"], "bandwidth", "--simulate"),
+        (["--simulate", "nothing.json"], "simulate", "cannot read"),
+        (["--simulate", "x.json", "--alpha", "0.5", "--cost", "0.1"], "alpha", "two ways"),
+        (["--prompts", "three.txt"], "prompts", "must be 4 or more"),
+        (["--limit", "3"], "prompts", "there are 3"),
+        (["--drafter", "nobody"], "drafter", "unknown drafter"),
+        (["--drafter", "none"], "drafter", "no drafter to plan with"),
+        (["--drafter", "draft,branching=2-2", "--temperature", "1"], None, "several candidates"),
+    ],
+)
+def test_what_cannot_be_planned(
+    run: Run,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick: None,
+    words: list[str],
+    field: str | None,
+    says: str,
+    draft: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "three.txt").write_text("a\nb\nc\n")
+    (tmp_path / "some.txt").write_text("a\nb\nc\nd\n")
+    words = [word.replace("draft,", f"draft:{draft},") for word in words]
+    some = [] if {"--prompts", "--limit"} & set(words) else ["--prompts", "some.txt"]
+    result = run("plan", "--model", target, *some, *words, "--json")
+    assert result.status == 2, result.err
+    assert says in result.err and result.record["field"] == field
+    assert len(result.err.splitlines()) == 1
+
+
+def test_drafts_that_never_fit_cost_nothing(run: Run, target: str, tmp_path: Path, quick: None) -> None:
+    """Answers of one token leave nothing to plan."""
+    (tmp_path / "some.txt").write_text("a\nb\nc\nd\n")
+    result = run("plan", "--model", target, "--prompts", str(tmp_path / "some.txt"), "--max-tokens", "1")
+    assert result.status == 2 and "second token" in result.err
