@@ -46,7 +46,7 @@ class CertifyReport(ReportOptions):
 class CertifyOptions:
     """Options of `truedraft certify`."""
 
-    stack: StackOptions = group("Model and drafter", without=("plan",))
+    stack: StackOptions = group("Model and drafter", without=("plan",), controller="fixed")
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
         "Answer", without=("stop", "stop_token_ids", "ignore_eos"), max_tokens=64, temperature=1.0

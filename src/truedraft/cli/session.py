@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import Asked
+from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
@@ -34,6 +35,7 @@ RULE_HELP = (
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
 DRAFTERS_DIR_HELP = "A folder of trained drafters where auto looks, too; may be repeated."
+CONTROLLER_HELP = "What decides which drafter drafts how much; one of these."
 PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
 _MOST_THREADS = 64
 
@@ -45,6 +47,7 @@ class StackOptions(ModelOptions):
     drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
     rule: str = option("speculative", RULE_HELP, "R")
+    controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C")
     plan: Path | None = option(None, PLAN_HELP, "FILE")
 
 
@@ -143,10 +146,10 @@ def load_engine(
     params: SamplingParams | None = None,
     requests: int = 1,
 ) -> Engine:
-    """Load the target and compose it with drafter and rule.
+    """Load the target and compose it with drafter, rule and controller.
 
-    A drafter with a counted tree whose number of nodes was left open gets as many as pay on this machine, and a line
-    on the console says so.
+    Where the controller weighs no costs, a drafter whose number of nodes was left open gets as many as pay on this
+    machine, and a line on the console says so.
 
     Args:
         stack: what answers, as it was typed.
@@ -161,7 +164,7 @@ def load_engine(
     from truedraft.verification.specs import rule_from_spec
 
     with waiting(console, f"loading {stack.model}") as tell:
-        rule = rule_from_spec(stack.rule)
+        rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
         set_threads(machine.threads)
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
@@ -172,9 +175,12 @@ def load_engine(
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
             check_plan(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
-        tell("measuring how many drafted nodes pay on this machine")
-        drafter, budgets = sized(drafter, target, params, requests=requests)
-        engine = Engine(target, drafter, rule)
+        tell("measuring what steps take on this machine")
+        budgets: Mapping[str, NodeBudget] = {}
+        if not controller.weighs_costs:
+            drafter, budgets = sized(drafter, target, params, requests=requests)
+        engine = Engine(target, drafter, rule, controller)
+        engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine
 

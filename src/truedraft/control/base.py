@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from truedraft.core.budget import Budget, Decision, RequestView
 from truedraft.core.stats import StepRecord
@@ -45,12 +45,21 @@ class StepTimes(Protocol):
         """A step was made, and took what its record says."""
         ...
 
+    def measure(self, greedy: bool) -> None:
+        """Measure now what would be measured when it is first asked for."""
+        ...
+
 
 class Controller(ABC):
     """Decides which drafter drafts for each request in the next step, and how much: numbers in, budgets out.
 
     What it raises costs no answer: requests that it fails for go on undrafted.
+
+    Attributes:
+        weighs_costs: whether it chooses sizes by what they cost, so that nobody else need do so beforehand.
     """
+
+    weighs_costs: ClassVar[bool] = False
 
     def begin(self, times: StepTimes) -> None:  # noqa: B027 - optional
         """An engine takes it on; one controller serves one engine."""

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from truedraft.control.allocation import STOPS, Allocation, Allocator, Candidate, Share
 from truedraft.control.base import Controller, StepTimes
@@ -116,6 +116,8 @@ class Goodput(Controller):
         hysteresis: gain in goodput, a fraction, below which nothing is changed, for costs are not known better.
         clock: seconds.
     """
+
+    weighs_costs: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -135,6 +135,11 @@ class RunningTimes:
         curve = self._drafters[drafter].acceptance_curve(view.params)
         return () if curve is None else curve.marginal_gains
 
+    def measure(self, greedy: bool) -> None:
+        self._forward_s(1, [0])
+        for drafter in self._drafters:
+            self._proposals_s(drafter, 1, 1, greedy)
+
     def observe(self, record: StepRecord) -> None:
         now = self._clock()
         if record.prefill or now < self._next:

@@ -50,6 +50,11 @@ class Engine:
     One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
 
     Attributes:
+        target: as given, or loaded.
+        drafter: as given, or made.
+        rule: as given, or made.
+        controller: as given, or made.
+        costs: what the target's steps cost on this machine, for controllers that weigh costs.
         listeners: each is called after each step, by the thread that made it, with the record of what it did and how
             long its parts took.
 
@@ -90,7 +95,10 @@ class Engine:
         self.rule.check(self.drafter.kinds, self.drafter.name)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
-        controller.begin(RunningTimes(StepCosts(self.target), self.drafter.members))
+        self.controller = controller
+        self.costs = StepCosts(self.target)
+        self._times = RunningTimes(self.costs, self.drafter.members)
+        controller.begin(self._times)
         self._drafting = Drafting(self.drafter, controller, self.target, self._failures)
         self._verifier = Verifier(self.rule, coupled, self._drafting)
         self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))
@@ -99,6 +107,22 @@ class Engine:
         self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
         self._open: dict[int, Request] = {}  # that began and were not closed
+
+    def measure(self, params: SamplingParams | None = None) -> None:
+        """Measure now what a controller that weighs costs would measure at the first request, unless it is kept.
+
+        Args:
+            params: of the requests to come; None is greedy.
+
+        Raises:
+            TruedraftError: target or drafter failed, or this was called from inside a step.
+        """
+        if not self.controller.weighs_costs or self.drafter.limits.is_zero:
+            return
+        if self._turns.mine:
+            raise TruedraftError("nothing can be measured from inside a step; measure before requests come")
+        with self._turns, torch.inference_mode():
+            self._times.measure((params or SamplingParams()).greedy)
 
     @overload
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Answer: ...
