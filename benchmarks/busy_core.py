@@ -107,7 +107,7 @@ def steps_of(model: LanguageModel, options: argparse.Namespace) -> Callable[[], 
     from truedraft import Engine, SamplingParams
     from truedraft.drafters import from_spec
 
-    engine = Engine(model, from_spec(options.drafter, model))
+    engine = Engine(model, from_spec(options.drafter, model), controller="fixed")
     prompts = [
         [(place * 7919 + number) % model.vocab_size for place in range(16)] for number in range(options.requests)
     ]

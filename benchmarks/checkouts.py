@@ -40,14 +40,17 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _HALF_WIDTH = 9, 120, 0.015
 
 def answer_in_turns(size: str) -> None:
     """Answer what is asked on standard input, a line each, with the seconds that it took; for a process of its own."""
-    from truedraft import Engine, SamplingParams, load_model
+    from truedraft.control import FixedBudget
+from truedraft import Engine, SamplingParams, load_model
 
     target = load_model("embedded:target", pad_to=None if size == "own" else size)
     engines: dict[tuple[str, str], Engine] = {}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         drafter, rule, temperature, batch = json.loads(line)
-        engine = engines.get((drafter, rule)) or engines.setdefault((drafter, rule), Engine(target, drafter, rule))
+        engine = engines.get((drafter, rule)) or engines.setdefault(
+            (drafter, rule), Engine(target, drafter, rule, controller=FixedBudget())
+        )
         tokens = max(1, _TOKENS[size] // (1 if batch == 1 else 2))
         params = [
             SamplingParams(max_tokens=tokens, temperature=temperature, seed=7 + i, ignore_eos=True)

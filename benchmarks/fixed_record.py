@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.control import FixedBudget
 from truedraft.engine.answer import Answer
 from truedraft.errors import IncompatibleRuleError
 
@@ -98,7 +99,7 @@ def record(only: str) -> Iterator[tuple[str, Any]]:
     target = load_model("embedded:target")
     for drafter, rule in itertools.product(DRAFTERS, RULES):
         try:
-            engine = Engine(target, drafter, rule)
+            engine = Engine(target, drafter, rule, controller=FixedBudget())
         except IncompatibleRuleError as error:
             if only in f"{drafter} | {rule}":
                 yield f"{drafter} | {rule}", f"refused: {type(error).__name__}"

@@ -115,7 +115,7 @@ def drafter_of(way: Way, heads: dict[str, Path]) -> Redrafter:
 
 def acceptance(target: LanguageModel, drafter: Drafter, way: Way, prompts: list[str]) -> dict[str, Any]:
     """Tokens per target call, and what merging shared paths saved of the proposed trees."""
-    answers = Engine(target, drafter).generate(prompts, way.params)
+    answers = Engine(target, drafter, controller="fixed").generate(prompts, way.params)
     calls, emitted, nodes, listed = (
         sum(getattr(answer.stats, name) for answer in answers)
         for name in ("target_calls", "emitted_tokens", "draft_tokens", "listed_tokens")
@@ -130,7 +130,10 @@ def acceptance(target: LanguageModel, drafter: Drafter, way: Way, prompts: list[
 
 def speed(target: LanguageModel, drafter: Drafter, way: Way, prompts: list[str]) -> dict[str, Any]:
     """Against plain decoding in turns, prompt by prompt: the median of the ratios; and drafting beside a plain pass."""
-    engines = {"plain": Engine(target, NoDrafter()), "drafted": Engine(target, drafter)}
+    engines = {
+        "plain": Engine(target, NoDrafter(), controller="fixed"),
+        "drafted": Engine(target, drafter, controller="fixed"),
+    }
     draft_s, pass_s = [], []
     engines["drafted"].listeners.append(lambda step: draft_s.append(step.draft_s) if step.nodes else None)
     engines["plain"].listeners.append(lambda step: None if step.prefill else pass_s.append(step.target_s))

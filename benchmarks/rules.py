@@ -139,7 +139,7 @@ def count(
 ) -> list[tuple[int, int]]:
     """Emitted tokens and target calls for each prompt."""
     rule = BlockVerification() if way.judged == "block" else SpeculativeSampling()
-    engine = Engine(target, drafter_of(way, target), rule, max_batch=len(prompts))
+    engine = Engine(target, drafter_of(way, target), rule, max_batch=len(prompts), controller="fixed")
     params = [
         SamplingParams(
             max_tokens=tokens,

@@ -97,7 +97,10 @@ def test_a_failure_is_told_and_the_rest_goes_on() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_our_engine(batch: int) -> None:
     model = MarkovModel.random(8, seed=3)
-    systems = [OurEngine("plain", Engine(model)), OurEngine("lookup", Engine(model, PromptLookup(min_ngram=1)))]
+    systems = [
+        OurEngine("plain", Engine(model)),
+        OurEngine("lookup", Engine(model, PromptLookup(min_ngram=1), controller="fixed")),
+    ]
     results = run(systems, grouped([("a", [1, 2], GREEDY), ("b", [3, 1], GREEDY), ("c", [4, 5, 6], GREEDY)], batch))
     assert not results.failures
     alone = Engine(model).generate([3, 1], GREEDY).token_ids

@@ -155,7 +155,10 @@ def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
     ours = [OurEngine(PLAIN, Engine(target))]
-    ours += [OurEngine(name, Engine(target, drafter)) for name, drafter in (("open", medusa()), ("fixed", medusa(4)))]
+    ours += [
+        OurEngine(name, Engine(target, drafter, controller="fixed"))
+        for name, drafter in (("open", medusa()), ("fixed", medusa(4)))
+    ]
     suite = Suite(target, True, ours, batch=40)
     level = TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0})
     size_trees(suite, level, SamplingParams())
@@ -174,7 +177,7 @@ def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytes
 def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
-    ours = [OurEngine(PLAIN, Engine(target)), OurEngine("medusa", Engine(target, medusa()))]
+    ours = [OurEngine(PLAIN, Engine(target)), OurEngine("medusa", Engine(target, medusa(), controller="fixed"))]
     suite = Suite(target, True, ours)
     dear = TargetCost.fit({(1, 8): 1.0, (64, 8): 1000.0})
     size_trees(suite, dear, SamplingParams())
@@ -188,7 +191,9 @@ def test_the_trees_of_a_portfolio_are_named_by_its_members(tmp_path: Path, monke
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
     drafter = Portfolio({"lookup": PromptLookup(), "open": medusa(), "fixed": medusa(4)})
-    suite = Suite(target, True, [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter))])
+    suite = Suite(
+        target, True, [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter, controller="fixed"))]
+    )
     size_trees(suite, TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0}), SamplingParams())
     assert [note.partition(" by ")[0] for note in suite.notes] == ["auto: open: 40 nodes"]
     found = drafted_trees(suite, {"auto": 1.5}, SamplingParams())
@@ -202,7 +207,9 @@ def test_drafters_that_choose_their_trees_are_found_too() -> None:
     target, curve = packed("llama"), AcceptanceCurve.fit([(1, 1.6), (6, 2.0), (12, 2.1)], lambda nodes: min(nodes, 3))
     heads, fixed = MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), FixedTrees({"greedy": counted_tree(40)})
     ways = [LikeliestTrees(3, {"greedy": curve}, fixed), LikeliestTrees(3, {}, fixed), LikeliestTrees(3)]
-    ours = [OurEngine(str(i), Engine(target, Medusa(heads, way, nodes=6))) for i, way in enumerate(ways)]
+    ours = [
+        OurEngine(str(i), Engine(target, Medusa(heads, way, nodes=6), controller="fixed")) for i, way in enumerate(ways)
+    ]
     found = drafted_trees(Suite(target, True, ours), {"0": 1.5}, SamplingParams())
     assert [each.system for each in found] == ["0", "1"], "nothing is known of the third one's trees"
     assert [each.chosen for each in found] == [ChosenTrees(6, 2.0), ChosenTrees(6, found[1].counted)]
@@ -212,7 +219,7 @@ def test_drafters_that_choose_their_trees_are_found_too() -> None:
 def test_accuracies_kept_with_the_heads_give_the_product() -> None:
     target, drafter = packed("llama"), medusa(6)
     drafter.facts = {"trees": {"greedy": {"rank_accuracy": CHANCES}}}
-    suite = Suite(target, True, [OurEngine("medusa", Engine(target, drafter))])
+    suite = Suite(target, True, [OurEngine("medusa", Engine(target, drafter, controller="fixed"))])
     found = trees_of_a_run.drafted_trees(suite, {}, SamplingParams())
     assert found[0].product == pytest.approx(counted_tree(6).expected_tokens)  # these counts are a product
     assert trees_of_a_run.drafted_trees(suite, {}, SamplingParams(temperature=1.0))[0].product is None

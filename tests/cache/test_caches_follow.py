@@ -184,7 +184,7 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     model = target("llama")
     assert model.context_length == 256
     prompt = [(5 * i * i + i) % model.vocab_size for i in range(250)]
-    engine = Engine(model, drafter)
+    engine = Engine(model, drafter, controller="fixed")
     request = engine.submit(prompt, SamplingParams(max_tokens=50))
     other = engine.submit([3, 4], SamplingParams(max_tokens=20))
     while engine.step():
@@ -200,7 +200,7 @@ def test_a_long_prompt_is_read_in_parts() -> None:
 def test_cancelled_requests_give_their_caches_back() -> None:
     model, drafter = packed(FAMILY), chain()
     in_use = drafter.model.pool.in_use  # type: ignore[attr-defined]
-    engine = Engine(model, drafter)
+    engine = Engine(model, drafter, controller="fixed")
     requests = [engine.submit(list(prompt), SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     for _ in range(3):
         engine.step()

@@ -36,7 +36,7 @@ def test_they_are_found_by_name_and_small() -> None:
 def test_they_fit_the_target_in_every_guise(options: dict[str, object]) -> None:
     target = load_model("embedded:target", device="cpu", **options)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    answer = Engine(target, from_spec("medusa,nodes=16", target)).generate(PROMPTS[0], params)
+    answer = Engine(target, from_spec("medusa,nodes=16", target), controller="fixed").generate(PROMPTS[0], params)
     assert answer.warnings == ()
     assert answer.token_ids == Engine(target).generate(PROMPTS[0], params).token_ids
     assert answer.stats.accepted_tokens > 0
@@ -52,7 +52,7 @@ def test_they_are_refused_for_the_draft() -> None:
 def test_acceptance_on_shipped_prompts(temperature: float, nodes: int, least: float) -> None:
     """Far below what all 32 prompts gave (the card), for eight prompts scatter; a broken path gives hardly over 1."""
     target = load_model("embedded:target", device="cpu")
-    engine = Engine(target, from_spec(f"medusa,nodes={nodes}", target))
+    engine = Engine(target, from_spec(f"medusa,nodes={nodes}", target), controller="fixed")
     params = SamplingParams(max_tokens=64, temperature=temperature, seed=0, ignore_eos=True)
     answers = engine.generate(PROMPTS, params)
     stats = sum((answer.stats for answer in answers), Counters())

@@ -57,7 +57,7 @@ def test_the_draft_agrees_with_the_target_on_held_out_text() -> None:
 
 def test_auto_has_this_draft_and_speculation_shortens_the_work() -> None:
     target = load_model("embedded:target", device="cpu")
-    engine = Engine(target, "auto")
+    engine = Engine(target, "auto", controller="fixed")
     stats = engine.generate("def quicksort(items):", SamplingParams(max_tokens=64)).stats
     assert next(iter(engine.drafter.members)) == "draft"
     assert stats.mean_acceptance_length > 1.5
@@ -74,7 +74,7 @@ def test_a_stop_text_ends_the_answer_wherever_it_falls(spec: str) -> None:
         stop = whole[place : place + length]
         if not stop.strip():
             continue
-        engine = Engine(target, from_spec(spec, target))
+        engine = Engine(target, from_spec(spec, target), controller="fixed")
         params = SamplingParams(max_tokens=80, stop=(stop, "never to be seen"))
         pieces = list(engine.stream("import os\nimport sys\n", params))
         answer = pieces[-1].answer

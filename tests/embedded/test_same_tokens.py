@@ -76,7 +76,7 @@ def plain(target: LanguageModel, prompts: list[str]) -> dict[str, list[list[int]
 def test_ten_thousand_tokens_are_the_same_with_a_chain(
     target: LanguageModel, draft: LanguageModel, prompts: list[str], plain: dict[str, list[list[int]]], name: str
 ) -> None:
-    answers = Engine(target, DraftModel(draft, 4), max_batch=7).generate(prompts, OPTIONS[name])
+    answers = Engine(target, DraftModel(draft, 4), max_batch=7, controller="fixed").generate(prompts, OPTIONS[name])
     assert sum(len(answer.token_ids) for answer in answers) >= 10_000
     assert [answer.token_ids for answer in answers] == plain[name]
     assert sum(answer.stats.accepted_tokens for answer in answers) > 2_000  # speculation did take place
@@ -87,9 +87,9 @@ def test_ten_thousand_tokens_are_the_same_with_a_chain(
 def test_answers_alone_and_with_trees_are_the_same(
     target: LanguageModel, draft: LanguageModel, prompts: list[str], plain: dict[str, list[list[int]]], name: str
 ) -> None:
-    tree = Engine(target, DraftModel(draft, branching=(3, 2, 1)), max_batch=5)
+    tree = Engine(target, DraftModel(draft, branching=(3, 2, 1)), max_batch=5, controller="fixed")
     assert [answer.token_ids for answer in tree.generate(prompts[:8], OPTIONS[name])] == plain[name][:8]
-    for engine in (Engine(target), Engine(target, PromptLookup())):
+    for engine in (Engine(target), Engine(target, PromptLookup(), controller="fixed")):
         assert engine.generate(prompts[8], OPTIONS[name]).token_ids == plain[name][8]
 
 

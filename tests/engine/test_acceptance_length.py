@@ -38,9 +38,14 @@ def ended(target: MarkovModel, depth: int) -> list[tuple[Answer, int]]:
     ending = MarkovModel(target.probs, eos_token_ids=(follow(PROMPT, 6)[5],))
     ending.tokenizer = target.tokenizer
     return [
-        (Engine(ending, drafter).generate(PROMPT), 1),
-        (Engine(target, drafter).generate(PROMPT, SamplingParams(stop_token_ids=(follow(PROMPT, 6)[5],))), 1),
-        (Engine(target, drafter).generate(PROMPT, SamplingParams(stop=(text,))), 2),
+        (Engine(ending, drafter, controller="fixed").generate(PROMPT), 1),
+        (
+            Engine(target, drafter, controller="fixed").generate(
+                PROMPT, SamplingParams(stop_token_ids=(follow(PROMPT, 6)[5],))
+            ),
+            1,
+        ),
+        (Engine(target, drafter, controller="fixed").generate(PROMPT, SamplingParams(stop=(text,))), 2),
     ]
 
 

@@ -45,14 +45,14 @@ def dist(target: LanguageModel) -> np.ndarray:
 
 
 def test_sampled_answers_follow_the_target(target: LanguageModel, draft: LanguageModel, dist: np.ndarray) -> None:
-    engine = Engine(target, DraftModel(draft, 3), BlockVerification(), max_batch=BATCH + 3)
+    engine = Engine(target, DraftModel(draft, 3), BlockVerification(), max_batch=BATCH + 3, controller="fixed")
     counts = counts_of(engine, ANSWERS)
     assert counts.sum() == ANSWERS
     assert p_value(counts, dist) > FALSE_ALARM
 
 
 def test_a_broken_block_rule_is_caught(target: LanguageModel, draft: LanguageModel, dist: np.ndarray) -> None:
-    engine = Engine(target, DraftModel(draft, 3), PassesByWeight(), max_batch=BATCH + 3)
+    engine = Engine(target, DraftModel(draft, 3), PassesByWeight(), max_batch=BATCH + 3, controller="fixed")
     assert p_value(counts_of(engine, FEWER), dist) < FALSE_ALARM
 
 
@@ -66,7 +66,7 @@ def test_greedy_and_coupled_requests_get_the_targets_own_tokens(
     target: LanguageModel, draft: LanguageModel, params: dict
 ) -> None:
     options = SamplingParams(max_tokens=12, **params)
-    assert answers(Engine(target, DraftModel(draft, 4), BlockVerification()), options) == answers(
+    assert answers(Engine(target, DraftModel(draft, 4), BlockVerification(), controller="fixed"), options) == answers(
         Engine(target), options
     )
 
@@ -74,13 +74,13 @@ def test_greedy_and_coupled_requests_get_the_targets_own_tokens(
 def test_prompt_lookup_is_judged_as_by_speculative_sampling(target: LanguageModel) -> None:
     options = SamplingParams(max_tokens=16, temperature=0.7, seed=5)
     rules: Sequence[Rule] = (BlockVerification(), SpeculativeSampling())
-    engines = [Engine(target, PromptLookup(), rule) for rule in rules]
+    engines = [Engine(target, PromptLookup(), rule, controller="fixed") for rule in rules]
     assert answers(engines[0], options) == answers(engines[1], options)
 
 
 def test_a_tree_drafter_is_refused_before_anything_runs(target: LanguageModel, draft: LanguageModel) -> None:
     with pytest.raises(IncompatibleRuleError, match="take the rule 'speculative'"):
-        Engine(target, DraftModel(draft, branching=(2, 2)), BlockVerification())
+        Engine(target, DraftModel(draft, branching=(2, 2)), BlockVerification(), controller="fixed")
 
 
 def test_more_is_accepted_than_token_by_token(target: LanguageModel, draft: LanguageModel) -> None:
@@ -88,6 +88,8 @@ def test_more_is_accepted_than_token_by_token(target: LanguageModel, draft: Lang
     options = [SamplingParams(max_tokens=12, temperature=0.7, seed=seed) for seed in range(300)]
     accepted = []
     for rule in (BlockVerification(), SpeculativeSampling()):
-        made = Engine(target, DraftModel(draft, 5), rule, max_batch=BATCH).generate([PROMPT] * 300, options)
+        made = Engine(target, DraftModel(draft, 5), rule, max_batch=BATCH, controller="fixed").generate(
+            [PROMPT] * 300, options
+        )
         accepted.append(sum(a.stats.accepted_tokens for a in made) / sum(a.stats.target_calls for a in made))
     assert accepted[0] > 1.1 * accepted[1]

@@ -27,7 +27,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str) -> None:
     expected = [list(tokens) for tokens in reference(family)]
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, PromptLookup(), DraftModel(target, 3), DraftModel(target, branching=(3, 2, 1))):
-        answers = Engine(target, drafter).generate(prompts, SamplingParams(max_tokens=128))
+        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=128))
         assert [answer.token_ids for answer in answers] == expected
 
 
@@ -35,7 +35,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str) -> None:
 def test_draft_and_target_may_live_on_different_devices(options: dict[str, float]) -> None:
     target = on("cuda", "llama")
     for draft in (on("cpu", "llama"), on("cuda", "llama")):
-        answer = Engine(target, DraftModel(draft, 3)).generate(
+        answer = Engine(target, DraftModel(draft, 3), controller="fixed").generate(
             list(PROMPTS[0]), SamplingParams(max_tokens=40, seed=5, **options)
         )
         assert answer.warnings == ()
@@ -56,4 +56,6 @@ def test_bfloat16_answers_do_not_depend_on_speculation(options: dict[str, float]
     prompts = [list(prompt) for prompt in PROMPTS]
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
     for drafter in (DraftModel(target, 3), DraftModel(target, branching=(3, 2, 1))):
-        assert [a.token_ids for a in Engine(target, drafter, max_batch=3).generate(prompts, params)] == plain
+        assert [
+            a.token_ids for a in Engine(target, drafter, max_batch=3, controller="fixed").generate(prompts, params)
+        ] == plain

@@ -127,7 +127,7 @@ def test_the_exact_distribution_is_a_distribution_with_room_to_be_wrong(dist: np
 def test_sampled_answers_follow_the_target(
     target: LanguageModel, draft: LanguageModel, dist: np.ndarray, branching: tuple[int, ...]
 ) -> None:
-    engine = Engine(target, DraftModel(draft, branching=branching), max_batch=BATCH + 3)
+    engine = Engine(target, DraftModel(draft, branching=branching), max_batch=BATCH + 3, controller="fixed")
     counts = counts_of(engine, ANSWERS)
     assert counts.sum() == ANSWERS
     assert p_value(counts, dist) > FALSE_ALARM
@@ -173,5 +173,5 @@ class AcceptsAlways(SpeculativeSampling):
 def test_a_broken_rule_is_caught_by_far_fewer_answers(
     target: LanguageModel, draft: LanguageModel, dist: np.ndarray, rule: Rule
 ) -> None:
-    engine = Engine(target, DraftModel(draft, 3), rule, max_batch=BATCH + 3)
+    engine = Engine(target, DraftModel(draft, 3), rule, max_batch=BATCH + 3, controller="fixed")
     assert p_value(counts_of(engine, 4096), dist) < FALSE_ALARM

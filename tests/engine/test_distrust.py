@@ -83,8 +83,8 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_distribution_that_is_none_undrafts_its_request_alone(fault: str, rule: Rule) -> None:
     target = MarkovModel.random(VOCAB, seed=1)
-    sound = Engine(target, Drawing(lambda text, dist: dist), rule).generate(PROMPTS, PARAMS)
-    answers = Engine(target, Drawing(on_second(FAULTS[fault])), rule).generate(PROMPTS, PARAMS)
+    sound = Engine(target, Drawing(lambda text, dist: dist), rule, controller="fixed").generate(PROMPTS, PARAMS)
+    answers = Engine(target, Drawing(on_second(FAULTS[fault])), rule, controller="fixed").generate(PROMPTS, PARAMS)
     assert [(a.token_ids, a.stats, a.warnings) for a in answers[::2]] == [
         (a.token_ids, a.stats, ()) for a in sound[::2]
     ]
@@ -100,7 +100,7 @@ def test_a_token_that_its_distribution_forbids_was_not_drawn_from_it() -> None:
     """The stored distribution is one-hot at 7: each other token would stay for certain."""
     target = MarkovModel.random(VOCAB, seed=1)
     one_hot = torch.eye(VOCAB, dtype=torch.float64)[7]
-    answer = Engine(target, Drawing(lambda text, dist: one_hot)).generate([3, 1], PARAMS)
+    answer = Engine(target, Drawing(lambda text, dist: one_hot), controller="fixed").generate([3, 1], PARAMS)
     assert "nothing to the token drawn" in answer.warnings[0]
     assert answer.stats.accepted_tokens == 0
 
@@ -111,7 +111,7 @@ def test_a_distribution_that_breaks_below_a_drawn_token_does_not_bend_the_answer
     """To drop the token above it, because of what was drawn there, would give 1 with 0.75 instead of 0.5."""
     even = MarkovModel(torch.full((2, 2, 2), 0.5, dtype=torch.float64))
     drafter = Drawing(lambda text, dist: dist * torch.nan if text[-1] == 0 else dist, depth=2, vocab=2)
-    engine = Engine(even, drafter, rule)
+    engine = Engine(even, drafter, rule, controller="fixed")
     begun = ones = 0
     for seed in range(800):
         # After a 1 from the prefill, so that the first distribution is sound.
@@ -140,7 +140,7 @@ def test_a_draft_model_that_breaks_below_a_drawn_token_is_judged_by_what_it_drew
     answers, plain = [], []
     for seed in range(20):
         params = SamplingParams(max_tokens=15, temperature=1.0, seed=seed, coupled=kind == "coupled")
-        answers += Engine(target, DraftModel(draft, branching=branching)).generate(PROMPTS, params)
+        answers += Engine(target, DraftModel(draft, branching=branching), controller="fixed").generate(PROMPTS, params)
         plain += Engine(target).generate(PROMPTS, params)
     assert all(answer.warnings == () and len(answer.token_ids) == 15 for answer in answers)
     assert any(0 in answer.token_ids for answer in answers)
@@ -160,7 +160,9 @@ def test_a_distribution_that_nobody_drew_from_may_hold_anything() -> None:
                 for each in made
             ]
 
-    answer = Engine(MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, dist: dist)).generate([3, 1], PARAMS)
+    answer = Engine(MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, dist: dist), controller="fixed").generate(
+        [3, 1], PARAMS
+    )
     assert answer.warnings == ()
     assert answer.stats.accepted_tokens > 0
 
@@ -182,7 +184,9 @@ def test_shapes_are_checked(tree: TokenTree, probs: Tensor, words: str) -> None:
             whole = Proposal.chain(torch.zeros(len(tree), dtype=torch.int64), probs)
             return [Proposal(tree, whole.draws, probs) for _ in batch]
 
-    answers = Engine(MarkovModel.random(VOCAB, seed=1), Given(lambda text, dist: dist)).generate(PROMPTS, PARAMS)
+    answers = Engine(MarkovModel.random(VOCAB, seed=1), Given(lambda text, dist: dist), controller="fixed").generate(
+        PROMPTS, PARAMS
+    )
     for answer in answers:
         assert "drafter 'drawing'" in answer.warnings[0] and words in answer.warnings[0]
         assert answer.stats.draft_tokens == 0
@@ -209,7 +213,7 @@ def test_a_drafter_cannot_change_the_text_that_it_is_shown(change: str) -> None:
             return super().propose(batch, budgets, noise)
 
     target = MarkovModel.random(VOCAB, seed=1)
-    answer = Engine(target, Meddling(lambda tokens: [[5]])).generate([3, 1], PARAMS)
+    answer = Engine(target, Meddling(lambda tokens: [[5]]), controller="fixed").generate([3, 1], PARAMS)
     assert answer.token_ids == Engine(target).generate([3, 1], PARAMS).token_ids
     (warning,) = answer.warnings
     assert "drafter 'scripted' failed" in warning
@@ -246,9 +250,9 @@ def test_observing_that_fails_undrafts_one_request_and_the_others_go_on_as_befor
                 super().observe([request], [outcome])
 
     target = MarkovModel.random(VOCAB, seed=1)
-    sound = Engine(target, DraftModel(target, 3)).generate(PROMPTS, PARAMS)
+    sound = Engine(target, DraftModel(target, 3), controller="fixed").generate(PROMPTS, PARAMS)
     draft = MarkovModel(target.probs)
-    answers = Engine(target, Broken(draft, 3)).generate(PROMPTS, PARAMS)
+    answers = Engine(target, Broken(draft, 3), controller="fixed").generate(PROMPTS, PARAMS)
     assert [answer.token_ids for answer in answers[::2]] == [answer.token_ids for answer in sound[::2]]
     assert all(answer.stats.draft_acceptance_rate == 1.0 and answer.warnings == () for answer in answers[::2])
     assert [answer.stats.recoveries for answer in answers] == [1, 1, 1]

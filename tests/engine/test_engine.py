@@ -53,21 +53,21 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 
 def test_greedy_is_the_argmax_chain_with_every_drafter(target: MarkovModel, drafter: Drafter | None) -> None:
-    answer = Engine(target, drafter).generate([3, 1, 4], SamplingParams(max_tokens=30))
+    answer = Engine(target, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=30))
     assert answer.token_ids == greedy_reference(target, [3, 1, 4], 30)
     assert (answer.finish_reason, answer.text, len(answer.origins)) == ("length", None, 30)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 def test_max_tokens_ends_inside_an_accepted_block(target: MarkovModel, drafter: Drafter | None, count: int) -> None:
-    answer = Engine(target, drafter).generate([3, 1], SamplingParams(max_tokens=count))
+    answer = Engine(target, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=count))
     assert answer.token_ids == greedy_reference(target, [3, 1], count)
     assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == count
 
 
 def test_the_context_limit_ends_the_answer(drafter: Drafter | None, target: MarkovModel) -> None:
     small = MarkovModel(target.probs, context_length=20)
-    answer = Engine(small, drafter).generate([3, 1, 4], SamplingParams(max_tokens=100))
+    answer = Engine(small, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=100))
     assert (len(answer.token_ids), answer.finish_reason) == (17, "length")
     assert answer.token_ids == greedy_reference(target, [3, 1, 4], 17)
 
@@ -76,7 +76,9 @@ def test_a_stop_id_ends_the_answer_where_it_stands(target: MarkovModel, drafter:
     plain = greedy_reference(target, [3, 1, 4], 30)
     stop = plain[6]
     first = plain.index(stop)
-    answer = Engine(target, drafter).generate([3, 1, 4], SamplingParams(max_tokens=30, stop_token_ids=(stop,)))
+    answer = Engine(target, drafter, controller="fixed").generate(
+        [3, 1, 4], SamplingParams(max_tokens=30, stop_token_ids=(stop,))
+    )
     assert (answer.token_ids, answer.finish_reason) == (plain[:first], "stop")
     # What lies behind the stop was neither accepted nor emitted.
     assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == first
@@ -87,7 +89,7 @@ def test_end_of_text_ends_the_answer_unless_ignored(target: MarkovModel, drafter
     plain = greedy_reference(target, [3, 1, 4], 12)
     ending = MarkovModel(target.probs, eos_token_ids=(plain[4],))
     first = plain.index(plain[4])
-    engine = Engine(ending, drafter)
+    engine = Engine(ending, drafter, controller="fixed")
     assert engine.generate([3, 1, 4], SamplingParams(max_tokens=12)).token_ids == plain[:first]
     assert engine.generate([3, 1, 4], SamplingParams(max_tokens=12, ignore_eos=True)).token_ids == plain
 
@@ -101,11 +103,14 @@ def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
     target: MarkovModel, drafter: Drafter | None, options: dict[str, float]
 ) -> None:
     params = SamplingParams(max_tokens=20, seed=5, **options)
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, controller="fixed")
     prompts = [[3, 1, 4], [1] * 9, [2], [5, 6]]
     alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
     together = [answer.token_ids for answer in engine.generate(prompts, params)]
-    few_at_a_time = [answer.token_ids for answer in Engine(target, drafter, max_batch=2).generate(prompts, params)]
+    few_at_a_time = [
+        answer.token_ids
+        for answer in Engine(target, drafter, max_batch=2, controller="fixed").generate(prompts, params)
+    ]
     streamed = [token for piece in engine.stream(prompts[0], params) for token in piece.token_ids]
     assert together == alone == few_at_a_time
     assert streamed == alone[0]
@@ -114,14 +119,14 @@ def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
 def test_coupled_tokens_do_not_depend_on_the_drafter(target: MarkovModel, drafter: Drafter | None) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=11, coupled=True)
     plain = Engine(target).generate([3, 1, 4], params)
-    assert Engine(target, drafter).generate([3, 1, 4], params).token_ids == plain.token_ids
+    assert Engine(target, drafter, controller="fixed").generate([3, 1, 4], params).token_ids == plain.token_ids
     other = Engine(target).generate([3, 1, 4], SamplingParams(max_tokens=40, temperature=1.0, seed=12, coupled=True))
     assert other.token_ids != plain.token_ids
 
 
 def test_the_target_as_its_own_draft_accepts_everything(target: MarkovModel) -> None:
     for options in ({}, {"temperature": 0.7}, {"temperature": 0.7, "coupled": True}):
-        engine = Engine(target, DraftModel(target, num_speculative_tokens=3))
+        engine = Engine(target, DraftModel(target, num_speculative_tokens=3), controller="fixed")
         stats = engine.generate([3, 1], SamplingParams(max_tokens=41, seed=3, **options)).stats
         assert (stats.target_calls, stats.emitted_tokens, stats.accepted_tokens) == (10, 40, 30)
         assert stats.draft_acceptance_rate == 1.0
@@ -137,13 +142,13 @@ def test_origins_tell_accepted_recovered_and_bonus_apart(target: MarkovModel) ->
             return [[right[1], (right[2] + 1) % VOCAB]]
         return []
 
-    answer = Engine(target, ScriptedDrafter(script)).generate([3, 1], SamplingParams(max_tokens=4))
+    answer = Engine(target, ScriptedDrafter(script), controller="fixed").generate([3, 1], SamplingParams(max_tokens=4))
     assert answer.origins == [Origin.BONUS, Origin.ACCEPTED, Origin.RECOVERED, Origin.BONUS]
 
 
 def test_drafter_observes_every_step_and_the_end(target: MarkovModel) -> None:
     drafter = oracle(target, depth=2)
-    answer = Engine(target, drafter).generate([3, 1], SamplingParams(max_tokens=8))
+    answer = Engine(target, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=8))
     emitted = [token for _, outcome in drafter.outcomes for token in outcome.tokens]
     assert emitted == answer.token_ids
     assert drafter.ended == [drafter.outcomes[0][0]]
@@ -214,20 +219,22 @@ def test_nan_in_the_logits_fails_that_request_alone(target: MarkovModel, drafter
     # A pair of tokens that only the second answer comes by: the distribution after it is broken.
     place = next(i for i in range(1, 12) if tuple(texts[1][i : i + 2]) not in pairs[0] | pairs[2])
     broken = broken_after(target, tuple(texts[1][place : place + 2]))
-    answers = Engine(broken, drafter).generate(prompts, SamplingParams(max_tokens=12))
+    answers = Engine(broken, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=12))
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert [answers[0].token_ids, answers[2].token_ids] == [texts[0][2:], texts[2][2:]]
     # All that plain decoding would have emitted is there, also where the break lies inside an accepted block.
     assert answers[1].token_ids == texts[1][2 : place + 2]
     with pytest.raises(InvalidLogitsError, match="NaN"):
-        Engine(broken, drafter).generate(prompts[1], SamplingParams(max_tokens=12))
+        Engine(broken, drafter, controller="fixed").generate(prompts[1], SamplingParams(max_tokens=12))
 
 
 def test_nan_behind_the_end_of_an_answer_does_not_matter(target: MarkovModel, drafter: Drafter | None) -> None:
     text = [3, 1, *greedy_reference(target, [3, 1], 12)]
     stop = next(i for i in range(4, 12) if text[i] not in text[2:i])
     broken = broken_after(target, (text[stop - 1], text[stop]))
-    answer = Engine(broken, drafter).generate([3, 1], SamplingParams(max_tokens=12, stop_token_ids=(text[stop],)))
+    answer = Engine(broken, drafter, controller="fixed").generate(
+        [3, 1], SamplingParams(max_tokens=12, stop_token_ids=(text[stop],))
+    )
     assert (answer.finish_reason, answer.token_ids) == ("stop", text[2:stop])
 
 
@@ -236,7 +243,7 @@ def test_a_draft_that_breaks_below_a_drawn_token_does_not_bend_the_distribution(
     even = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
     probs = even.clone()
     probs[:, 0] = torch.nan
-    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(probs), num_speculative_tokens=2))
+    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(probs), num_speculative_tokens=2), controller="fixed")
     begun = ones = 0
     for seed in range(2000):
         # After a 1 from the prefill, so that the draft's first distribution is sound.
@@ -270,7 +277,7 @@ def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target
 
     drafter = Broken(lambda tokens: [greedy_reference(target, list(tokens), 3)])
     prompts = [[3, 1], [1, 1], [2, 5]]
-    answers = Engine(target, drafter).generate(prompts, SamplingParams(max_tokens=15))
+    answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=15))
     assert [answer.token_ids for answer in answers] == [greedy_reference(target, prompt, 15) for prompt in prompts]
     assert "no idea" in answers[1].warnings[0]
     if when in ("propose", "begin"):
@@ -287,13 +294,13 @@ def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target
     ],
 )
 def test_an_impossible_proposal_is_a_drafter_failure(target: MarkovModel, script, words: str) -> None:  # type: ignore[no-untyped-def]
-    answer = Engine(target, ScriptedDrafter(script)).generate([3, 1], SamplingParams(max_tokens=6))
+    answer = Engine(target, ScriptedDrafter(script), controller="fixed").generate([3, 1], SamplingParams(max_tokens=6))
     assert answer.token_ids == greedy_reference(target, [3, 1], 6)
     assert words in answer.warnings[0]
 
 
 def test_cancelling_gives_the_cache_back_and_others_go_on(target: MarkovModel) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2)))
+    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2)), controller="fixed")
     stream = engine.stream([3, 1], SamplingParams(max_tokens=50))
     other = engine.submit([2, 5], SamplingParams(max_tokens=10))
     got = next(stream).token_ids
@@ -321,14 +328,14 @@ def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
 def test_long_prompts_are_prefilled_in_parts(target: MarkovModel) -> None:
     long = MarkovModel(target.probs, context_length=2000)
     prompts = [[(i * i + 3) % VOCAB for i in range(length)] for length in (1, 255, 256, 257, 700)]
-    answers = Engine(long, DraftModel(long, 2)).generate(prompts, SamplingParams(max_tokens=9))
+    answers = Engine(long, DraftModel(long, 2), controller="fixed").generate(prompts, SamplingParams(max_tokens=9))
     assert [a.token_ids for a in answers] == [greedy_reference(target, prompt, 9) for prompt in prompts]
     assert [a.stats.prefill_calls for a in answers] == [1, 1, 1, 2, 3]
     assert [a.stats.draft_acceptance_rate for a in answers] == [1.0] * 5
 
 
 def test_requests_join_and_leave_between_steps(target: MarkovModel, drafter: Drafter | None) -> None:
-    engine = Engine(target, drafter, max_batch=3)
+    engine = Engine(target, drafter, max_batch=3, controller="fixed")
     requests = []
     for number in range(9):
         requests.append(engine.submit([number % VOCAB, 3], SamplingParams(max_tokens=3 + 2 * (number % 4))))
@@ -357,7 +364,7 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
             if any(len(request.tokens) >= 5 for request in batch):
                 raise KeyboardInterrupt
 
-    engine = Engine(target, Interrupted(lambda tokens: []))
+    engine = Engine(target, Interrupted(lambda tokens: []), controller="fixed")
     short = engine.submit([3, 1], SamplingParams(max_tokens=3))
     with pytest.raises(KeyboardInterrupt):
         engine.generate([2, 5], SamplingParams(max_tokens=9))
@@ -370,7 +377,10 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
 def test_two_engines_may_share_a_drafter(target: MarkovModel) -> None:
     draft = MarkovModel.random(VOCAB, seed=2)
     drafter = DraftModel(draft)
-    streams = [Engine(target, drafter).stream(prompt, SamplingParams(max_tokens=20)) for prompt in ([3, 1], [2, 5])]
+    streams = [
+        Engine(target, drafter, controller="fixed").stream(prompt, SamplingParams(max_tokens=20))
+        for prompt in ([3, 1], [2, 5])
+    ]
     got: list[list[int]] = [[], []]
     for pieces in itertools.zip_longest(*streams):
         for tokens, piece in zip(got, pieces, strict=True):
@@ -410,7 +420,9 @@ def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel
             dist = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
             return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch]
 
-    answer = Engine(target, Liar(lambda tokens: [])).generate([3], SamplingParams(max_tokens=4, temperature=1.0))
+    answer = Engine(target, Liar(lambda tokens: []), controller="fixed").generate(
+        [3], SamplingParams(max_tokens=4, temperature=1.0)
+    )
     assert "coupled draws, which the rule cannot judge" in answer.warnings[0]
     assert answer.stats.draft_tokens == 0
 

@@ -52,7 +52,7 @@ PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperatur
 
 
 def run(target: MarkovWithHead, drafter: Watching) -> list[list[int]]:
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, controller="fixed")
     engine._scheduler.chunk = 4
     return [answer.token_ids for answer in engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)]
 
@@ -117,7 +117,7 @@ def test_layers_are_shown_at_the_same_rows() -> None:
     for backend in (StockBackend, fused_backend):
         target = HuggingFaceModel(stock("llama"), None, "llama", backend)
         drafter = Layered()
-        engine = Engine(target, drafter)
+        engine = Engine(target, drafter, controller="fixed")
         engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=6))
         compared = 0
         for before, outcome in drafter.seen:
@@ -135,4 +135,4 @@ def test_layers_that_a_forward_does_not_show_are_refused(target: MarkovWithHead)
         features: ClassVar[Features | None] = Features(layers=(2,))
 
     with pytest.raises(CompositionError, match=r"reads vectors of layers 2, .* shows none; load the target"):
-        Engine(target, Layered())
+        Engine(target, Layered(), controller="fixed")

@@ -74,7 +74,7 @@ def test_greedy_makes_no_distribution(
     target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = count_probs(monkeypatch)
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, controller="fixed")
     engine.generate([[3, 1, 4], [2]], GREEDY)
     assert made == []
     engine.generate([3, 1, 4], SAMPLED)
@@ -87,7 +87,7 @@ def test_answers_are_those_that_distributions_give(
     """Greedy, sampled and coupled requests in one batch, in every order of neighbours."""
     prompts = [[3, 1, 4], [1] * 9, [2], [5, 6], [3, 3], [7]]
     params = [GREEDY, SAMPLED, GREEDY, GREEDY, COUPLED, SAMPLED]
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, controller="fixed")
     without = engine.generate(prompts, params)
     alone = [engine.generate(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     backwards = engine.generate(prompts[::-1], params[::-1])[::-1]
@@ -107,10 +107,12 @@ def test_bfloat16_logits_are_judged_as_their_distributions(monkeypatch: pytest.M
     model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_backend)
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, DraftModel(model, branching=(3, 2, 1))):
-        without = [answer.token_ids for answer in Engine(model, drafter).generate(prompts, GREEDY)]
+        without = [answer.token_ids for answer in Engine(model, drafter, controller="fixed").generate(prompts, GREEDY)]
         with monkeypatch.context() as patch:
             with_probs(patch)
-            assert [a.token_ids for a in Engine(model, drafter).generate(prompts, GREEDY)] == without
+            assert [
+                a.token_ids for a in Engine(model, drafter, controller="fixed").generate(prompts, GREEDY)
+            ] == without
 
 
 class Flat(MarkovModel):
@@ -126,7 +128,10 @@ class Flat(MarkovModel):
 def test_ties_go_to_the_lowest_id(target: MarkovModel) -> None:
     model = Flat(target.probs)
     for drafter in (None, ScriptedDrafter(lambda tokens: [[1, 0], [0, 0, 2]])):
-        assert Engine(model, drafter).generate([3, 1], SamplingParams(max_tokens=9)).token_ids == [0] * 9
+        assert (
+            Engine(model, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=9)).token_ids
+            == [0] * 9
+        )
 
 
 # --- logits that are not numbers ---
@@ -181,13 +186,13 @@ def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: D
     place = next(i for i in range(1, 12) if (texts[1][i], texts[1][i + 1]) not in others)
     broken = Spoiled(target.probs, (texts[1][place], texts[1][place + 1]), SPOILS[spoil])
     params = SamplingParams(max_tokens=12)
-    answers = Engine(broken, drafter).generate(prompts, params)
+    answers = Engine(broken, drafter, controller="fixed").generate(prompts, params)
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert [answers[0].token_ids, answers[2].token_ids] == [texts[0][2:], texts[2][2:]]
     assert answers[1].token_ids == texts[1][2 : place + 2]
     assert "gave NaN or infinite logits" in (answers[1].error or "")
     with pytest.raises(InvalidLogitsError, match=f"after {place + 2} tokens"):
-        Engine(broken, drafter).generate(prompts[1], params)
+        Engine(broken, drafter, controller="fixed").generate(prompts[1], params)
 
 
 def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovModel) -> None:
@@ -197,7 +202,7 @@ def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovMode
     pair = next((text[i], wrong) for i in range(2, 9) for wrong in range(SMALL) if (text[i], wrong) not in seen)
     broken = Spoiled(target.probs, pair, SPOILS["all NaN"])
     beside = ScriptedDrafter(lambda tokens: [[pair[1]], greedy_text(target, tokens, 2)[-2:]])
-    answer = Engine(broken, beside).generate([3, 1], SamplingParams(max_tokens=12))
+    answer = Engine(broken, beside, controller="fixed").generate([3, 1], SamplingParams(max_tokens=12))
     assert (answer.finish_reason, answer.token_ids) == ("length", text[2:])
 
 
@@ -217,10 +222,12 @@ def test_minus_infinity_forbids_a_token_and_nothing_else(target: MarkovModel, dr
         dist = model.probs_after(tokens)
         tokens.append(2 if dist[2] >= dist[5] else 5)
     for params in (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, top_k=2)):
-        answer = Engine(model, drafter).generate([3, 1], params)
+        answer = Engine(model, drafter, controller="fixed").generate([3, 1], params)
         assert answer.finish_reason == "length"
         assert answer.token_ids == tokens[2:]
-    sampled = Engine(model, drafter).generate([[3, 1], [3, 1]], [SamplingParams(max_tokens=20), SAMPLED])
+    sampled = Engine(model, drafter, controller="fixed").generate(
+        [[3, 1], [3, 1]], [SamplingParams(max_tokens=20), SAMPLED]
+    )
     assert sampled[0].token_ids == tokens[2:]
     assert set(sampled[1].token_ids) == {2, 5}
 
@@ -258,7 +265,7 @@ def poisoned(body: BackendMaker) -> tuple[list[Answer], list[list[int]]]:
         following = text[len(tokens) : len(tokens) + 2]
         return [following, [bad] * 4] if next(calls) % 3 and len(following) == 2 else []
 
-    engine = Engine(HuggingFaceModel(module, None, "spoiled", body), ScriptedDrafter(script))
+    engine = Engine(HuggingFaceModel(module, None, "spoiled", body), ScriptedDrafter(script), controller="fixed")
     first = engine.generate(prompts, GREEDY)
     return [*first, *engine.generate(prompts, GREEDY)], [*plain, *plain]  # then with caches that were given back
 

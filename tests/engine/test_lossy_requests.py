@@ -65,7 +65,7 @@ def tokens_judged(answer: Answer) -> int:
 def test_every_emitted_token_is_measured_once(
     target: MarkovModel, drafter: Drafter | None, rule: Rule, options: str
 ) -> None:
-    stats = Engine(target, drafter, rule).generate(PROMPT, OPTIONS[options]).stats
+    stats = Engine(target, drafter, rule, controller="fixed").generate(PROMPT, OPTIONS[options]).stats
     assert stats.divergence is not None
     assert stats.divergence.tokens == 40 == stats.emitted_tokens + stats.prefill_tokens
     assert stats.mean_total_variation == pytest.approx(stats.divergence.total_variation / 40)
@@ -78,7 +78,7 @@ def test_every_emitted_token_is_measured_once(
 def test_the_figures_of_a_greedy_answer_follow_from_its_tokens(target: MarkovModel, rule: Rule) -> None:
     """At temperature 0 the distributions are those at temperature 1: 1 - p(x) and -log p(x) of the tokens that came
     out."""
-    answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, OPTIONS["greedy"])
+    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, OPTIONS["greedy"])
     probs = probs_on(target, answer)
     p_x = [float(dist[token]) for dist, token in zip(probs, answer.token_ids, strict=True)]
     largest = [float(dist.max()) for dist in probs]
@@ -100,10 +100,10 @@ def test_plain_decoding_under_lenience_is_exact_and_under_typical_acceptance_gre
 
 
 def test_tokens_behind_a_stop_count_nowhere(target: MarkovModel, rule: Rule) -> None:
-    full = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, OPTIONS["greedy"])
+    full = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, OPTIONS["greedy"])
     for stop in range(VOCAB):
         params = SamplingParams(max_tokens=40, stop_token_ids=(stop,))
-        answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, params)
+        answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, params)
         kept = full.token_ids.index(stop) if stop in full.token_ids else 40
         assert answer.token_ids == full.token_ids[:kept]
         assert tokens_judged(answer) == kept
@@ -125,7 +125,7 @@ def test_what_a_stop_text_takes_back_counts_nowhere(target: MarkovModel) -> None
 
 def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | None) -> None:
     for params in OPTIONS.values():
-        stats = Engine(target, drafter, SpeculativeSampling()).generate(PROMPT, params).stats
+        stats = Engine(target, drafter, SpeculativeSampling(), controller="fixed").generate(PROMPT, params).stats
         assert stats.divergence is None and stats.mean_total_variation is None and stats.mean_kl is None
         assert stats.mean_total_variation_greedy is None and stats.mean_kl_greedy is None
 
@@ -135,7 +135,9 @@ def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | 
 
 def test_more_is_accepted_than_by_the_lossless_rule(target: MarkovModel) -> None:
     def length(rule: Rule, params: SamplingParams) -> float:
-        answers = Engine(target, DRAFTERS["chain"](), rule).generate([[i, i] for i in range(8)], params)
+        answers = Engine(target, DRAFTERS["chain"](), rule, controller="fixed").generate(
+            [[i, i] for i in range(8)], params
+        )
         return sum(each.stats.emitted_tokens for each in answers) / sum(each.stats.target_calls for each in answers)
 
     for params in OPTIONS.values():
@@ -148,14 +150,14 @@ def test_at_temperature_zero_top_k_does_not_narrow_the_distribution(target: Mark
     """With top-k 1 the distribution would be one-hot and nothing but the argmax could stay."""
     narrow = SamplingParams(max_tokens=40, top_k=1, top_p=0.1, min_p=1.0)
     for rule in RULES:
-        engine = Engine(target, DRAFTERS["tree"](), rule)
+        engine = Engine(target, DRAFTERS["tree"](), rule, controller="fixed")
         assert engine.generate(PROMPT, narrow).token_ids == engine.generate(PROMPT, OPTIONS["greedy"]).token_ids
 
 
 def test_above_temperature_zero_the_request_keeps_its_own_distribution(target: MarkovModel, rule: Rule) -> None:
     """Under top-k 1 only the argmax has mass, so no rule can emit anything else."""
     params = SamplingParams(max_tokens=30, temperature=0.7, top_k=1, seed=1)
-    answer = Engine(target, DRAFTERS["tree"](), rule).generate(PROMPT, params)
+    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, params)
     assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=30)).token_ids
     assert answer.stats.mean_total_variation == pytest.approx(0.0, abs=1e-12)
 
@@ -163,14 +165,14 @@ def test_above_temperature_zero_the_request_keeps_its_own_distribution(target: M
 def test_a_coupled_request_stays_exact(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
     for temperature in (0.0, 0.9):
         params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, coupled=True)
-        answer = Engine(target, drafter, rule).generate(PROMPT, params)
+        answer = Engine(target, drafter, rule, controller="fixed").generate(PROMPT, params)
         assert answer.token_ids == Engine(target).generate(PROMPT, params).token_ids
         assert answer.stats.divergence is None
 
 
 def test_a_mixed_batch_answers_as_each_request_alone(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
     params = [*OPTIONS.values(), SamplingParams(max_tokens=20, temperature=0.9, seed=1, coupled=True)]
-    engine = Engine(target, drafter, rule)
+    engine = Engine(target, drafter, rule, controller="fixed")
     together = engine.generate([PROMPT] * 4, params)
     for answer, own in zip(together, params, strict=True):
         alone = engine.generate(PROMPT, own)
@@ -189,7 +191,7 @@ def test_broken_logits_end_the_answer_where_they_are(target: MarkovModel, rule: 
     probs[:, 6] = torch.nan
     probs[:, :6, 6] = 0.9
     broken = MarkovModel(probs / probs.sum(dim=-1, keepdim=True))
-    engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule)
+    engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule, controller="fixed")
     request = engine.submit([1, 2], SamplingParams(max_tokens=20))
     while engine.step():
         pass

@@ -143,7 +143,7 @@ def test_a_stream_that_is_collected_in_mid_step_harms_nobody(started: int) -> No
     streams: list[Iterator[object]] = []
     model = Interrupted(6, streams.clear)
     draft = MarkovModel.random(VOCAB, seed=2)
-    engine = Engine(model, DraftModel(draft, 3))
+    engine = Engine(model, DraftModel(draft, 3), controller="fixed")
     streams.append(engine.stream([2, 5], LONG))
     for _ in range(started):
         next(streams[0])
@@ -158,7 +158,7 @@ def test_a_stream_that_is_collected_in_mid_step_harms_nobody(started: int) -> No
 def test_threads_that_answer_at_once_answer_as_alone() -> None:
     model = MarkovModel.random(VOCAB, seed=1)
     draft = MarkovModel.random(VOCAB, seed=2)
-    engine = Engine(model, DraftModel(draft, 3), max_batch=3)
+    engine = Engine(model, DraftModel(draft, 3), max_batch=3, controller="fixed")
     got: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
@@ -220,7 +220,7 @@ def test_ctrl_c_while_a_neighbour_is_closed_does_not_keep_it_waiting() -> None:
             super().end(request)
 
     model = MarkovModel.random(VOCAB, seed=1)
-    engine = Engine(model, Stubborn(lambda tokens: []))
+    engine = Engine(model, Stubborn(lambda tokens: []), controller="fixed")
     stream = engine.stream([3, 1], SamplingParams(max_tokens=2))
     next(stream)
     with pytest.raises(KeyboardInterrupt):

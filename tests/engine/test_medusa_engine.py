@@ -91,7 +91,7 @@ def test_typical_acceptance_does_not(tree: str) -> None:
 def p_value(target: MarkovWithHead, rule: Rule, answers: int = 3000) -> float:
     """Chi-square of tokens 2 and 3 of many answers under the target's own joint distribution; cells of fewer than 10
     are one."""
-    engine = Engine(target, drafter_of(target), rule, max_batch=64)
+    engine = Engine(target, drafter_of(target), rule, max_batch=64, controller="fixed")
     params = [SamplingParams(max_tokens=3, temperature=1.0, seed=seed) for seed in range(answers)]
     made = engine.generate([[3, 1]] * answers, params)
     vocab = target.vocab_size
@@ -125,7 +125,7 @@ def test_the_same_test_catches_a_lossy_rule(target: MarkovWithHead) -> None:
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithHead, tree: str) -> None:
     params = SamplingParams(max_tokens=60)
-    engine = Engine(target, drafter_of(target, tree))
+    engine = Engine(target, drafter_of(target, tree), controller="fixed")
     plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)]
     made = engine.generate(PROMPTS, params)
     assert [answer.token_ids for answer in made] == plain
@@ -142,10 +142,10 @@ def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
     target: MarkovWithHead, options: dict[str, float]
 ) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, **options)  # type: ignore[arg-type]
-    engine = Engine(target, drafter_of(target))
+    engine = Engine(target, drafter_of(target), controller="fixed")
     alone = [engine.generate(prompt, params).token_ids for prompt in PROMPTS]
     assert [answer.token_ids for answer in engine.generate(PROMPTS, params)] == alone
-    two = Engine(target, drafter_of(target), max_batch=2).generate(PROMPTS, params)
+    two = Engine(target, drafter_of(target), max_batch=2, controller="fixed").generate(PROMPTS, params)
     assert [answer.token_ids for answer in two] == alone
     assert [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids] == alone[0]
     if options == {"coupled": True}:
@@ -163,7 +163,7 @@ def test_coupled_answers_are_plain_ones_and_are_guessed_more_often(target: Marko
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
 
     def accepted(drafter: Medusa) -> int:
-        answers = Engine(target, drafter, max_batch=8).generate(prompts, params)
+        answers = Engine(target, drafter, max_batch=8, controller="fixed").generate(prompts, params)
         assert [answer.token_ids for answer in answers] == plain
         assert not any(answer.warnings for answer in answers)
         return sum(answer.stats.accepted_tokens for answer in answers)
@@ -191,7 +191,7 @@ def test_greedy_sampled_and_coupled_requests_share_a_batch(target: MarkovWithHea
         SamplingParams(max_tokens=30, temperature=1.2, seed=5, coupled=True, top_p=0.9),
     ]
     for trees in (LikeliestTrees(3), {"greedy": TREES["mixed"]}):
-        engine = Engine(target, Medusa(heads_of(target), trees, nodes=6))
+        engine = Engine(target, Medusa(heads_of(target), trees, nodes=6), controller="fixed")
         alone = [engine.generate(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
         together = engine.generate(PROMPTS, params)
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
@@ -202,7 +202,7 @@ def test_greedy_sampled_and_coupled_requests_share_a_batch(target: MarkovWithHea
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
-    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target)), PROMPTS[0])
+    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target), controller="fixed"), PROMPTS[0])
 
 
 # --- requests that come and go ---
@@ -257,7 +257,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
 def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
     long = MarkovWithHead(target.probs, context_length=2048)
     drafter = Watched(long)
-    engine = Engine(long, drafter)
+    engine = Engine(long, drafter, controller="fixed")
     prompt = [i * i % 8 for i in range(1500)]
     answer = engine.generate(prompt, SamplingParams(max_tokens=20))
     assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids
@@ -267,7 +267,7 @@ def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
 
 def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) -> None:
     drafter = Watched(target)
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, controller="fixed")
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60))
     next(iter(stream))
     stream.close()  # type: ignore[attr-defined]
@@ -280,6 +280,6 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) 
 
 def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithHead) -> None:
     drafter = drafter_of(target)
-    first, second = Engine(target, drafter), Engine(target, drafter)
+    first, second = Engine(target, drafter, controller="fixed"), Engine(target, drafter, controller="fixed")
     params = SamplingParams(max_tokens=30)
     assert first.generate(PROMPTS[0], params).token_ids == second.generate(PROMPTS[0], params).token_ids

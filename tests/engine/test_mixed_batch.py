@@ -93,12 +93,12 @@ def told(answers: Sequence[Answer]) -> list[tuple[object, ...]]:
 def test_each_answers_as_alone(name: str) -> None:
     rule = RULES.get(name)
     every = list(REQUESTS.values())
-    engine = Engine(model(), DRAFTERS[name](), rule)
+    engine = Engine(model(), DRAFTERS[name](), rule, controller="fixed")
     alone = [engine.generate(prompt, params) for prompt, params in zip(PROMPTS, every, strict=True)]
     assert told(engine.generate(PROMPTS, every)) == told(alone)
     # In another order, a few at a time, so that each meets others at other places.
     order = sorted(range(len(every)), key=lambda i: 7 * i % len(every))
-    engine = Engine(model(), DRAFTERS[name](), rule, max_batch=5)
+    engine = Engine(model(), DRAFTERS[name](), rule, max_batch=5, controller="fixed")
     others = engine.generate([PROMPTS[i] for i in order], [every[i] for i in order])
     assert told(others) == told([alone[i] for i in order])
     assert {answer.finish_reason for answer in alone} == {"stop", "length"}

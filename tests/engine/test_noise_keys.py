@@ -57,7 +57,7 @@ def target() -> MarkovWithEmbedding:
 def answered(
     patch: pytest.MonkeyPatch, target: MarkovModel, drafter: Drafter | None, rule: Rule, params: SamplingParams
 ) -> tuple[Answer, NoiseRecord]:
-    engine = Engine(target, drafter, rule)
+    engine = Engine(target, drafter, rule, controller="fixed")
     with recorded(patch) as record:
         return engine.generate([3, 1, 2], params), record
 

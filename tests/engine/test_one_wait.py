@@ -174,9 +174,9 @@ def answers_of(engine: Engine, params: Sequence[SamplingParams]) -> list[Answer]
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -> None:
     target = model()
-    expected = told(answers_of(Engine(target, DRAFTERS[drafter](target)), BATCHES[batch]))
+    expected = told(answers_of(Engine(target, DRAFTERS[drafter](target), controller="fixed"), BATCHES[batch]))
     with standing_in() as standin:
-        engine = Engine(target, DRAFTERS[drafter](target))
+        engine = Engine(target, DRAFTERS[drafter](target), controller="fixed")
         times: list[int] = []
         engine.listeners.append(lambda step: times.append(step.nodes))
         answers = answers_of(engine, BATCHES[batch])
@@ -197,9 +197,9 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
 ) -> None:
     """For the heads' probabilities, or the shape of merged beams; a step that drafts nothing waits once."""
     target = model()
-    expected = told(answers_of(Engine(target, drafter(target)), BATCHES[batch]))
+    expected = told(answers_of(Engine(target, drafter(target), controller="fixed"), BATCHES[batch]))
     with standing_in() as standin:
-        engine = Engine(target, drafter(target))
+        engine = Engine(target, drafter(target), controller="fixed")
         drafted: list[int] = []
         engine.listeners.append(lambda step: drafted.append(step.nodes))
         assert told(answers_of(engine, BATCHES[batch])) == expected
@@ -215,7 +215,7 @@ def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int, fetches:
     prompts, params = [long, *PROMPT_IDS[1:]], [NUCLEUS, GREEDY, COUPLED, SAMPLED]
 
     def run() -> list[Answer]:
-        engine = Engine(target, DraftModel(model(noise=0.1), 3), max_batch=max_batch)
+        engine = Engine(target, DraftModel(model(noise=0.1), 3), max_batch=max_batch, controller="fixed")
         engine._scheduler.chunk = 100
         return engine.generate(prompts, params)
 
@@ -235,9 +235,9 @@ def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingP
     def drafter() -> DraftModel:
         return DraftModel(model(noise=0.1), 3, **options)
 
-    expected = told(answers_of(Engine(target, drafter()), [params] * 2))
+    expected = told(answers_of(Engine(target, drafter(), controller="fixed"), [params] * 2))
     with standing_in("truedraft.drafters.draws") as standin:
-        assert told(answers_of(Engine(target, drafter()), [params] * 2)) == expected
+        assert told(answers_of(Engine(target, drafter(), controller="fixed"), [params] * 2)) == expected
     assert max(standin.fetches) <= 1 + 3
     assert standin.other_reads <= 3 * len(standin.fetches)
 
@@ -248,9 +248,9 @@ def test_a_rule_that_judges_on_the_host_waits_by_itself() -> None:
             return HostVerdicts(SpeculativeSampling().verify(proposals, probs, noise))
 
     target = model()
-    expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3)), BATCHES["mixed"]))
+    expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), controller="fixed"), BATCHES["mixed"]))
     with standing_in() as standin:
-        engine = Engine(target, DraftModel(model(noise=0.1), 3), Own())
+        engine = Engine(target, DraftModel(model(noise=0.1), 3), Own(), controller="fixed")
         assert told(answers_of(engine, BATCHES["mixed"])) == expected
     assert set(standin.fetches) == {2}
 
@@ -260,10 +260,10 @@ def test_draft_and_target_may_lie_apart(far_one: str, monkeypatch: pytest.Monkey
     """Only what lies on a device is not looked at; the CPU by its number stands for another device."""
     far = torch.device("cpu", 0)
     target, draft = model(), model(noise=0.1)
-    expected = told(answers_of(Engine(target, DraftModel(draft, 3)), BATCHES["mixed"]))
+    expected = told(answers_of(Engine(target, DraftModel(draft, 3), controller="fixed"), BATCHES["mixed"]))
     monkeypatch.setattr(transfers, "waits", lambda device: device == far)
     (draft if far_one == "draft" else target).device = far
-    engine = Engine(target, DraftModel(draft, 3))
+    engine = Engine(target, DraftModel(draft, 3), controller="fixed")
     assert told(answers_of(engine, BATCHES["mixed"])) == expected
 
 
@@ -290,9 +290,9 @@ def test_ids_that_do_not_exist_show_after_the_forward_and_cost_only_the_drafting
         return [[bad, 3], [7]] if tokens[0] == PROMPT_IDS[1][0] and len(tokens) > 42 else [[5, 6]]
 
     plain = answers_of(Engine(target), [params] * 3)
-    drafted = answers_of(Engine(target, ScriptedDrafter(lambda tokens: [[5, 6]])), [params] * 3)
+    drafted = answers_of(Engine(target, ScriptedDrafter(lambda tokens: [[5, 6]]), controller="fixed"), [params] * 3)
     with standing_in():
-        answers = answers_of(Engine(target, OnDevice(script)), [params] * 3)
+        answers = answers_of(Engine(target, OnDevice(script), controller="fixed"), [params] * 3)
     for number, answer in enumerate(answers):
         if number == 1:
             assert f"outside 0 to {VOCAB - 1}" in answer.warnings[0]
@@ -326,7 +326,7 @@ def test_broken_rows_fail_the_same_requests_in_the_same_place(batch: str, value:
     for row in (0, 1, 3, 5, 9):
 
         def run(row: int = row) -> list[tuple[Any, ...]]:
-            engine = Engine(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3))
+            engine = Engine(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3), controller="fixed")
             return told(answers_of(engine, BATCHES[batch]))
 
         expected = run()
@@ -350,12 +350,14 @@ def test_a_draft_without_a_distribution_drafts_stand_ins_that_are_judged_exactly
     for params in (GREEDY, COUPLED):
         plain = [answer.token_ids for answer in answers_of(Engine(target), [params] * 3)]
         with standing_in() as standin:
-            answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4)), [params] * 3)
+            answers = answers_of(
+                Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed"), [params] * 3
+            )
         assert [answer.token_ids for answer in answers] == plain
         assert all(answer.warnings == () and answer.stats.accepted_tokens for answer in answers)
         assert set(standin.fetches) == {1}
     with standing_in() as standin:
-        answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4)), [SAMPLED] * 3)
+        answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed"), [SAMPLED] * 3)
     assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
     assert set(standin.fetches) == {1}
 
@@ -377,10 +379,12 @@ class FalseProbs(DraftModel):
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
 def test_distributions_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
     target = model()
-    sound = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), rule), [SAMPLED] * 3))
-    expected = told(answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule), [SAMPLED] * 3))
+    sound = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3))
+    expected = told(
+        answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3)
+    )
     with standing_in() as standin:
-        answers = answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule), [SAMPLED] * 3)
+        answers = answers_of(Engine(target, FalseProbs(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3)
     assert told(answers) == expected
     assert expected[::2] == sound[::2]
     assert answers[1].finish_reason == "length" and "no distributions" in answers[1].warnings[0]
@@ -411,7 +415,7 @@ def test_the_standin_notices_other_reads() -> None:
     ]
     for look in looks:
         with standing_in():
-            answer = Engine(model(), Peeks(look)).generate(PROMPT_IDS[0], GREEDY)
+            answer = Engine(model(), Peeks(look), controller="fixed").generate(PROMPT_IDS[0], GREEDY)
         assert "AssertionError" in "".join(answer.warnings)
 
 
@@ -430,7 +434,7 @@ def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytes
         return HuggingFaceModel(module.to("cuda"), None, "llama", fastest_backend)
 
     target = on_cuda(None)
-    engine = Engine(target, DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None)
+    engine = Engine(target, DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None, controller="fixed")
     expected, _ = answers_of(engine, BATCHES[batch]), answers_of(engine, BATCHES[batch])
     fetch, run = transfers.fetch, Step.run
     fetches = 0
@@ -478,5 +482,5 @@ def test_on_cuda_sampled_answers_are_those_of_the_cpu(rule: Rule) -> None:
             HuggingFaceModel(module.to(device), None, "llama", fastest_backend)  # type: ignore[arg-type]
             for module in (stock("llama"), noisy_stock("llama", 0.1))
         )
-        answers.append(answers_of(Engine(target, DraftModel(draft, 3), rule), [params] * 3))
+        answers.append(answers_of(Engine(target, DraftModel(draft, 3), rule, controller="fixed"), [params] * 3))
     assert [a.token_ids[:4] for a in answers[0]] == [a.token_ids[:4] for a in answers[1]]

@@ -47,7 +47,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "coupled"])
 def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafter: Drafter | None, kind: str) -> None:
     options = {"temperature": 0.0 if kind == "greedy" else 1.0, "coupled": kind == "coupled"}
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, controller="fixed")
     params = [
         SamplingParams(max_tokens=40, seed=seed, stop=stops, stop_token_ids=ids, **options)
         for seed in range(3)
@@ -70,7 +70,7 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
     target = MarkovModel(after.expand(count, count, count))
     target.tokenizer = Letters(count, "_accccbababx")  # type: ignore[assignment]
     guesses = {2: [2, 3, 4], 6: [6, 0], 8: [8, 0], 10: [10]}  # by tokens of the text so far, the prompt's one too
-    engine = Engine(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]))
+    engine = Engine(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed")
     whole = engine.generate([0], SamplingParams(max_tokens=11))
     assert (whole.token_ids, whole.text) == (list(range(1, 12)), "accccbababx")
     assert (whole.stats.accepted_per_position, whole.stats.tried_per_position) == ([4, 1, 1], [4, 3, 1])
@@ -113,7 +113,7 @@ def _add(answer: Answer, name: str) -> None:
 
 @pytest.mark.parametrize("fault", PERTURBED)
 def test_the_check_sees_what_it_is_for(target: MarkovModel, fault: str) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3))
+    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), controller="fixed")
     pieces = list(engine.stream([3, 1], SamplingParams(max_tokens=30, temperature=1.0, seed=2)))
     pieces = [piece for piece in pieces if piece.token_ids or piece.answer]
     answer = deepcopy(pieces[-1].answer)
@@ -135,7 +135,9 @@ def test_a_break_behind_an_accepted_token_tries_no_further_position() -> None:
         told.probs[first[0], first[1]] = torch.nan
         for rule in (None, LenientSampling(0.5)):
             drafter = ScriptedDrafter(lambda tokens: [[first[1], seed, 0, 1]])  # noqa: B023
-            answers = Engine(told, drafter, rule).generate([[3, 1]], SamplingParams(max_tokens=9, stop_token_ids=()))
+            answers = Engine(told, drafter, rule, controller="fixed").generate(
+                [[3, 1]], SamplingParams(max_tokens=9, stop_token_ids=())
+            )
             assert answers[0].finish_reason == "error"
             assert answers[0].token_ids == first[:2]
             assert answers[0].stats.tried_per_position == [1, 0, 0, 0]

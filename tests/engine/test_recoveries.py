@@ -60,7 +60,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.plants_failures
 def test_proposals_asked_for_again_are_counted_for_each_request_and_told_once() -> None:
     drafter = Together(lambda tokens: [[5]], depth=1)
-    answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), drafter))
+    answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), drafter, controller="fixed"))
     assert [answer.token_ids for answer in answers] == plain()
     assert sum(answer.stats.recoveries for answer in answers) == drafter.failed
     assert min(answer.stats.recoveries for answer in answers) > 1
@@ -89,13 +89,15 @@ def test_one_request_alone_is_not_asked_again() -> None:
             raise RuntimeError("no idea")
 
     drafter = Broken(lambda tokens: [])
-    answer = Engine(MarkovModel.random(VOCAB, seed=1), drafter).generate(PROMPTS[0], PARAMS)
+    answer = Engine(MarkovModel.random(VOCAB, seed=1), drafter, controller="fixed").generate(PROMPTS[0], PARAMS)
     assert answer.token_ids == plain()[0]
     assert (drafter.asked, answer.stats.recoveries, len(answer.warnings)) == (1, 0, 1)
 
 
 def test_nothing_is_counted_where_nothing_fails() -> None:
-    answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), ScriptedDrafter(lambda tokens: [[5]])))
+    answers, told = engine_told(
+        Engine(MarkovModel.random(VOCAB, seed=1), ScriptedDrafter(lambda tokens: [[5]]), controller="fixed")
+    )
     assert sum(answer.stats.recoveries for answer in answers) == 0
     assert told == []
 
@@ -109,7 +111,7 @@ def test_failures_are_logged_once_with_their_traceback(caplog: pytest.LogCapture
             raise LookupError("even")
 
     drafter = Broken(lambda tokens: [])
-    engine = Engine(MarkovModel.random(VOCAB, seed=1), drafter)
+    engine = Engine(MarkovModel.random(VOCAB, seed=1), drafter, controller="fixed")
     for _ in range(2):
         answers = engine.generate([*PROMPTS, *PROMPTS], PARAMS)
         assert all("went on undrafted" in answer.warnings[0] for answer in answers)

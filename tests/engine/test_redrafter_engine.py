@@ -164,7 +164,7 @@ def test_greedy_answers_are_those_of_plain_decoding(
     target: MarkovWithEmbedding, beams: int, length: int, nodes: int
 ) -> None:
     params = SamplingParams(max_tokens=60)
-    engine = Engine(target, drafter_of(target, beams, length, nodes))
+    engine = Engine(target, drafter_of(target, beams, length, nodes), controller="fixed")
     made = engine.generate(PROMPTS, params)
     assert [a.token_ids for a in made] == [a.token_ids for a in Engine(target).generate(PROMPTS, params)]
     alone = [engine.generate(prompt, params) for prompt in PROMPTS]
@@ -184,7 +184,7 @@ def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
     target: MarkovWithEmbedding, options: dict[str, float], sampled: bool
 ) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, **options)  # type: ignore[arg-type]
-    engine = Engine(target, drafter_of(target, sampled=sampled))
+    engine = Engine(target, drafter_of(target, sampled=sampled), controller="fixed")
     alone = [engine.generate(prompt, params) for prompt in PROMPTS]
     together = engine.generate(PROMPTS, params)
     assert [a.token_ids for a in together] == [a.token_ids for a in alone]
@@ -214,4 +214,4 @@ def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding)
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithEmbedding) -> None:
-    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target)), PROMPTS[0])
+    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target), controller="fixed"), PROMPTS[0])

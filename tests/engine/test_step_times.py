@@ -71,14 +71,14 @@ def test_plain_decoding_feeds_one_token_a_step(target: MarkovModel) -> None:
 
 
 def test_a_prompt_of_one_token_is_a_prefill_too(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2))
+    engine = Engine(target, right(target, 2), controller="fixed")
     steps = watched(engine)
     engine.generate([3], SamplingParams(max_tokens=4))
     assert shapes(steps) == [(1, 1, (0,), 0, True), (1, 3, (1,), 2, False)]
 
 
 def test_a_long_prompt_is_a_prefill_in_parts(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2))
+    engine = Engine(target, right(target, 2), controller="fixed")
     steps = watched(engine)
     engine.generate([i % VOCAB for i in range(600)], SamplingParams(max_tokens=4))
     assert shapes(steps) == [
@@ -92,7 +92,7 @@ def test_a_long_prompt_is_a_prefill_in_parts(target: MarkovModel) -> None:
 def test_contexts_are_those_before_the_step(target: MarkovModel) -> None:
     """A drafter that is always right: the context grows by three a step; one that is wrong: by one."""
     for drafter, growth, nodes in ((right(target, 2), 3, 2), (wrong(target, 3), 1, 3)):
-        engine = Engine(target, drafter)
+        engine = Engine(target, drafter, controller="fixed")
         steps = watched(engine)
         engine.generate([3, 1, 4], SamplingParams(max_tokens=1 + 3 * growth + 1))
         decoding = [step for step in steps if not step.prefill]
@@ -102,7 +102,7 @@ def test_contexts_are_those_before_the_step(target: MarkovModel) -> None:
 
 def test_a_ragged_batch(target: MarkovModel) -> None:
     """Three prompts at once; the first step is prefill for all, the others hold a tree for each."""
-    engine = Engine(target, right(target, 2))
+    engine = Engine(target, right(target, 2), controller="fixed")
     steps = watched(engine)
     engine.generate([[3, 1, 4], [2], [5, 6]], SamplingParams(max_tokens=7))
     assert shapes(steps) == [
@@ -113,7 +113,7 @@ def test_a_ragged_batch(target: MarkovModel) -> None:
 
 
 def test_a_step_with_one_prefill_among_others_is_a_prefill(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2))
+    engine = Engine(target, right(target, 2), controller="fixed")
     steps = watched(engine)
     engine.submit([3, 1, 4], SamplingParams(max_tokens=7))
     engine.step()
@@ -132,7 +132,7 @@ def test_a_budget_of_zero_is_a_step_of_plain_decoding(target: MarkovModel) -> No
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3))
+    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3), controller="fixed")
     steps = watched(engine)
     stats = engine.generate([3, 1, 4], SamplingParams(max_tokens=count)).stats
     assert len(steps) == stats.target_calls + stats.prefill_calls
@@ -171,7 +171,7 @@ class SlowDrafter(ScriptedDrafter):
 def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> None:
     """A sleep never ends early, so lower bounds hold on any machine."""
     slow = Slow(target.probs)
-    engine = Engine(slow, SlowDrafter(lambda tokens: [greedy(target, tokens, 2)], depth=2))
+    engine = Engine(slow, SlowDrafter(lambda tokens: [greedy(target, tokens, 2)], depth=2), controller="fixed")
     steps = watched(engine)
     started = time.perf_counter()
     engine.generate([[3, 1, 4], [2]], SamplingParams(max_tokens=7))

@@ -20,7 +20,7 @@ FEW = SamplingParams(max_tokens=3)
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """Put together from words alone."""
-    return Engine("embedded:target", drafter="prompt-lookup,max_ngram=3", rule="block")
+    return Engine("embedded:target", drafter="prompt-lookup,max_ngram=3", rule="block", controller="fixed")
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def test_words_stand_for_parts(engine: Engine, target: MarkovModel) -> None:
     assert engine.target.name == "embedded:target"
     assert isinstance(engine.drafter, PromptLookup) and isinstance(engine.rule, BlockVerification)
     with pytest.raises(UnknownOptionError, match="did you mean 'prompt-lookup'"):
-        Engine(target, "prompt-lookupp")
+        Engine(target, "prompt-lookupp", controller="fixed")
     with pytest.raises(UnknownOptionError, match="unknown rule 'best'"):
         Engine(target, rule="best")
-    assert isinstance(Engine(target, "none").drafter, NoDrafter)
+    assert isinstance(Engine(target, "none", controller="fixed").drafter, NoDrafter)
     assert type(Engine(target).rule) is SpeculativeSampling
 
 

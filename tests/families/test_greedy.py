@@ -59,7 +59,7 @@ def test_reference_answers_wander(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = count_moves(monkeypatch)
-    engine = Engine(target(family), DRAFTERS[drafter](family))
+    engine = Engine(target(family), DRAFTERS[drafter](family), controller="fixed")
     alone = engine.generate(list(PROMPTS[0]), PARAMS)
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
 
@@ -172,7 +172,7 @@ def test_greedy_by_fast_paths_equals_transformers(family: str, drafter: str) -> 
     assert margin > 1e-3
     assert min(len(set(answer)) for answer in expected) >= 20
     assert fast(family).fast_paths
-    engine = Engine(fast(family), FAST_DRAFTERS[drafter](family))
+    engine = Engine(fast(family), FAST_DRAFTERS[drafter](family), controller="fixed")
     alone = engine.generate(list(PROMPTS[0]), PARAMS)
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert alone.token_ids == expected[0]

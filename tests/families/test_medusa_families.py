@@ -52,7 +52,7 @@ def heads_for(family: str) -> MedusaHeads:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = count_moves(monkeypatch)
-    engine = Engine(target(family), Medusa(heads_for(family), {"greedy": TREES[tree]}, nodes=64))
+    engine = Engine(target(family), Medusa(heads_for(family), {"greedy": TREES[tree]}, nodes=64), controller="fixed")
     alone = engine.generate(list(PROMPTS[0]), PARAMS)
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in batch] == expected(family)
@@ -70,7 +70,7 @@ def test_greedy_equals_transformers(family: str, tree: str, monkeypatch: pytest.
 def test_tied_heads_with_random_blocks_change_no_answer(family: str) -> None:
     """What they guess is of no use, and does no harm."""
     heads = random_heads(target(family), heads=3, spread=0.2)
-    engine = Engine(target(family), Medusa(heads, {"greedy": TREES["published"]}, nodes=20))
+    engine = Engine(target(family), Medusa(heads, {"greedy": TREES["published"]}, nodes=20), controller="fixed")
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in answers] == expected(family)
     assert sum(answer.stats.draft_tokens for answer in answers) > 1000
@@ -101,7 +101,9 @@ def test_padded_and_fast_targets_take_the_same_heads(padded: bool, backend: Back
     if padded:
         module = pad_model(module, PaddedSize("1M", layers=3, width=512, inner=512))
     engine = Engine(
-        HuggingFaceModel(module, None, "ours", backend), Medusa(heads, {"greedy": TREES["published"]}, nodes=30)
+        HuggingFaceModel(module, None, "ours", backend),
+        Medusa(heads, {"greedy": TREES["published"]}, nodes=30),
+        controller="fixed",
     )
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [answer.token_ids for answer in answers] == plain

@@ -67,7 +67,9 @@ def test_greedy_equals_transformers(family: str, drafted: dict[str, object]) -> 
     expected, margin = by_transformers(family)
     assert margin > 1e-3
     assert min(len(set(answer)) for answer in expected) >= 8
-    engine = Engine(loaded(family, "fastest"), DraftModel(loaded(family, "fastest", 0.05), **drafted))  # type: ignore[arg-type]
+    engine = Engine(
+        loaded(family, "fastest"), DraftModel(loaded(family, "fastest", 0.05), **drafted), controller="fixed"
+    )  # type: ignore[arg-type]
     alone = engine.generate(list(PROMPTS[0]), PARAMS)
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert alone.token_ids == expected[0]

@@ -38,7 +38,7 @@ def drafter_for(model: HuggingFaceModel, sizes: str, **options: int | bool) -> R
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, sizes: str) -> None:
-    engine = Engine(target(family), drafter_for(target(family), sizes))
+    engine = Engine(target(family), drafter_for(target(family), sizes), controller="fixed")
     alone = engine.generate(list(PROMPTS[0]), PARAMS)
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in batch] == expected(family)
@@ -55,7 +55,7 @@ def test_greedy_equals_transformers(family: str, sizes: str) -> None:
 def test_every_kind_of_head_changes_no_answer(family: str, options: dict[str, int | bool]) -> None:
     if "rnn" in options:  # then the state is a sum of embeddings
         options = options | {"state": target(family).head_width}
-    engine = Engine(target(family), drafter_for(target(family), "wide", **options))
+    engine = Engine(target(family), drafter_for(target(family), "wide", **options), controller="fixed")
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in answers] == expected(family)
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0
@@ -66,7 +66,11 @@ def test_every_kind_of_head_changes_no_answer(family: str, options: dict[str, in
 def test_padded_and_fast_targets_draft_alike(padded: bool, backend: BackendMaker) -> None:
     head = random_redrafter(target("llama"))
     module = pad_model(stock("llama"), PaddedSize("1M", layers=3, width=512, inner=512)) if padded else stock("llama")
-    engine = Engine(HuggingFaceModel(module, None, "ours", backend), Redrafter(head, beams=24, length=2, nodes=40))
+    engine = Engine(
+        HuggingFaceModel(module, None, "ours", backend),
+        Redrafter(head, beams=24, length=2, nodes=40),
+        controller="fixed",
+    )
     answers = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
     assert [tuple(answer.token_ids) for answer in answers] == expected("llama")
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0

@@ -43,7 +43,7 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
 def test_golden_ids(drafter: str, model: HuggingFaceModel, golden: list[int]) -> None:
     assert len(golden) == 200
     assert len(set(golden)) >= 20
-    engine = Engine(model, DRAFTERS[drafter](model))
+    engine = Engine(model, DRAFTERS[drafter](model), controller="fixed")
     answer = engine.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
     assert answer.token_ids == golden
     assert not answer.warnings
@@ -57,5 +57,7 @@ def test_golden_ids(drafter: str, model: HuggingFaceModel, golden: list[int]) ->
 def test_beside_others(model: HuggingFaceModel, golden: list[int]) -> None:
     """In a batch of ragged prompts the golden answer stays, and each other continues the same story."""
     prompts = [PROMPT, PROMPT + golden[:40], PROMPT + golden[:7]]
-    answers = Engine(model, DraftModel(model)).generate(prompts, SamplingParams(max_tokens=160, ignore_eos=True))
+    answers = Engine(model, DraftModel(model), controller="fixed").generate(
+        prompts, SamplingParams(max_tokens=160, ignore_eos=True)
+    )
     assert [answer.token_ids for answer in answers] == [golden[:160], golden[40:200], golden[7:167]]

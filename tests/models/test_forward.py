@@ -176,7 +176,7 @@ def test_one_model_drafts_for_two_targets() -> None:
     draft = noisy("llama", 0.03)
     prompt, params = [5, 9, 11, 3, 60], SamplingParams(max_tokens=24)
     expected = Engine(packed("llama")).generate(prompt, params).token_ids
-    engines = [Engine(packed("llama"), DraftModel(draft)) for _ in range(2)]
+    engines = [Engine(packed("llama"), DraftModel(draft), controller="fixed") for _ in range(2)]
     requests = [engine.submit(prompt, params) for engine in engines]
     take_turns(engines)
     assert [request.tokens[len(prompt) :] for request in requests] == [expected, expected]

@@ -284,7 +284,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str, max_batch: int)
     prompts = [list(prompt) for prompt in PROMPTS]
     target, draft = graphs(stock(family)), graphs(noisy_stock(family, 0.1))
     for drafter in (None, DraftModel(draft, 3), DraftModel(draft, branching=(3, 2, 1))):
-        engine = Engine(target, drafter, max_batch=max_batch)
+        engine = Engine(target, drafter, max_batch=max_batch, controller="fixed")
         answers = engine.generate(prompts, SamplingParams(max_tokens=64))
         assert [answer.token_ids for answer in answers] == expected
         if drafter is not None:
@@ -298,7 +298,7 @@ def test_sampled_answers_do_not_depend_on_how_the_forward_runs() -> None:
     for coupled in (False, True):
         params = SamplingParams(max_tokens=64, temperature=0.8, top_p=0.9, seed=7, coupled=coupled)
         answers = [
-            Engine(target, DraftModel(packed("qwen3"), 3)).generate(prompts, params)
+            Engine(target, DraftModel(packed("qwen3"), 3), controller="fixed").generate(prompts, params)
             for target in (graphs(stock("qwen3")), packed("qwen3"))
         ]
         assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
@@ -333,7 +333,7 @@ def test_on_cuda_greedy_answers_equal_those_of_transformers(family: str) -> None
         for module in (stock(family), noisy_stock(family, 0.1))
     )
     for drafter in (None, DraftModel(draft, 3), DraftModel(draft, branching=(3, 2, 1))):
-        answers = Engine(target, drafter).generate(prompts, SamplingParams(max_tokens=128))
+        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=128))
         assert [answer.token_ids for answer in answers] == expected
 
 

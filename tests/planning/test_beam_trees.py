@@ -57,7 +57,7 @@ def promises_for(
 
 
 def measured(drafter: Redrafter, params: SamplingParams) -> float:
-    answers = Engine(target(), drafter).generate(PROMPTS, params)
+    answers = Engine(target(), drafter, controller="fixed").generate(PROMPTS, params)
     return sum((answer.stats for answer in answers), Counters()).mean_acceptance_length
 
 
@@ -102,7 +102,7 @@ def test_so_it_does_along_sampled_answers() -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
     for width, length, nodes in ((4, 3, 8), (8, 4, 3), (8, 4, 32)):
         drafter = Redrafter(head(), beams=width, length=length, nodes=nodes)
-        answers = Engine(target(), drafter).generate(PROMPTS, params)
+        answers = Engine(target(), drafter, controller="fixed").generate(PROMPTS, params)
         stats = sum((answer.stats for answer in answers), Counters())
         promise = promises_for(traces_of(target(), PROMPTS, answers), (width,))[length - 1]
         assert dict(zip(promise.nodes, promise.tokens, strict=True))[nodes] == pytest.approx(
@@ -145,7 +145,7 @@ def test_fewer_token_ids_than_beams() -> None:
     assert said == [(0, 2), (1, 2), (2, 2)]
     for each in promises:
         drafter = Redrafter(small, beams=each.beams, length=each.length, nodes=each.nodes[-1])
-        answers = Engine(world, drafter).generate([[1], [2, 0]], params)
+        answers = Engine(world, drafter, controller="fixed").generate([[1], [2, 0]], params)
         stats = sum((answer.stats for answer in answers), Counters())
         assert each.tokens[-1] == pytest.approx(stats.mean_acceptance_length)
     assert promises[3].tokens[-1] == 2.0  # 32 beams of one token hold all three of them: each step accepts one

@@ -88,7 +88,7 @@ def test_the_engine_keeps_the_promise_call_by_call(way: str, nodes: int) -> None
     table = RankTable.of(HeadGuesses.along(heads(way), lm_head(), traces(way), 1), 6)
     tree = choose_tree(table, nodes, settle_for=nodes)
     replay = table.replay(tree)
-    engine = Engine(target(), Medusa(heads(way), {"greedy": tree, "sampled": tree}, nodes=nodes))
+    engine = Engine(target(), Medusa(heads(way), {"greedy": tree, "sampled": tree}, nodes=nodes), controller="fixed")
     answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
     assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]
     stats = sum((answer.stats for answer in answers), Counters())
@@ -107,7 +107,9 @@ def test_so_it_does_for_trees_that_are_chosen_at_each_step(
     survival = None if depths is None else Survival.of(depths)
     replay = replay_likeliest(HeadGuesses.along(heads(way), lm_head(), traces(way), 32), survival, most=32)
     calibration = Calibration({} if survival is None else {way: survival})
-    engine = Engine(target(), Medusa(heads(way), LikeliestTrees(HEADS, calibration=calibration), nodes=nodes))
+    engine = Engine(
+        target(), Medusa(heads(way), LikeliestTrees(HEADS, calibration=calibration), nodes=nodes), controller="fixed"
+    )
     answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
     assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]
     stats = sum((answer.stats for answer in answers), Counters())

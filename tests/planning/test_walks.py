@@ -74,7 +74,9 @@ def calls_of(walks: Sequence[Walk], size: int) -> float:
 def lived(
     model: MarkovWithEmbedding | HuggingFaceModel, prompts: Sequence[Sequence[int]], params: Params, drafter: Drafter
 ) -> Counters:
-    answers = Engine(model, drafter).generate([list(p) for p in prompts], seeded(params, len(prompts)))
+    answers = Engine(model, drafter, controller="fixed").generate(
+        [list(p) for p in prompts], seeded(params, len(prompts))
+    )
     return sum((answer.stats for answer in answers), Counters())
 
 
@@ -219,7 +221,7 @@ def test_drawn_chains_against_the_engine() -> None:
     drafter = DraftModel(small, 3)
     walks = walk_along(drafter, big, traced(big, prompts, params, drafter), batch=100)  # type: ignore[arg-type]
     replayed = np.array([calls_of([walk], 3) for walk in walks])
-    answers = Engine(big, drafter).generate(
+    answers = Engine(big, drafter, controller="fixed").generate(
         prompts, [dataclasses.replace(p, seed=(p.seed or 0) + 10_000) for p in seeded(params, 300)]
     )
     engine = np.array([float(answer.stats.target_calls) for answer in answers])

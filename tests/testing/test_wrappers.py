@@ -45,11 +45,11 @@ def test_an_attribute_that_there_is_not_is_refused() -> None:
 def test_an_engine_answers_with_altered_parts_as_with_the_parts_themselves(model: LanguageModel) -> None:
     params = SamplingParams(max_tokens=12)
     prompt = [token % model.vocab_size for token in PROMPTS[0]]
-    expected = Engine(model, DraftModel(model)).generate(prompt, params)
+    expected = Engine(model, DraftModel(model), controller="fixed").generate(prompt, params)
     seen: list[int] = []
     drafter = DraftModel(altered(model))
     watched = altered(drafter, observe=lambda batch, out: seen.append(len(out)) or drafter.observe(batch, out))
-    found = Engine(altered(model), watched, altered(SpeculativeSampling())).generate(prompt, params)
+    found = Engine(altered(model), watched, altered(SpeculativeSampling()), controller="fixed").generate(prompt, params)
     assert found.token_ids == expected.token_ids and found.stats == expected.stats
     assert seen and not drafter.holding
 

@@ -109,7 +109,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
         chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
         trees = kept.record.trees if about["trees"] == "counted" else chosen
         drafter = Medusa.load(out, nodes=about["nodes"], trees=trees)
-        answers = Engine(target, drafter).generate(list(prompts.test), params)
+        answers = Engine(target, drafter, controller="fixed").generate(list(prompts.test), params)
         emitted = sum(answer.stats.emitted_tokens for answer in answers)
         calls = sum(answer.stats.target_calls for answer in answers)
         assert served.as_dict()["mean_acceptance_length"] == pytest.approx(emitted / calls)
@@ -254,7 +254,7 @@ def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, targ
     muon, adam = (inner.param_groups[0]["params"] for inner in optimizer._optimizers)
     assert {tuple(weight.shape) for weight in muon} == {(32, 32)}
     assert {tuple(weight.shape) for weight in adam} == {(32,), (300, 32)}
-    answer = Engine(load_model(target_folder), Medusa.load(tmp_path)).generate(prompts.test[0])
+    answer = Engine(load_model(target_folder), Medusa.load(tmp_path), controller="fixed").generate(prompts.test[0])
     assert answer.token_ids == Engine(load_model(target_folder)).generate(prompts.test[0]).token_ids
 
 

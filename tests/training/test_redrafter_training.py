@@ -110,7 +110,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     for served in result.report.evaluations:
         params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature, seed=0)
         drafter = Redrafter.load(out, **{name: served.about[name] for name in ("nodes", "beams", "length")})
-        answers = Engine(target, drafter).generate(list(prompts.test), params)
+        answers = Engine(target, drafter, controller="fixed").generate(list(prompts.test), params)
         counts = [(answer.stats.emitted_tokens, answer.stats.target_calls) for answer in answers]
         emitted, calls = map(sum, zip(*counts, strict=True))
         assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
@@ -259,7 +259,7 @@ def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, tar
     RedrafterHead.load(trained[0]).save(tmp_path, HeadRecord("another", "0" * 32))
     target = load_model(target_folder)
     with pytest.raises(CompositionError, match="another") as caught:
-        Engine(target, Redrafter.load(tmp_path))
+        Engine(target, Redrafter.load(tmp_path), controller="fixed")
     assert target.name in str(caught.value)
 
 

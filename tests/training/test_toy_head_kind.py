@@ -143,7 +143,7 @@ def test_it_is_trained_measured_and_saved(trained, learned_folder):
 
 def test_it_drafts_and_changes_no_answer(trained, learned_folder, prompts):
     target = load_model(learned_folder)
-    engine = Engine(target, LinearDrafter(LinearHead.load(trained[0])))
+    engine = Engine(target, LinearDrafter(LinearHead.load(trained[0])), controller="fixed")
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=32, temperature=temperature, seed=3, coupled=temperature > 0)
         answer = engine.generate(prompts.test[0], params)
@@ -157,4 +157,4 @@ def test_other_kinds_and_other_targets_are_told_apart(trained, learned_folder, t
     head = LinearHead.load(trained[0])
     head.save(tmp_path, HeadRecord("another", "0" * 32))
     with pytest.raises(CompositionError, match=r"these linear heads were trained for another .* and the target is"):
-        Engine(load_model(learned_folder), LinearDrafter(LinearHead.load(tmp_path)))
+        Engine(load_model(learned_folder), LinearDrafter(LinearHead.load(tmp_path)), controller="fixed")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
 
-from truedraft.control import Controller
+from truedraft.control import Controller, FixedBudget
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter
@@ -90,7 +90,7 @@ class Stack:
             self.target,
             self.drafter,
             self.rule,
-            self.controller,
+            self.controller or FixedBudget(),
             max_batch=batch,
             coupled_rule=self.coupled_rule,
         )

@@ -364,7 +364,7 @@ def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, 
     room = max(32, *(len(group.prompts) for group in groups))
     systems = [
         OurEngine(PLAIN, Engine(target, max_batch=room)),
-        OurEngine(words, Engine(target, from_spec(words, target), max_batch=room)),
+        OurEngine(words, Engine(target, from_spec(words, target), controller="fixed", max_batch=room)),
     ]
     with terminal.progress("checking", len(systems) * len(groups) * runs) as progress:
         return run_all(systems, groups, runs=runs, context_length=target.context_length, progress=progress)

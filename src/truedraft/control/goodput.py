@@ -152,6 +152,10 @@ class Goodput(Controller):
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         owns = [self._own_of(view) for view in views]
         batch = tuple([view.id for view in views])
+        if self._probes:  # of a step that failed
+            self._probes = 0
+            for own in self._own.values():
+                own.probing.request = None
         joint = self._joint
         if joint is None or self._left <= 0 or batch != self._batch:
             return self._renew(views, owns, batch)

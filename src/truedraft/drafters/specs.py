@@ -9,7 +9,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +38,14 @@ class DrafterKind:
         options: its options, each with a value as it is typed: the default, or an example of what else there is.
         meaning: what it does, in a phrase.
         make: the drafter, from a word whose options are known.
+        widest: options that leave a controller room to decide, as `auto` takes them.
     """
 
     path: str | None
     options: Mapping[str, str]
     meaning: str
     make: Callable[[Words, LanguageModel], Drafter]
+    widest: Mapping[str, str] = field(default_factory=dict)
 
     def usage(self, word: str) -> str:
         """How it is typed, with its options; words that are short enough to be broken into lines."""
@@ -104,7 +106,6 @@ def drafter_help() -> str:
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
     """Prompt lookup and what was trained for the target, of a kind the newest; what cannot be used is told and left."""
     from truedraft.drafters.portfolio import Portfolio
-    from truedraft.drafters.prompt_lookup import PromptLookup
 
     members: list[Drafter] = []
     taken: Counter[str] = Counter()
@@ -112,7 +113,8 @@ def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Calla
         if taken[found.kind] == _MOST_OF_A_KIND:
             continue
         try:
-            drafter = KINDS[found.kind].make(Words("drafter", found.kind, str(found.folder), {}), target)
+            kind = KINDS[found.kind]
+            drafter = kind.make(Words("drafter", found.kind, str(found.folder), kind.widest), target)
             drafter.check(target)
         except Exception as error:  # whatever is wrong with it, the others can draft
             tell(f"the drafter {found.kind}:{found.folder} is left out: {' '.join(str(error).split())}")
@@ -120,7 +122,8 @@ def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Calla
         taken[found.kind] += 1
         members.append(drafter)
     # Sampled drafts come first: their draws stand first where proposals are merged.
-    return Portfolio([*members, PromptLookup()])
+    lookup = KINDS["prompt-lookup"]
+    return Portfolio([*members, lookup.make(Words("drafter", "prompt-lookup", None, lookup.widest), target)])
 
 
 def _portfolio(words: Words, target: LanguageModel) -> Portfolio:
@@ -250,6 +253,7 @@ KINDS: Mapping[str, DrafterKind] = {
         {"num_speculative_tokens": "6", "max_ngram": "4", "min_ngram": "2"},
         "copies what followed the last time the text ended like this",
         _prompt_lookup,
+        {"num_speculative_tokens": "12"},
     ),
     "draft": DrafterKind(
         "MODEL",
@@ -257,6 +261,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "a smaller model with the same tokenizer, without MODEL the embedded one: a chain, or by branching a tree of "
         "so many guesses at each depth; no further below a token of less than min_probability",
         _draft,
+        {"num_speculative_tokens": "12"},
     ),
     "medusa": DrafterKind(
         "DIR",
@@ -265,6 +270,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "here, or as you say; or the same tree at all steps, of so many ranks at each depth, the one that was counted "
         "in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
         _medusa,
+        {"nodes": "48"},
     ),
     "redrafter": DrafterKind(
         "DIR",
@@ -272,6 +278,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "one recurrent head on that vector, without DIR the embedded one: beams, merged and cut to the likeliest "
         "nodes, in sizes that pay here, or as you say; sampled draws them, for requests at a temperature",
         _redrafter,
+        {"beams": "4", "nodes": "16"},
     ),
 }
 """The kinds of drafters by their words."""

@@ -95,7 +95,7 @@ def trace_answers(
     """
     drawn = any(is_drawn(params) for _, _, params in prompts)
     watcher = _Watcher([each.features for each in drafters if each.features is not None], drawn)
-    engine = Engine(target, watcher, max_batch=batch)
+    engine = Engine(target, watcher, max_batch=batch, controller="fixed")
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # Beyond the end of text, so that the token that ended an answer is seen.
     whole = [dataclasses.replace(params, ignore_eos=True, stop_token_ids=()) for _, _, params in prompts]

@@ -219,7 +219,7 @@ def count_answers(
     most = target.context_length - max_tokens
     fitting = [list(prompt)[-most:] for prompt in prompts]
     at_once = max(1, len(fitting)) if within_s is None else _AT_ONCE
-    stats, engine, began = Counters(), Engine(target, drafter), time.monotonic()
+    stats, engine, began = Counters(), Engine(target, drafter, controller="fixed"), time.monotonic()
     for first in range(0, len(fitting), at_once):
         if within_s is not None and first and time.monotonic() - began >= within_s:
             break

@@ -215,7 +215,7 @@ class _Writer:
         self, target: LanguageModel, prompts: Sequence[Sequence[int]], config: WritingConfig, files: AnswerFiles
     ) -> None:
         self._keeper = _VectorKeeper(target.head_width)
-        self._engine = Engine(target, self._keeper, max_batch=config.batch)
+        self._engine = Engine(target, self._keeper, max_batch=config.batch, controller="fixed")
         self._prompts = prompts
         self._config = config
         self._files = files
