@@ -40,8 +40,8 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _HALF_WIDTH = 9, 120, 0.015
 
 def answer_in_turns(size: str) -> None:
     """Answer what is asked on standard input, a line each, with the seconds that it took; for a process of its own."""
+    from truedraft import Engine, SamplingParams, load_model
     from truedraft.control import FixedBudget
-from truedraft import Engine, SamplingParams, load_model
 
     target = load_model("embedded:target", pad_to=None if size == "own" else size)
     engines: dict[tuple[str, str], Engine] = {}

@@ -57,8 +57,8 @@ class EngineSystem:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
 
-    def answer(self, group: Sequence[Asked], number: int) -> Answered:
-        """Answer a group together, with the seeds of that round.
+    def answer(self, group: Sequence[Asked]) -> Answered:
+        """Answer a group together.
 
         Raises:
             ModelError: a request failed.
@@ -71,9 +71,7 @@ class EngineSystem:
 
         self.engine.listeners.append(listen)
         try:
-            answers = self.engine.generate(
-                [list(asked.prompt) for asked in group], [asked.in_round(number) for asked in group]
-            )
+            answers = self.engine.generate([list(asked.prompt) for asked in group], [asked.params for asked in group])
         finally:
             self.engine.listeners.remove(listen)
         broken = next((answer.error for answer in answers if answer.error is not None), None)
@@ -112,7 +110,7 @@ class Lab:
         asked = self._sets[cell.set]
         if cell.temperature is None:
             return asked
-        return [_at(each, cell.temperature, number) for number, each in enumerate(asked)]
+        return [_at(each, cell.temperature) for each in asked]
 
     def groups(self, cell: Cell) -> list[list[Asked]]:
         """What is answered together."""
@@ -142,9 +140,8 @@ class Lab:
             raise UnavailableError(f"{name} cannot be made ({error})") from error
 
 
-def _at(asked: Asked, temperature: float, number: int) -> Asked:
-    seed = None if temperature == 0.0 else number
-    return dataclasses.replace(asked, params=dataclasses.replace(asked.params, temperature=temperature, seed=seed))
+def _at(asked: Asked, temperature: float) -> Asked:
+    return dataclasses.replace(asked, params=dataclasses.replace(asked.params, temperature=temperature))
 
 
 Found = dict[str, Any]
@@ -183,7 +180,7 @@ def _warm_up(systems: Sequence[EngineSystem], group: Sequence[Asked]) -> None:
         for asked in group
     ]
     for system in systems:
-        system.answer(short, 0)
+        system.answer(short)
 
 
 def contest(lab: Lab, cell: Cell, of: EngineSystem, over: Sequence[EngineSystem]) -> Contest:
@@ -320,7 +317,7 @@ def deciding(lab: Lab, cell: Cell, most_s: float) -> Found:
     began, number, first = lab.clock(), 0, 0
     while number < 2 or lab.clock() - began < most_s:
         for group in groups:
-            default.answer(group, number)
+            default.answer(group)
         first = len(costs) if number == 0 else first
         number += 1
     return cost_summary(costs[first:], cell.batch)

@@ -6,13 +6,12 @@
 | repeat | the same texts, each followed by its own first lines, so that an answer can copy | greedy |
 | prose | openings of old novels and a speech, far from the source code that the models were trained on | greedy |
 | random | random token ids | greedy |
-| hot | the held-out prompts again | temperature 1.5, another seed for each prompt and round |
+| hot | the held-out prompts again | temperature 1.5, with fresh seeds, as where nobody gives any |
 | mix | one request of each of the five in turn, so that the domain changes every 64 tokens | as they are |
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +29,6 @@ REQUESTS = 32  # of each set
 _PROMPT_TOKENS = 64  # of prose and random
 _REPEATED_CHARACTERS = 80  # at least, in whole lines
 _HOT = 1.5
-_SEEDS_OF_A_ROUND = 1_000  # more than a set has requests
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -42,18 +40,12 @@ class Asked:
     Attributes:
         domain: which of the five it is from.
         prompt: token ids.
-        params: how it is answered; the seed is that of round 0.
+        params: how it is answered; sampled ones have no seed, so each answer gets a fresh one.
     """
 
     domain: str
     prompt: tuple[int, ...]
     params: SamplingParams
-
-    def in_round(self, number: int) -> SamplingParams:
-        """The same with the seed of another round; a greedy answer has none and is the same in all."""
-        if self.params.seed is None:
-            return self.params
-        return dataclasses.replace(self.params, seed=self.params.seed + _SEEDS_OF_A_ROUND * number)
 
 
 def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: int) -> dict[str, list[Asked]]:
@@ -74,19 +66,14 @@ def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: 
         "random": [_random_ids(number, vocab_size) for number in range(REQUESTS)],
         "hot": code,
     }
-    sets = {
-        domain: [Asked(domain, prompt, params_of(domain, number)) for number, prompt in enumerate(prompts[domain])]
-        for domain in DOMAINS
-    }
+    sets = {domain: [Asked(domain, prompt, params_of(domain)) for prompt in prompts[domain]] for domain in DOMAINS}
     return sets | {MIX: mixed(sets)}
 
 
-def params_of(domain: str, number: int) -> SamplingParams:
-    """How a domain's request of this number is answered; all to the same length."""
+def params_of(domain: str) -> SamplingParams:
+    """How a domain's requests are answered; all to the same length."""
     hot = domain == "hot"
-    return SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=_HOT if hot else 0.0, seed=number if hot else None, ignore_eos=True
-    )
+    return SamplingParams(max_tokens=NEW_TOKENS, temperature=_HOT if hot else 0.0, ignore_eos=True)
 
 
 def repeated(text: str) -> str:

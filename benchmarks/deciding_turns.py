@@ -49,8 +49,8 @@ class System(Protocol):
 
     name: str
 
-    def answer(self, group: Sequence[Asked], number: int) -> Answered:
-        """Answer a group in the round of this number."""
+    def answer(self, group: Sequence[Asked]) -> Answered:
+        """Answer a group together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def one_round(systems: Sequence[System], groups: Sequence[Sequence[Asked]], numb
         answers, seconds = {}, {}
         for system in (*systems[first:], *systems[:first]):
             began = clock()
-            answers[system.name] = system.answer(group, number)
+            answers[system.name] = system.answer(group)
             seconds[system.name] = clock() - began
         compared, different = _differences([answers[system.name] for system in systems], group)
         turns.append(

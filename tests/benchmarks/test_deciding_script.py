@@ -70,11 +70,11 @@ class Worker:
     def __init__(self, name: str, clock: Clock, per_token_s: float, noise: float = 0.0, token: int = 1) -> None:
         self.name, self._clock, self._s, self._noise, self._token = name, clock, per_token_s, noise, token
         self._draw = np.random.default_rng(list(name.encode()))
-        self.asked: list[tuple[int, int | None]] = []
+        self.asked: list[tuple[int, ...]] = []
 
-    def answer(self, group: Sequence[Any], number: int) -> Any:
-        params = [asked.in_round(number) for asked in group]
-        self.asked += [(number, each.seed) for each in params]
+    def answer(self, group: Sequence[Any]) -> Any:
+        params = [asked.params for asked in group]
+        self.asked += [tuple(each.prompt) for each in group]
         tokens = [[self._token] * each.max_tokens for each in params]
         slow = 1.0 + len(group[0].prompt) / 100  # groups differ, as prompts do
         self._clock.now += self._s * sum(map(len, tokens)) * slow * math.exp(self._noise * self._draw.standard_normal())
@@ -88,9 +88,7 @@ def test_six_sets_of_requests_of_one_length(prompts: dict[str, list[Any]]) -> No
         assert all(each.params.ignore_eos and each.params.max_tokens == 64 and each.prompt for each in asked)
     for name in ("code", "repeat", "prose", "random"):
         assert all(each.params.greedy for each in prompts[name])
-    seeds = [each.params.seed for each in prompts["hot"]]
-    assert len(set(seeds)) == len(seeds) and None not in seeds
-    assert all(each.params.temperature == 1.5 for each in prompts["hot"])
+    assert all(each.params.temperature == 1.5 and each.params.seed is None for each in prompts["hot"])
     assert len({each.prompt for each in prompts["random"]}) == sets.REQUESTS, "each prompt is drawn by itself"
     assert len({each.prompt for each in prompts["prose"]}) == sets.REQUESTS
     assert sets.prompt_sets(TEXTS, sets.PROSE.read_text(), letters, 97) == prompts, "fixed for ever"
@@ -121,12 +119,6 @@ def test_a_slow_model_answers_fewer_groups_in_a_round(prompts: dict[str, list[An
             assert len(sets.groups_of(name, prompts[name], batch, few=True)) == count
     (mixed,) = sets.groups_of("mix", prompts["mix"], 16, few=True)
     assert {each.domain for each in mixed} == set(sets.DOMAINS)
-
-
-def test_every_round_has_seeds_of_its_own(prompts: dict[str, list[Any]]) -> None:
-    drawn = {each.in_round(number).seed for each in prompts["hot"] for number in range(50)}
-    assert len(drawn) == 50 * sets.REQUESTS
-    assert prompts["code"][0].in_round(3) is prompts["code"][0].params
 
 
 def take(prompts: dict[str, list[Any]], workers: Sequence[Worker], clock: Clock, most_s: float) -> Any:
@@ -176,9 +168,9 @@ def test_who_goes_first_changes_within_a_round_and_between_rounds(prompts: dict[
     clock, order = Clock(), []
 
     class Seen(Worker):
-        def answer(self, group: Sequence[Any], number: int) -> Any:
+        def answer(self, group: Sequence[Any]) -> Any:
             order.append(self.name)
-            return super().answer(group, number)
+            return super().answer(group)
 
     systems = [Seen(name, clock, 0.01) for name in "ab"]
     groups = sets.groups_of("code", prompts["code"], 4)

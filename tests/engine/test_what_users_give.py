@@ -51,7 +51,7 @@ def test_words_stand_for_parts(engine: Engine, target: MarkovModel) -> None:
         ({"drafter": PromptLookup}, "drafter must be a Drafter.*got the class PromptLookup"),
         ({"drafter": 0}, "drafter must be a Drafter.*got int"),
         ({"rule": DraftModel}, "rule must be a Rule, or its words, got the class DraftModel"),
-        ({"controller": "fixed"}, "controller must be a Controller, got str"),
+        ({"controller": 3}, "controller must be a Controller, or its words, got int"),
         ({"coupled_rule": "coupled"}, "coupled_rule must be a Rule, got str"),
         ({"max_batch": "3"}, "max_batch must be a whole number of 1 or more, got '3'"),
         ({"max_batch": True}, "max_batch must be a whole number"),
