@@ -29,6 +29,7 @@ _OWN_WEIGHT, _OWN_MEMORY = 3.0, 12.0
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.005  # of time that deciding may take before decisions are kept for several steps
 _LONGEST_HOLD = 64
+_OTHER_BATCH = 0.25  # change of the number of requests after which prices are others
 _IDLE_HINTS = 8  # steps after which a request that drafts nothing is looked at again
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
@@ -90,7 +91,6 @@ class _Own:
         drafts: whether the last decision drafts anything.
         expected: gains of first nodes at the last decision.
         by_hints: decisions at the prices of the last allocation, by kinds of hints.
-        speedup: estimated of the last allocation.
     """
 
     shaping: object
@@ -100,11 +100,10 @@ class _Own:
     hints: dict[str, int] = field(default_factory=dict)
     share: tuple[str, int] | None = None
     decision: Decision | None = None
-    hinted: tuple[int, ...] | None = ()
+    hinted: tuple[int, ...] | None = None
     drafts: bool = False
     expected: dict[Kind, float] = field(default_factory=dict)
     by_hints: dict[tuple[int, ...], Decision] = field(default_factory=dict)
-    speedup: float = 1.0
 
 
 class Goodput(Controller):
@@ -136,7 +135,8 @@ class Goodput(Controller):
         self._own: dict[int, _Own] = {}
         self._probing = _Probing(clock())
         self._joint: tuple[Allocator, Allocation] | None = None
-        self._batch: tuple[int, ...] = ()
+        self._batch: tuple[int, ...] = ()  # requests of that allocation
+        self._speedup = 1.0  # that is expected of it
         self._probes = 0  # that the running step makes
         self._privates = False  # whether there may be private requests
         self._step = 0
@@ -150,48 +150,58 @@ class Goodput(Controller):
     # ------------------------------------------------------------------------------------ deciding
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        owns = [self._own_of(view) for view in views]
-        batch = tuple([view.id for view in views])
         if self._probes:  # of a step that failed
             self._probes = 0
             for own in self._own.values():
                 own.probing.request = None
+        owns = [self._own_of(view) for view in views]
         joint = self._joint
-        if joint is None or self._left <= 0 or batch != self._batch:
-            return self._renew(views, owns, batch)
+        if joint is None or self._left <= 0 or not self._still_fits(views):
+            return self._renew(views, owns)
         self._left -= 1
+        look = not self._left % _IDLE_HINTS
         for view, own in zip(views, owns, strict=True):
-            if own.hinted is None or (own.hints and (own.drafts or not self._left % _IDLE_HINTS)):
-                self._follow_hints(view, own, joint)
+            if own.drafts and own.decision is not None and own.decision.drafter not in view.limits:
+                own.hinted = None
+            if own.hinted is None or (own.hints and (own.drafts or look)):
+                self._choose_again(view, own, joint)
         return [own.decision for own in owns if own.decision is not None]
 
-    def _follow_hints(self, view: RequestView, own: _Own, joint: tuple[Allocator, Allocation]) -> None:
-        """Choose again, at the prices of an allocation that is kept, where drafters know something else now."""
+    def _still_fits(self, views: Sequence[RequestView]) -> bool:
+        """Whether the prices of the last allocation hold for a batch: of about as many requests, and not of one."""
+        now, then = len(views), len(self._batch)
+        if min(now, then) == 1:
+            return now == then and views[0].id == self._batch[0]
+        return abs(now - then) <= _OTHER_BATCH * then
+
+    def _choose_again(self, view: RequestView, own: _Own, joint: tuple[Allocator, Allocation]) -> None:
+        """Choose at the prices of an allocation that is kept, where a request is new or drafters know other things."""
         hints = tuple([_kind_of(view.hints[drafter]()) for drafter in own.hints])
         if hints == own.hinted:
             return
         if own.hinted is None:
             own.by_hints.clear()
         own.hints = dict(zip(own.hints, hints, strict=True))
-        own.hinted = hints
         decision = own.by_hints.get(hints)
         if decision is None:
             share = joint[0].alone(joint[1], self._candidates(view, own))
-            decision = own.by_hints[hints] = self._decision(view, share, own.speedup)
-        own.decision, own.drafts = decision, not decision.is_zero
+            decision, hints = self._decision(view, share, self._speedup), tuple(own.hints.values())
+            own.by_hints[hints] = decision
+            if not own.private:
+                own.share = None if share is None else (share[0].drafter, share[1])
+        own.hinted, own.decision, own.drafts = hints, decision, not decision.is_zero
 
-    def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own], batch: tuple[int, ...]) -> list[Decision]:
+    def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
         """Decisions from scratch, and for how many steps they are kept."""
         began = self._clock()
-        alone = len(views) == 1
         allocator = Allocator(self._timing, [view.context for view in views], views[0].params.greedy)
-        private = [own.private and not alone for own in owns]
+        private = [own.private and len(views) > 1 for own in owns]
         known = [
             self._standing_for(view, own) if kept_apart else self._candidates(view, own)
             for view, own, kept_apart in zip(views, owns, private, strict=True)
         ]
         best = self._settled(allocator, allocator.best(known), known, owns)
-        speedup = best.rate / allocator.plain().rate
+        self._speedup = best.rate / allocator.plain().rate
         every = list(known)
         for number, (view, own) in enumerate(zip(views, owns, strict=True)):
             share = best.shares[number]
@@ -199,12 +209,11 @@ class Goodput(Controller):
             if private[number]:
                 every[number] = self._candidates(view, own)
                 share = allocator.alone(best, every[number])
-            own.speedup = speedup
-            own.decision = self._decision(view, share, speedup)
+            own.decision, own.drafts = self._decision(view, share, self._speedup), share is not None
             own.hinted = tuple(own.hints.values())
-            own.by_hints, own.drafts = {own.hinted: own.decision}, share is not None
+            own.by_hints = {own.hinted: own.decision}
         decisions = self._with_probes(views, owns, allocator, best, every)
-        self._joint, self._batch = (allocator, best), batch
+        self._joint, self._batch = (allocator, best), tuple([view.id for view in views])
         took = self._clock() - began
         self._look_s += _SLOW * (took - self._look_s) if self._look_s else took
         self._left = min(int(self._look_s / (_LOOK_SHARE * self._steps_s)), _LONGEST_HOLD) if self._steps_s else 0
@@ -328,7 +337,7 @@ class Goodput(Controller):
                 own.probing.stake(view.id, best.rate, stake_s)
                 self._probes += 1
                 tokens = 1.0 + sum(candidate.gains[:nodes])
-                speedup = own.speedup
+                speedup = self._speedup
                 decisions[number] = Decision(candidate.drafter, candidate.budget(nodes), (), "probe", tokens, speedup)
         return decisions
 
@@ -346,7 +355,7 @@ class Goodput(Controller):
         probing.stake(views[0].id, best.rate, stake_s)
         self._probes += 1
         return [
-            Decision(next(iter(view.limits)), NO_DRAFT, (), "probe", 1.0, own.speedup)
+            Decision(next(iter(view.limits)), NO_DRAFT, (), "probe", 1.0, self._speedup)
             for view, own in zip(views, owns, strict=True)
         ]
 
