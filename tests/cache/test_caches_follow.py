@@ -12,7 +12,7 @@ import torch
 from support.tiny_models import PROMPTS, noisy, packed
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
-from truedraft.control import Controller, Decision, RequestView
+from truedraft.control import Controller, Decision, FixedBudget, RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
@@ -99,7 +99,7 @@ def run(
     """Answer some prompts, comparing the target's caches after every step."""
     model = target(FAMILY)
     in_use = model.pool.in_use
-    engine = Engine(model, drafter, controller=controller)
+    engine = Engine(model, drafter, controller=controller or FixedBudget())
     params = params or SamplingParams(max_tokens=COUNT)
     requests = [engine.submit(list(prompt), params) for prompt in prompts]
     running = True

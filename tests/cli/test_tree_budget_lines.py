@@ -36,7 +36,7 @@ def heads(target: str, tmp_path: Path) -> str:
 
 
 def test_generate_says_how_many_nodes(run: Run, target: str, heads: str) -> None:
-    words = ("generate", "abc", "--model", target, *WORDS)
+    words = ("generate", "abc", "--model", target, *WORDS, "--controller", "fixed")
     open_ = run(*words, "--drafter", f"medusa:{heads}")
     assert open_.status == 0, open_.err
     assert open_.err.count("by the cost curve: ") == 1 and "medusa: " in open_.err
@@ -49,7 +49,7 @@ def test_generate_says_how_many_nodes(run: Run, target: str, heads: str) -> None
 
 
 def test_a_portfolio_says_all_sizes_in_a_line(run: Run, target: str, heads: str) -> None:
-    words = ("generate", "abc", "--model", target, *WORDS, "--drafter")
+    words = ("generate", "abc", "--model", target, *WORDS, "--controller", "fixed", "--drafter")
     found = run(*words, f"portfolio(medusa:{heads};medusa:{heads},nodes=2;medusa:{heads};prompt-lookup)")
     assert found.status == 0, found.err
     assert re.search(r"^sizes by the cost curve: medusa \d nodes?, medusa-3 \d nodes?$", found.err, re.MULTILINE)

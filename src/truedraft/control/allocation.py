@@ -34,6 +34,8 @@ class Candidate:
         gains: of its nodes, in the order in which a budget takes them, falling.
         setup_s: seconds of catching up, shared over the steps to come.
         hint: kind of what it knows beforehand.
+        odds: how its own probabilities tell acceptance; None where it cannot stop by them.
+        rate: acceptance of a token behind accepted ones, of those that can.
     """
 
     drafter: str
@@ -41,10 +43,18 @@ class Candidate:
     gains: Sequence[float]
     setup_s: float = 0.0
     hint: int = 0
+    odds: tuple[float, float] | None = None
+    rate: float = 1.0
 
-    def budget(self, nodes: int) -> Budget:
-        """The budget that drafts so many nodes."""
-        return Budget(self.depth(nodes), self.limits.width, nodes, self.limits.min_probability) if nodes else NO_DRAFT
+    def budget(self, nodes: int, floor: float = 0.0) -> Budget:
+        """The budget that drafts so many nodes; with a floor of survival, as many as pay, about so many."""
+        if not nodes:
+            return NO_DRAFT
+        least = self.limits.min_probability
+        if self.odds is None or not floor:
+            return Budget(self.depth(nodes), self.limits.width, nodes, least)
+        most = self.depth(2 * nodes + 2)
+        return Budget(most, 1, most, least, min(floor / self.rate, 1.0), self.odds)
 
     def depth(self, nodes: int) -> int:
         """Of a proposal of so many nodes."""
@@ -175,6 +185,20 @@ class Allocator:
         for _, place, number, candidate in nodes[: found[0]]:
             shares[number] = candidate, place + 1  # a request's nodes come in order
         return Allocation(shares, *found[1:])
+
+    def floor(self, allocation: Allocation, share: Share) -> float:
+        """The chance of being accepted below which another token of a chain does not pay, at an allocation's prices.
+
+        A level of drafting is paid for by all that draft with it.
+        """
+        if share is None:
+            return 0.0
+        candidate, nodes = share
+        rows = allocation.rows
+        row_s = max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
+        together = sum(each is not None and each[0].drafter == candidate.drafter for each in allocation.shares) or 1
+        level_s = self.drafting_s(candidate, together, nodes + 1) - self.drafting_s(candidate, together, nodes)
+        return allocation.rate * (row_s + max(level_s, 0.0) / together)
 
     def alone(self, allocation: Allocation, candidates: Sequence[Candidate]) -> Share:
         """What one request would draft at the prices of an allocation.

@@ -20,7 +20,7 @@ from typing import ClassVar, TypeAlias
 from truedraft.control.allocation import STOPS, Allocation, Allocator, Candidate, Share
 from truedraft.control.base import Controller, StepTimes
 from truedraft.control.exploration import Exploration, UpperBound
-from truedraft.control.survival import UNKNOWN_RATE, ChainGains, Gains, TreeGains
+from truedraft.control.survival import UNKNOWN_RATE, ChainGains, Gains, Odds, TreeGains
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.stats import RequestStep, StepRecord
 
@@ -132,6 +132,7 @@ class Goodput(Controller):
         self._clock = clock
         self._times: StepTimes | None = None
         self._pool: dict[tuple[object, Kind], Gains] = {}
+        self._odds: dict[tuple[object, str], Odds] = {}
         self._own: dict[int, _Own] = {}
         self._probing = _Probing(clock())
         self._joint: tuple[Allocator, Allocation] | None = None
@@ -185,7 +186,8 @@ class Goodput(Controller):
         decision = own.by_hints.get(hints)
         if decision is None:
             share = joint[0].alone(joint[1], self._candidates(view, own))
-            decision, hints = self._decision(view, share, self._speedup), tuple(own.hints.values())
+            decision = self._decision(view, share, joint[0].floor(joint[1], share))
+            hints = tuple(own.hints.values())
             own.by_hints[hints] = decision
             if not own.private:
                 own.share = None if share is None else (share[0].drafter, share[1])
@@ -209,7 +211,8 @@ class Goodput(Controller):
             if private[number]:
                 every[number] = self._candidates(view, own)
                 share = allocator.alone(best, every[number])
-            own.decision, own.drafts = self._decision(view, share, self._speedup), share is not None
+            own.decision = self._decision(view, share, allocator.floor(best, share))
+            own.drafts = share is not None
             own.hinted = tuple(own.hints.values())
             own.by_hints = {own.hinted: own.decision}
         decisions = self._with_probes(views, owns, allocator, best, every)
@@ -219,12 +222,13 @@ class Goodput(Controller):
         self._left = min(int(self._look_s / (_LOOK_SHARE * self._steps_s)), _LONGEST_HOLD) if self._steps_s else 0
         return decisions
 
-    def _decision(self, view: RequestView, share: Share, speedup: float) -> Decision:
+    def _decision(self, view: RequestView, share: Share, floor: float) -> Decision:
+        speedup = self._speedup
         if share is None:
             return Decision(next(iter(view.limits)), NO_DRAFT, (), "plain", 1.0, speedup)
         candidate, nodes = share
         tokens = 1.0 + sum(candidate.gains[:nodes])
-        return Decision(candidate.drafter, candidate.budget(nodes), (), "pays", tokens, speedup)
+        return Decision(candidate.drafter, candidate.budget(nodes, floor), (), "pays", tokens, speedup)
 
     def _own_of(self, view: RequestView) -> _Own:
         own = self._own.get(view.id)
@@ -253,6 +257,8 @@ class Goodput(Controller):
             most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
             setup_s = self._timing.catch_up_s(drafter, hint.behind) / max(1, min(room, _AHEAD) // 2)
             candidate = Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind)
+            if hint.confident and isinstance(gains, ChainGains):
+                candidate.odds, candidate.rate = self._odds_of(own, drafter).odds, gains.rate(0)
             own.expected[kind] = candidate.gains[0]
             found.append(candidate)
         return found
@@ -272,6 +278,9 @@ class Goodput(Controller):
             pool = self._pooled(view, own, kind, limits)
             gains = own.gains[kind] = pool.of_one(_OWN_WEIGHT, _OWN_MEMORY)
         return gains
+
+    def _odds_of(self, own: _Own, drafter: str) -> Odds:
+        return self._odds.setdefault((own.shaping, drafter), Odds())
 
     def _pooled(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
         key = own.shaping, kind
@@ -400,13 +409,18 @@ class Goodput(Controller):
         for share in step.shares:
             kind = share.drafter, own.hints.get(share.drafter, 0)
             if kind in own.gains:
-                own.gains[kind].learn(share, self._step)
+                budget = step.decision.budget if step.decision is not None else NO_DRAFT
+                stopped = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
+                stopped = stopped and budget.floor > 0.0
+                own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
                     own.hinted = None
                     if not own.private:
                         self._left = 0
                 if not own.private:
-                    self._pool[own.shaping, kind].learn(share, self._step)
+                    self._pool[own.shaping, kind].learn(share, self._step, stopped)
+                    if share.confidence:
+                        self._odds_of(own, share.drafter).learn(share)
 
     @property
     def _timing(self) -> StepTimes:

@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Self
 
+from truedraft.core.budget import Budget
 from truedraft.core.stats import DraftShare
 
 UNKNOWN_RATE = 0.65
 """Acceptance of a drafted token of which nobody knows anything; a few verdicts outweigh it."""
 LEAST_GAIN = 0.02
 """Nodes that bring less are not looked at."""
+_RATE = 0.05  # of learning odds
 _FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much for doubt
 
 
@@ -58,14 +60,17 @@ class Gains(ABC):
     def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
         """How many places, from the first, a proposal tried, and which of them were accepted."""
 
-    def learn(self, share: DraftShare, step: int) -> None:
+    def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
         """What became of a proposal.
 
         Args:
             share: of the drafter.
             step: number of the step, rising.
+            stopped: whether it ended before its budget did, all of it being accepted. What was not drafted brought
+                nothing, so it counts as if it had been rejected.
         """
         tried, accepted = self._verdicts(share)
+        tried += stopped
         while len(self._tried) < tried:
             self._tried.append(0.0)
             self._accepted.append(0.0)
@@ -117,6 +122,31 @@ class ChainGains(Gains):
 
     def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
         return share.judged, range(len(share.path))
+
+
+class Odds:
+    """How a drafter's own probability of a token tells its chance of being accepted, refitted with every verdict.
+
+    Logistic regression on the logit of that probability, by stochastic gradient.
+    """
+
+    def __init__(self) -> None:
+        self._odds = (0.0, 1.0)
+
+    @property
+    def odds(self) -> tuple[float, float]:
+        """For `Budget.odds`."""
+        return self._odds
+
+    def learn(self, share: DraftShare) -> None:
+        """What became of a chain."""
+        for place, probability in enumerate(share.confidence):
+            chance = Budget(0, odds=self._odds).chance(probability)
+            q = min(max(probability, 0.0025), 0.9975)
+            wrong = chance - (place < len(share.path))
+            first, slope = self._odds
+            logit = math.log(q / (1.0 - q))
+            self._odds = first - _RATE * wrong, min(max(slope - _RATE / 4.0 * wrong * logit, 0.1), 2.0)
 
 
 class TreeGains(Gains):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 
+_LEAST_PROBABILITY = 0.0025  # nearer to 0 or 1 a drafter's word is taken as this
 MOST_NODES = 1024
 """Most nodes of a tree that options may ask for: the target reads each of them, and there is a distribution for
 each."""
@@ -24,12 +26,17 @@ class Budget:
         nodes: most nodes in the tree; 0 means: do not draft, which makes the step plain decoding.
         min_probability: drafting stops after a token whose draft probability is below this. The token
             just drawn is kept: whether a draw exists must not depend on the token it drew.
+        floor: drafting stops, likewise, after a token whose survival is estimated to be below this.
+        odds: how a drafter's probability q of a token gives its chance c of being accepted: logit c = odds[0] + odds[1]
+            logit q. The survival of a token is the product of the chances on its path.
     """
 
     depth: int
     width: int = 1
     nodes: int = 1_000_000
     min_probability: float = 0.0
+    floor: float = 0.0
+    odds: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         """Refuse negative limits."""
@@ -43,7 +50,17 @@ class Budget:
 
     def cut(self, depth: int) -> Budget:
         """The same budget with paths of at most `depth` tokens, as near the end of an answer or of the context."""
-        return self if self.depth <= depth else Budget(max(depth, 0), self.width, self.nodes, self.min_probability)
+        return self if self.depth <= depth else replace(self, depth=max(depth, 0))
+
+    @property
+    def looks(self) -> bool:
+        """Whether the drafter's probabilities say where drafting stops."""
+        return self.min_probability > 0.0 or self.floor > 0.0
+
+    def chance(self, probability: float) -> float:
+        """That a token is accepted to which the drafter gave this probability."""
+        q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)
+        return 1.0 / (1.0 + math.exp(-self.odds[0]) * ((1.0 - q) / q) ** self.odds[1])
 
 
 NO_DRAFT = Budget(0, 0, 0)
@@ -58,11 +75,13 @@ class Hint:
         kind: proposals of one kind are about equally good: for prompt lookup the length of the n-gram that was found.
         behind: committed tokens that it has not read and must catch up with before it drafts.
         finds: whether there is anything to propose.
+        confident: whether it can say how probable it finds its tokens, and stop by that (`Budget.floor`).
     """
 
     kind: int = 0
     behind: int = 0
     finds: bool = True
+    confident: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -50,11 +50,13 @@ class Proposal:
         draws: for each tree row (the root, then each node) its draws, in the order in which they are judged. The order
             is fixed before anything is drawn.
         probs: `[probs, vocab]`: the very tensor that was sampled from, or None when every draw is deterministic.
+        confidence: the drafter's own probability of each node's token, where it was worked out.
     """
 
     tree: TokenTree
     draws: tuple[tuple[Draw, ...], ...]
     probs: Tensor | None = None
+    confidence: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Every node hangs on a draw of its parent, and every draw has its distribution."""

@@ -23,6 +23,7 @@ class DraftShare:
         path: its nodes on the accepted path, from the root's child down, as long as they follow that path.
         judged: drafted positions of it that the verdict came to: those accepted, and one more where its draws there
             were rejected.
+        confidence: the drafter's own probability of the tokens there, of a chain where it was worked out.
     """
 
     drafter: str
@@ -30,6 +31,7 @@ class DraftShare:
     depth: int
     path: tuple[int, ...] = ()
     judged: int = 0
+    confidence: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class RunningTimes:
 
     def observe(self, record: StepRecord) -> None:
         now = self._clock()
-        if record.prefill or now < self._next:
+        if record.prefill or now < self._next or not self._forwards:  # who never asked needs no answers
             return
         self._next = now + _PAUSE_S
         measured = record.total_s - record.draft_s - record.decide_s

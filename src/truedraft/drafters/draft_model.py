@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
+from truedraft.core import transfers
 from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
@@ -84,7 +85,8 @@ class DraftModel(Drafter):
             )
 
     def hint(self, request: DraftRequest) -> Hint:
-        return Hint(behind=len(request.tokens) - self.caches[request.id].length)
+        behind = len(request.tokens) - self.caches[request.id].length
+        return Hint(behind=behind, confident=self.limits.width == 1 and not transfers.waits(self.model.device))
 
     def begin(self, request: DraftRequest) -> None:
         """Take a cache for the request; it is filled at the first proposal."""
@@ -117,6 +119,8 @@ class DraftModel(Drafter):
             min(budget.width, self.limits.width),
             min(budget.nodes, self.limits.nodes),
             max(budget.min_probability, self.limits.min_probability),
+            budget.floor,
+            budget.odds,
         )
 
     def _catch_up(self, builders: Sequence[TreeBuilder]) -> Tensor:

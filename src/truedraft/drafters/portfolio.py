@@ -156,5 +156,6 @@ class MergedProposal:
             row = own[-1] + 1 if own else 0
             left = len(own) < len(path)  # the path went on elsewhere
             tried = bool(part.draws[row]) and (left or rejected)
-            found.append(DraftShare(name, len(shape), shape.depth, own, len(own) + tried))
+            confidence = part.confidence[: len(own) + tried] if shape.is_chain else ()
+            found.append(DraftShare(name, len(shape), shape.depth, own, len(own) + tried, confidence))
         return tuple(found)

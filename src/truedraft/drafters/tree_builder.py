@@ -62,6 +62,8 @@ class TreeBuilder:
         self._tokens: list[Any] = []  # ids; tensors [1] where they stay on the device
         self._parents: list[int] = []
         self._draws: list[tuple[Draw, ...]] = [()]  # by tree row
+        self._confidence: list[float] = []  # the drafter's probabilities of the tokens
+        self._survival = [1.0]  # by tree row
         self._probs: list[Tensor] = []  # [nodes of a level, vocab]
         self._dists = 0  # nodes that were drawn below
         self._open = [-1]  # nodes whose children are drawn next; -1 is the root
@@ -105,13 +107,20 @@ class TreeBuilder:
                 self._draws.append(())
                 draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
                 # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
-                if probability >= self.budget.min_probability:
+                if not self.budget.looks or self._goes_on(parent, probability):
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
         self._dists += len(self._open)
         self._depth += 1
         grows = self._depth < self.budget.depth and len(self._tokens) < self.budget.nodes
         self._open = opened if grows else []
+
+    def _goes_on(self, parent: int, probability: float) -> bool:
+        """Whether anything is drafted below a new child of `parent`, from its probability."""
+        survival = self._survival[parent + 1] * self.budget.chance(probability)
+        self._confidence.append(probability)
+        self._survival.append(survival)
+        return probability >= self.budget.min_probability and survival >= self.budget.floor
 
     def segment(self) -> Segment:
         """The nodes not yet fed, with logits at those that are open."""
@@ -126,7 +135,8 @@ class TreeBuilder:
         tree = TokenTree(self._ids(0), shape_of(tuple(self._parents)))
         if not self.on_device:
             tree.keep_host_ids(self._tokens)
-        return Proposal(tree, tuple(self._draws), torch.cat(self._probs) if self._probs else None)
+        probs = torch.cat(self._probs) if self._probs else None
+        return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
 
     def _ids(self, first: int) -> Tensor:
         """Tokens of the nodes from `first` on, `[nodes]`, where they lie."""
@@ -139,7 +149,7 @@ class TreeBuilder:
 def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
     """Whether a tree within a budget is a chain whose length no number decides."""
     widths = branching[: budget.depth]
-    return budget.min_probability == 0.0 and all(min(width, budget.width) == 1 for width in widths)
+    return not budget.looks and all(min(width, budget.width) == 1 for width in widths)
 
 
 def draw_level(builders: Sequence[TreeBuilder], logits: Tensor) -> list[TreeBuilder]:
@@ -170,7 +180,7 @@ def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNo
         children = _unread_children(tokens, probs)
     else:
         looked_at = None
-        if any(builder.budget.min_probability > 0.0 for builder in builders):
+        if any(builder.budget.looks for builder in builders):
             looked_at = torch.softmax(logits.float(), dim=-1) if probs is None else probs  # [nodes, vocab]
         children = fetch_children(tokens, looked_at, together, logits.shape[-1])
     start = 0

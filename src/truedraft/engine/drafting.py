@@ -204,6 +204,8 @@ class Drafting:
 
     def record(self, batch: Batch, record: StepRecord) -> None:
         """Tell the controller what a step did."""
+        if not self._drafts:
+            return
         try:
             self._controller.observe(record)
         except Exception as error:
