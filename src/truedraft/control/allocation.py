@@ -110,8 +110,13 @@ class Allocator:
         """Seconds of the step with so many rows, drafting apart."""
         found = self._steps_s.get(rows)
         if found is None:
-            found = self._steps_s[rows] = self._times.step_s(rows, self._contexts)
+            found = self._steps_s[rows] = self._times.step_s(rows, self._contexts, self._greedy)
         return found
+
+    def _row_s(self, rows: int) -> float:
+        """Seconds of one more row in a step with so many, or a few more than there are requests."""
+        rows = max(rows, len(self._contexts) + 1)
+        return max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
 
     def drafting_s(self, candidate: Candidate, requests: int, nodes: int) -> float:
         """Seconds of drafting for so many requests, of which the deepest gets so many nodes."""
@@ -151,8 +156,8 @@ class Allocator:
             rate: that must be beaten, else there is none.
         """
         count, found = len(candidates), None
-        # A row never costs less than this on the way to twice as many, so a node that brings less cannot pay.
-        least = 0.5 * rate * (self.step_s(2 * count) - self.step_s(count)) / count
+        # What brings much less than a row costs cannot pay.
+        least = 0.25 * rate * self._row_s(2 * count)
         nodes = [
             (-gain, place, number, candidate)
             for number, candidate in enumerate(candidates)
@@ -194,8 +199,7 @@ class Allocator:
         if share is None:
             return 0.0
         candidate, nodes = share
-        rows = allocation.rows
-        row_s = max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
+        row_s = self._row_s(allocation.rows)
         together = sum(each is not None and each[0].drafter == candidate.drafter for each in allocation.shares) or 1
         level_s = self.drafting_s(candidate, together, nodes + 1) - self.drafting_s(candidate, together, nodes)
         return allocation.rate * (row_s + max(level_s, 0.0) / together)
@@ -210,8 +214,7 @@ class Allocator:
             allocation: sets the prices.
             candidates: of the request.
         """
-        rows = allocation.rows
-        row_s = max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
+        row_s = self._row_s(allocation.rows)
         drafting = {share[0].drafter for share in allocation.shares if share is not None}
         best: Share = None
         most = 0.0

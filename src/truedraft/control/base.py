@@ -13,12 +13,13 @@ from truedraft.core.stats import StepRecord
 class StepTimes(Protocol):
     """What the steps of an engine take on this machine, corrected by what its steps took lately."""
 
-    def step_s(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of a step without drafting: the forward, its verdicts, and all that surrounds them.
+    def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
+        """Seconds of a step, drafting apart: the forward, its verdicts, and all that surrounds them.
 
         Args:
-            rows: that the target is fed, of all requests together.
+            rows: that the target is fed, of all requests together; as many as requests is plain decoding.
             contexts: cached tokens of each request.
+            greedy: whether the requests are greedy.
         """
         ...
 

@@ -33,7 +33,7 @@ _OTHER_BATCH = 0.25  # change of the number of requests after which prices are o
 _IDLE_HINTS = 8  # steps after which a request that drafts nothing is looked at again
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
-_PLAIN_AGE_S = 2.0  # after which what a plain step takes is measured again
+_PLAIN_AGE_S = 0.25  # after which what a plain step takes is measured again
 _SLOW = 0.1  # share by which one step moves what steps are known to take
 
 Kind: TypeAlias = tuple[str, int]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from truedraft.core.budget import RequestView
 from truedraft.core.params import SamplingParams
@@ -14,7 +17,7 @@ from truedraft.costs.kept import StepCosts
 from truedraft.drafters.base import Drafter
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_MEMORY_S = 0.25  # of what holds for all sizes: how busy the machine is
+_STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # that say how busy the machine is: at most, at least, and for how long
 _SHAPE = 0.04  # share by which one step moves what holds for one size
 _MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that the system interrupted
 _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
@@ -25,8 +28,10 @@ _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 class Corrected:
-    """How measured seconds stand to a curve: a part that is common to all sizes and follows within a quarter of a
-    second, and one for each size that moves slowly.
+    """How measured seconds stand to a curve: a part that all sizes share, and one for each size that moves slowly.
+
+    The shared part is the median over the last few steps, so that a step which the system interrupted says nothing and
+    a machine that became slower is known after some steps.
 
     Args:
         clock: seconds.
@@ -34,34 +39,40 @@ class Corrected:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._common = 0.0  # logs of measured / expected
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # when, and log of measured / expected
+        self._common = 0.0  # their median
         self._shape = [0.0] * len(_KNOTS)
-        self._last: float | None = None
 
     def factor(self, size: float) -> float:
         """Measured over expected seconds at a size (rows, or requests)."""
+        return math.exp(self._common + self._shape_at(size))
+
+    def _shape_at(self, size: float) -> float:
         left, share = _between(size)
         shape = self._shape[left]
-        if share:
-            shape += share * (self._shape[left + 1] - shape)
-        return math.exp(self._common + shape)
+        return shape + share * (self._shape[left + 1] - shape) if share else shape
+
+    @property
+    def known(self) -> bool:
+        """Whether any step was looked at."""
+        return bool(self._recent)
 
     def learn(self, size: float, measured_s: float, expected_s: float) -> None:
         """One step took `measured_s` where the curve alone says `expected_s`."""
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
-        now = self._clock()
-        error = math.log(measured_s / expected_s) - math.log(self.factor(size))
+        now, recent = self._clock(), self._recent
+        ratio = math.log(measured_s / expected_s) - self._shape_at(size)
         left, share = _between(size)
-        if self._last is None:
-            self._common += error  # where there is nothing yet, the first step says it all
-        else:
-            error = max(-_MOST, min(_MOST, error))
-            self._common += error * max(1.0 - math.exp((self._last - now) / _MEMORY_S), 0.01)
-            self._shape[left] += error * _SHAPE * (1.0 - share)
+        if recent:
+            error = max(-_MOST, min(_MOST, ratio - self._common)) * _SHAPE
+            self._shape[left] += error * (1.0 - share)
             if share:
-                self._shape[left + 1] += error * _SHAPE * share
-        self._last = now
+                self._shape[left + 1] += error * share
+        recent.append((now, ratio))
+        while len(recent) > _FEWEST and now - recent[0][0] > _LONGEST_S:
+            recent.popleft()
+        self._common = median(each[1] for each in recent)
 
 
 def _between(size: float) -> tuple[int, float]:
@@ -93,15 +104,22 @@ class RunningTimes:
         self._costs = costs
         self._drafters = drafters
         self._clock = clock
-        self._steps = Corrected(clock)
+        # Apart, whether anything is drafted and whether all is greedy: verdicts and the host's work differ, and what is
+        # compared with plain decoding must be what plain decoding took itself.
+        self._steps = {kind: Corrected(clock) for kind in itertools.product((False, True), repeat=2)}
         self._drafting = {name: Corrected(clock) for name in drafters}
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._next = 0.0
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
         self._forwards: dict[tuple[int, int, int], float] = {}  # seconds by rows, requests and context
 
-    def step_s(self, rows: int, contexts: Sequence[int]) -> float:
-        return self._forward_s(rows, contexts) * self._steps.factor(rows)
+    def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
+        drafted = rows > len(contexts)
+        steps = self._steps[drafted, greedy]
+        if not steps.known:  # until one was made, as those of the other kinds
+            others = (self._steps[not drafted, greedy], self._steps[drafted, not greedy])
+            steps = next((each for each in others if each.known), steps)
+        return self._forward_s(rows, contexts) * steps.factor(rows)
 
     def _forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         """V by the curve, for contexts to the nearest 64 tokens of their mean."""
@@ -146,8 +164,9 @@ class RunningTimes:
             return
         self._next = now + _PAUSE_S
         measured = record.total_s - record.draft_s - record.decide_s
-        self._steps.learn(record.rows, measured, self._forward_s(record.rows, record.contexts))
         greedy = all(step.greedy for step in record.requests)
+        steps = self._steps[record.rows > len(record.requests), greedy]
+        steps.learn(record.rows, measured, self._forward_s(record.rows, record.contexts))
         for each in record.drafting:
             self._observe_drafting(each, greedy)
 
