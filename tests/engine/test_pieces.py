@@ -13,6 +13,7 @@ import torch
 from support.answers import assert_consistent
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
+from truedraft.core.stats import DrafterCounters
 from truedraft.core.verdict import Origin
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.engine import Answer, Piece
@@ -70,7 +71,7 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
     target = MarkovModel(after.expand(count, count, count))
     target.tokenizer = Letters(count, "_accccbababx")  # type: ignore[assignment]
     guesses = {2: [2, 3, 4], 6: [6, 0], 8: [8, 0], 10: [10]}  # by tokens of the text so far, the prompt's one too
-    engine = Engine(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]))
+    engine = Engine(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed")
     whole = engine.generate([0], SamplingParams(max_tokens=11))
     assert (whole.token_ids, whole.text) == (list(range(1, 12)), "accccbababx")
     assert (whole.stats.accepted_per_position, whole.stats.tried_per_position) == ([4, 1, 1], [4, 3, 1])
@@ -78,6 +79,8 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
     assert (cut.token_ids, cut.text) == ([1, 2, 3, 4, 5], "acccc")
     assert (cut.stats.accepted_tokens, cut.stats.emitted_tokens, cut.stats.target_calls) == (3, 4, 4)
     assert (cut.stats.accepted_per_position, cut.stats.tried_per_position) == ([1, 1, 1], [1, 1, 1])
+    assert whole.stats.by_drafter == {"scripted": DrafterCounters(4, 8, 6)}
+    assert cut.stats.by_drafter == {"scripted": DrafterCounters(4, 8, 3)}
 
 
 def test_tokens_wait_no_longer_than_a_stop_text_may_begin(target: MarkovModel) -> None:
