@@ -84,7 +84,7 @@ class Tally:
         self.seconds += seconds
         reason = why(step.decision)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        if step.decision is not None and step.decision.expected_tokens is not None:
+        if step.decision is not None and step.decision.expected_tokens is not None and reason != END:
             self.foreseen += step.decision.expected_tokens
             self.foreseen_steps += 1
 
@@ -314,7 +314,7 @@ class Decisions:
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
-        # Neighbours are alike, as a drafter that found a passage to copy goes on to find it: blocks are drawn, not steps.
+        # Neighbours are alike: a drafter that found a passage to copy will find it again. So blocks are drawn.
         steps = sum(each.steps for each in self.stretches)
         length = round(steps ** (1 / 3) / self._in_each)
         blocks = np.array([_sums(each, by_plain_steps) for each in _joined(self.stretches, max(length, 1))])
