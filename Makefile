@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify certify-short results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -83,6 +83,14 @@ PLAN := truedraft plan --pad-to 110M --max-tokens 64 --refresh-costs --json
 results-plan: $(STAMP)
 	$(BIN)/$(PLAN) > $(RESULTS)/plan.txt
 	$(BIN)/$(PLAN) --temperature 1 --seed 1 >> $(RESULTS)/plan.txt
+
+# What --explain shows of one answer, and the decisions of a benchmark as a picture: docs/deciding.md. A minute, on an
+# otherwise idle machine.
+EXPLAIN := --temperature 0.7 --coupled --seed 3 --max-tokens 256
+results-explain: $(STAMP)
+	$(BIN)/truedraft generate $$'class Stack:\n    def push(self, item):' $(EXPLAIN) --explain --json > $(RESULTS)/explain.txt 2>&1
+	$(BIN)/truedraft bench --limit 4 $(EXPLAIN) --out out/explain > /dev/null
+	cp out/explain/decisions-auto.png docs/deciding.png
 
 # Ways to draft with a recurrent head, against each other: docs/redrafter.md. Its variants are trained by hand (the page
 # says how) and named here, as VARIANTS="--variant NAME=DIR ...".

@@ -106,6 +106,12 @@ def test_the_first_screen_is_what_the_demo_printed() -> None:
     assert shown.split() == printed.split()
 
 
+def test_what_explain_shows_is_what_it_printed() -> None:
+    shown = blocks(ROOT / "docs/deciding.md", "text")[0]
+    printed = (ROOT / "benchmarks/results/explain.txt").read_text()
+    assert shown.split() and " ".join(shown.split()) in " ".join(printed.split())
+
+
 def test_decimal_numbers_of_the_readme_are_all_marked() -> None:
     text = (ROOT / "README.md").read_text()
     unmarked = SOURCE_MARK.sub("", text)

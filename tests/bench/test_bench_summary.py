@@ -11,11 +11,13 @@ from support.tiny_models import packed
 from truedraft.bench.breakdown import Breakdown, Shares
 from truedraft.bench.costs import Memory, ReadSize, read_size
 from truedraft.bench.record import Circumstances, bench_record
-from truedraft.bench.report import markdown
+from truedraft.bench.report import decides, markdown
 from truedraft.bench.runs import Failure, Results, Row, time_without_core
 from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, shown, summarise
-from truedraft.bench.tables import acceptance_table, all_tables, speed_table, time_table
-from truedraft.core.stats import Counters
+from truedraft.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
+from truedraft.core.budget import NO_DRAFT, Budget, Decision
+from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.engine.decisions import Decisions
 from truedraft.peers import Outcome
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
@@ -162,6 +164,31 @@ def test_tables() -> None:
     accepted = acceptance_table(found)
     assert accepted.headings == ("", "accepted\nat 1", "\nat 2") and accepted.rows == (("draft", "1.00", "0.00"),)
     assert all(len(each) == len(table.headings) for table in (speed, time, accepted) for each in table.rows)
+
+
+def test_decisions_of_all_runs_in_table_record_and_report() -> None:
+    """Drafts of 4 that brought 3 tokens in 2 s where a plain step takes 1; two runs of them; 16 plain steps."""
+    draft, none = Decision("draft", Budget(4), expected_tokens=2.0), Decision("draft", NO_DRAFT, reason="plain")
+    drafted = RequestStep(0, 9, 5, False, 4, 4, 4, 2, 3, decision=draft)
+    plain = RequestStep(0, 9, 1, False, emitted=1, decision=none)
+    steps = [StepRecord((drafted,), 0.0, 0.0, 0.0, 2.0), StepRecord((plain,), 0.0, 0.0, 0.0, 1.0)] * 8
+    runs = [dataclasses.replace(row("draft", "a", 1.5, run), decisions=Decisions.of(steps)) for run in range(2)]
+    (found,) = summarise(runs, NAMES, ("plain", "draft"), {})
+    assert found.decisions is not None and found.decisions.steps == 32
+    table = decisions_table(found.decisions)
+    assert table.rows == (
+        ("draft", "16", "0.50", "4.00", "0.50", "2.00", "3.00", "0.67", "as set"),
+        ("plain", "16", "0.50", "0.00", "-", "-", "1.00", "0.33", "no draft pays"),
+    )
+    assert all(len(each) == len(table.headings) for each in table.rows)
+    record = bench_record([found], circumstances(), [], Results())["contestants"][0]["decisions"]
+    assert record["speedup"]["factor"] == pytest.approx(4 / 3) and record["speedup"]["by_plain_steps"] is True
+    text = markdown([found], circumstances(), [], [], [], [(found, "decisions-draft")])
+    assert "### draft" in text and "| draft | 16 | 0.50 | 4.00 |" in text and "](decisions-draft.svg)" in text
+    assert "estimated speed-up over plain decoding: 1.33 (95 % interval " in text
+    assert decides(found) and not decides(summaries()[0])
+    asked_nobody = StepRecord((dataclasses.replace(plain, decision=None),), 0.0, 0.0, 0.0, 1.0)
+    assert not decides(dataclasses.replace(found, decisions=Decisions.of([asked_nobody])))
 
 
 def test_peers_draw_other_random_numbers() -> None:

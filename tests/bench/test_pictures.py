@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from truedraft.bench.plots import draw_all
+from truedraft.bench.plots import draw_all, draw_decisions
 from truedraft.bench.report import OutputFolder
 from truedraft.bench.runs import Row
 from truedraft.bench.summary import Ratio, Spread, Summary
-from truedraft.core.stats import Counters
+from truedraft.core.budget import NO_DRAFT, Budget, Decision
+from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.engine.decisions import Decisions
 from truedraft.errors import DataError, MissingExtraError
 from truedraft.peers import Outcome
 
@@ -37,6 +39,24 @@ def test_all_pictures(tmp_path: Path) -> None:
             assert image.width >= 1000 and image.height >= 350
             assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
         assert (tmp_path / f"{name}.svg").read_text().count("<path") > 10
+
+
+def test_decisions_over_time(tmp_path: Path) -> None:
+    """Three hundred steps of two drafters, plain decoding and a probe; the name of the file says whose they are."""
+    decisions = Decisions()
+    for number in range(300):
+        name, nodes = ("draft", 4) if number % 3 else ("prompt-lookup", 2)
+        reason = "probe" if number == 150 else "pays"
+        decision = Decision(name, NO_DRAFT if number > 250 else Budget(nodes), reason=reason)
+        nodes = 0 if number > 250 else nodes
+        step = RequestStep(0, 9, 1 + nodes, False, nodes, nodes, nodes, number % (nodes + 1), decision=decision)
+        decisions(StepRecord((step,), 0.0, 0.0, 0.0, 0.002))
+    assert draw_decisions(tmp_path, "auto,x=1", decisions, "where and how") == "decisions-auto-x=1"
+    with Image.open(tmp_path / "decisions-auto-x=1.png") as image:
+        assert image.width >= 1000 and len(image.convert("RGB").getcolors(maxcolors=1 << 24) or ()) > 20
+    text = (tmp_path / "decisions-auto-x=1.svg").read_text()
+    for colour in ("#0072b2", "#d55e00", "#cccccc"):
+        assert colour in text.lower()
 
 
 def test_only_what_there_are_numbers_for(tmp_path: Path) -> None:

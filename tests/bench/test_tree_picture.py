@@ -155,11 +155,9 @@ def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
     ours = [OurEngine(PLAIN, Engine(target))]
-    ours += [
-        OurEngine(name, Engine(target, drafter, controller="fixed"))
-        for name, drafter in (("open", medusa()), ("fixed", medusa(4)))
-    ]
-    suite = Suite(target, True, ours, batch=40)
+    for name, drafter in (("open", medusa()), ("fixed", medusa(4))):
+        ours.append(OurEngine(name, Engine(target, drafter, controller="fixed")))
+    suite = Suite(target, True, ours, batch=40, controller="fixed")
     level = TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0})
     size_trees(suite, level, SamplingParams())
     assert suite.notes == [f"open: {nodes_for(target, medusa(), costs=StepCosts(target, forwards=level)).describe()}"]
@@ -178,7 +176,7 @@ def test_where_no_tree_pays_nothing_is_drafted(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
     ours = [OurEngine(PLAIN, Engine(target)), OurEngine("medusa", Engine(target, medusa(), controller="fixed"))]
-    suite = Suite(target, True, ours)
+    suite = Suite(target, True, ours, controller="fixed")
     dear = TargetCost.fit({(1, 8): 1.0, (64, 8): 1000.0})
     size_trees(suite, dear, SamplingParams())
     assert "no tree is predicted to pay" in suite.notes[0]
@@ -192,7 +190,10 @@ def test_the_trees_of_a_portfolio_are_named_by_its_members(tmp_path: Path, monke
     target = packed("llama")
     drafter = Portfolio({"lookup": PromptLookup(), "open": medusa(), "fixed": medusa(4)})
     suite = Suite(
-        target, True, [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter, controller="fixed"))]
+        target,
+        True,
+        [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter, controller="fixed"))],
+        controller="fixed",
     )
     size_trees(suite, TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0}), SamplingParams())
     assert [note.partition(" by ")[0] for note in suite.notes] == ["auto: open: 40 nodes"]

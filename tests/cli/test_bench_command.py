@@ -17,7 +17,7 @@ from truedraft.bench import OurEngine, runs, suite
 from truedraft.drafters.registry import write_record
 
 Run = Callable[..., Result]
-WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos")
+WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos", "--controller", "fixed")
 
 
 pytestmark = pytest.mark.usefixtures("quick_curves")
@@ -65,6 +65,27 @@ def test_everything(run: Run, base: tuple[str, ...], draft: str, tmp_path: Path)
     for picture in ("speed", "cost", "acceptance"):
         assert f"({picture}.svg)" in report
         assert (out / f"{picture}.png").stat().st_size > 10_000 and (out / f"{picture}.svg").stat().st_size > 5_000
+    assert record["controller"] == "fixed" and {row["controller"] for row in rows} == {"fixed"}
+    drafted = {each["name"]: each for each in speculative["decisions"]["decided"]}
+    assert drafted["draft"]["steps"] <= 2 * speculative["target_calls"]  # two runs
+    assert drafted["draft"]["reasons"] == {"": drafted["draft"]["steps"]} and speculative["decisions"]["timeline"]
+    assert [each["name"] for each in plain["decisions"]["decided"]] == ["plain"] and plain["decisions"][
+        "speedup"
+    ] is None
+    assert all(row["decisions"]["timeline"] == [] for row in rows if row["decisions"] is not None)
+    assert "## Decisions" in report and "### draft:draft" in report and "### plain" not in report
+    assert "(decisions-prompt-lookup.svg)" in report and "estimated speed-up over plain decoding: " in report
+    assert (out / "decisions-draft-draft.png").stat().st_size > 10_000
+
+
+def test_a_controller_that_weighs_costs(run: Run, base: tuple[str, ...], tmp_path: Path) -> None:
+    words = [word for word in base if word not in ("--controller", "fixed")]
+    result = run(*words, "--drafter", "prompt-lookup,min_ngram=1", "--limit", "1", "--out", str(tmp_path / "out"))
+    assert result.status == 0, result.err
+    assert result.record["controller"] == "goodput" and "controller goodput" in result.out
+    reasons = [each["reasons"] for each in result.record["contestants"][1]["decisions"]["decided"]]
+    assert {reason for each in reasons for reason in each} <= {"pays", "plain", "probe", "end"}
+    assert "### prompt-lookup" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_portfolios(run: Run, base: tuple[str, ...], target: str, draft: str, tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ def comparison(*pairs: tuple[float, float, tuple[int, ...]], must_agree: bool = 
 
 
 def test_one_prompt(run: Run, target: str) -> None:
-    words = ("--drafter", f"draft:{target}", "--controller", "fixed")
-    result = run("generate", "hello", "--model", target, *words, *WORDS)
+    result = run(
+        "generate", "hello", "--model", target, "--drafter", f"draft:{target}", "--controller", "fixed", *WORDS
+    )
     assert result.status == 0
     record = result.record
     assert record["identical"] is True and record["identical_prompts"] == 1 and record["runs"] == 3

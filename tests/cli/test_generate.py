@@ -47,12 +47,11 @@ def test_record_says_what_ran_where(run: Run, target: str) -> None:
 
 
 def test_the_drafter_does_not_change_a_greedy_answer(run: Run, target: str, draft: str) -> None:
-    drafters, fixed = (
-        ("none", "prompt-lookup", f"draft:{draft}", f"draft:{target},branching=2-2"),
-        ("--controller", "fixed"),
-    )
+    drafters = ("none", "prompt-lookup", f"draft:{draft}", f"draft:{target},branching=2-2")
     records = [
-        run("generate", "abcabcabc", "--model", target, "--drafter", drafter, *fixed, "--json", *TOKENS).record
+        run(
+            "generate", "abcabcabc", "--model", target, "--drafter", drafter, "--controller", "fixed", "--json", *TOKENS
+        ).record
         for drafter in drafters
     ]
     assert len({tuple(record["prompts"][0]["token_ids"]) for record in records}) == 1

@@ -175,7 +175,7 @@ def bench(run: Run, target: str, draft: str, tmp_path: Path, quick_curves: Path)
     def call(*words: str) -> tuple[Result, Path]:
         out = tmp_path / "out"
         drafter = ("--drafter", f"draft:{draft}", "--prompts", str(file), "--out", str(out))
-        return run("bench", "--model", target, *drafter, *WORDS, *words), out
+        return run("bench", "--model", target, "--controller", "fixed", *drafter, *WORDS, *words), out
 
     return call
 

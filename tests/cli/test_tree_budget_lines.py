@@ -16,7 +16,7 @@ from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
 
 Run = Callable[..., Result]
-WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
+WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--controller", "fixed")
 TREE = RankTree(((0,), (1,), (0, 0), (2,)), (0.9, 0.05, 0.04, 0.01))
 
 
@@ -54,6 +54,15 @@ def test_a_portfolio_says_all_sizes_in_a_line(run: Run, target: str, heads: str)
     assert found.status == 0, found.err
     assert re.search(r"^sizes by the cost curve: medusa \d nodes?, medusa-3 \d nodes?$", found.err, re.MULTILINE)
     assert found.record["drafters"] == ["medusa", "medusa-2", "medusa-3", "prompt-lookup"]
+
+
+def test_a_controller_that_weighs_costs_chooses_at_each_step(run: Run, target: str, heads: str, tmp_path: Path) -> None:
+    words = ("--model", target, *WORDS, "--drafter", f"medusa:{heads}", "--controller", "goodput")
+    alone = run("generate", "abc", *words)
+    assert alone.status == 0 and "by the cost curve" not in alone.err
+    (tmp_path / "prompts.txt").write_text("abc\n")
+    bench = run("bench", "--prompts", str(tmp_path / "prompts.txt"), *words)
+    assert bench.status == 0 and "by the cost curve" not in bench.out
 
 
 def test_bench_shows_promise_and_prediction(run: Run, target: str, heads: str, tmp_path: Path) -> None:

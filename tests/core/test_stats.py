@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.core.stats import Counters, DrafterCounters, DraftShare, RequestStep, StepRecord
 
 
 def count(counters: Counters, nodes: int, depth: int, accepted: int, emitted: int, *, rejected: bool) -> None:
@@ -103,6 +103,32 @@ def test_all_fields_are_summed() -> None:
     assert one + one == Counters(2, 4, 6, 8, 10, 12, [14], [16, 18], 20, 22, stop_tokens=24)
     assert one + Counters() == one
     assert sum([one, one], Counters()) == one + one
+
+
+def test_drafters_are_counted_apart() -> None:
+    """A chain of "a"; then a tree of both, of which "b" had the whole accepted path and "a" its first token."""
+    counters = Counters()
+    counters.count(RequestStep(0, 9, 4, False, 3, 3, 3, 2, 3, shares=(DraftShare("a", 3, 3, (0, 1), 3),)))
+    both = (DraftShare("a", 2, 2, (0,), 1), DraftShare("b", 3, 3, (0, 1), 2))
+    counters.count(RequestStep(0, 9, 5, False, 4, 3, 5, 2, 3, shares=both))
+    counters.count(RequestStep(0, 9, 1, False, emitted=1))
+    assert counters.by_drafter == {"a": DrafterCounters(2, 5, 3), "b": DrafterCounters(1, 3, 2)}
+    assert counters.by_drafter["a"].draft_acceptance_rate == 0.6
+    assert DrafterCounters().draft_acceptance_rate == 0.0
+
+
+def test_sums_of_drafters_share_nothing() -> None:
+    left = Counters(by_drafter={"a": DrafterCounters(1, 2, 3), "b": DrafterCounters(4, 5, 6)})
+    right = Counters(by_drafter={"b": DrafterCounters(1, 1, 1), "c": DrafterCounters(7, 8, 9)})
+    total = left + right
+    assert total.by_drafter == {
+        "a": DrafterCounters(1, 2, 3),
+        "b": DrafterCounters(5, 6, 7),
+        "c": DrafterCounters(7, 8, 9),
+    }
+    assert list(total.by_drafter) == ["a", "b", "c"]
+    total.by_drafter["a"].target_calls = total.by_drafter["c"].target_calls = 99
+    assert left.by_drafter["a"].target_calls == 1 and right.by_drafter["c"].target_calls == 7
 
 
 def test_counters_do_not_share_their_lists() -> None:

@@ -13,6 +13,7 @@ import torch
 from support.answers import assert_consistent
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
+from truedraft.core.stats import DrafterCounters
 from truedraft.core.verdict import Origin
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.engine import Answer, Piece
@@ -78,6 +79,8 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
     assert (cut.token_ids, cut.text) == ([1, 2, 3, 4, 5], "acccc")
     assert (cut.stats.accepted_tokens, cut.stats.emitted_tokens, cut.stats.target_calls) == (3, 4, 4)
     assert (cut.stats.accepted_per_position, cut.stats.tried_per_position) == ([1, 1, 1], [1, 1, 1])
+    assert whole.stats.by_drafter == {"scripted": DrafterCounters(4, 8, 6)}
+    assert cut.stats.by_drafter == {"scripted": DrafterCounters(4, 8, 3)}
 
 
 def test_tokens_wait_no_longer_than_a_stop_text_may_begin(target: MarkovModel) -> None:

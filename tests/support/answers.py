@@ -39,6 +39,10 @@ def assert_consistent(answer: Answer, pieces: Sequence[Piece]) -> None:
     assert len(stats.accepted_per_position) == depth >= max(accepted, default=0)
     passed = [sum(length > place for length in accepted) for place in range(depth)]
     assert stats.accepted_per_position == passed
+    drafters = stats.by_drafter.values()
+    assert max((each.accepted_tokens for each in drafters), default=0) <= stats.accepted_tokens
+    assert sum(each.accepted_tokens for each in drafters) >= stats.accepted_tokens
+    assert all(0 <= each.accepted_tokens <= each.draft_tokens <= stats.draft_tokens for each in drafters)
     assert stats.tried_per_position == [passed[place] + rejected.count(place) for place in range(depth)]
 
 

@@ -1,6 +1,6 @@
 """Benchmarks one can believe: systems under test, paired runs, tables, plots, one JSON line last."""
 
-from truedraft.bench.costs import PARTS, MachineCosts, measure_costs
+from truedraft.bench.costs import PARTS, CurveCosts, MachineCosts, measure_costs
 from truedraft.bench.differences import Difference, find_difference
 from truedraft.bench.prompts import is_question_file, read_questions, spread
 from truedraft.bench.record import Circumstances, bench_record
@@ -8,13 +8,14 @@ from truedraft.bench.report import OutputFolder
 from truedraft.bench.runs import Failure, Group, Results, Row, grouped, run_all, time_without_core
 from truedraft.bench.suite import PLAIN, OurEngine, Suite, load_suite
 from truedraft.bench.summary import Ratio, Summary, differing_answers, shown, summarise
-from truedraft.bench.tables import TextTable, all_tables
+from truedraft.bench.tables import TextTable, all_tables, decisions_table
 from truedraft.bench.trees import DraftedTree, drafted_trees
 
 __all__ = [
     "PARTS",
     "PLAIN",
     "Circumstances",
+    "CurveCosts",
     "Difference",
     "DraftedTree",
     "Failure",
@@ -30,6 +31,7 @@ __all__ = [
     "TextTable",
     "all_tables",
     "bench_record",
+    "decisions_table",
     "differing_answers",
     "drafted_trees",
     "find_difference",

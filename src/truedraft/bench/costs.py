@@ -144,7 +144,8 @@ class MachineCosts:
 def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
     """Read bandwidth, the curve V of the target and the cost of each drafter: kept ones, else measured now.
 
-    Drafters whose number of nodes was left open get as many as V favours; the suite's notes then say how many.
+    Drafters whose number of nodes was left open get as many as V favours, and the suite's notes say how many, unless a
+    controller weighs costs itself: that measures now what it would measure at the first request.
 
     Args:
         suite: whose engines are to be predicted; they do not run meanwhile.
@@ -184,6 +185,7 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
             measured.kept |= found.kept
             drafting[name] = found.value
         measured.by_name[each.name] = CurveCosts(forwards.value, drafting)
+        each.engine.measure(params)
     progress(len(suite.ours) * PARTS, "")
     return measured
 

@@ -1,4 +1,5 @@
-"""The pictures of a benchmark, PNG and SVG: speed by method, cost of k tokens, acceptance by position, and trees.
+"""The pictures of a benchmark, PNG and SVG: speed by method, cost of k tokens, acceptance by position,
+decisions, and trees.
 
 A tree's picture shows which guesses of each head are drafted, and how likely each is to be accepted.
 """
@@ -6,6 +7,7 @@ A tree's picture shows which guesses of each head are drafted, and how likely ea
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
 from truedraft.core.rank_tree import RankTree
+from truedraft.engine.decisions import PLAIN, PROBE, Decisions
 from truedraft.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vP"
 _GRID = "#dddddd"
 _MILLI = 1000
+_NOT_DRAFTING = {PLAIN: "#cccccc", PROBE: "#000000"}
+_COLUMNS = 120  # of a timeline, at most
 # Of trees.
 _BRANCH, _EDGE, _FILL = "#8c8c8c", "#5a7fa5", "#c6dbef"
 _SHADES = ("#eaf2fb", "#9ecae1", "#4292c6", "#08519c", "#08306b")
@@ -84,18 +89,19 @@ def draw_all(
     return drawn
 
 
-def _figure(height: float, width: float = 8.0) -> tuple[Figure, Axes]:
-    """A figure of its own, in inches, outside pyplot's global list, drawn without a display."""
+def _figure(height: float, width: float = 8.0, panels: int = 1) -> tuple[Figure, Axes]:
+    """A figure of its own, in inches, outside pyplot's global list, drawn without a display; and its upper panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+    for panel in range(panels):
+        axes = figure.add_subplot(panels, 1, panel + 1)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    return figure, figure.axes[0]
 
 
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
@@ -195,6 +201,57 @@ def _save(figure: Figure, stem: Path) -> None:
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
 
 
+def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) -> str:
+    """Draw who drafted how much while a system decoded, and what was accepted; returns the picture's name without
+    suffix.
+
+    Args:
+        folder: where the picture goes; it exists.
+        system: its name.
+        decisions: at least one step.
+        under: the circumstances, written under the picture.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    name = _file_name("decisions", system)
+    figure, upper = _figure(5.4, panels=2)
+    lower = figure.axes[1]
+    columns = decisions.timeline(_COLUMNS)
+    ends = list(itertools.accumulate(each.seconds for each in columns))
+    starts, widths = [0.0, *ends[:-1]], [each.seconds for each in columns]
+    below = [0.0] * len(columns)
+    for what, colour in _colours(decisions).items():
+        shares = [each.decisions.get(what, 0) / each.requests for each in columns]
+        upper.bar(starts, shares, widths, below, align="edge", color=colour, label=what, linewidth=0)
+        below = [low + share for low, share in zip(below, shares, strict=True)]
+    upper.set_ylim(0, 1)
+    upper.set_ylabel("share of steps")
+    upper.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    drafted = [each.drafted / each.requests for each in columns]
+    accepted = [each.accepted / each.requests for each in columns]
+    lower.bar(starts, drafted, widths, align="edge", color=_FILL, label="drafted", linewidth=0)
+    lower.bar(starts, accepted, widths, align="edge", color=_OURS, label="accepted", linewidth=0)
+    lower.set_ylabel("nodes a step")
+    lower.legend(edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    for axes in (upper, lower):
+        axes.set_xlim(0, ends[-1])
+    lower.set_xlabel("seconds of decoding, all answers one behind the other")
+    _title(figure, upper, f"Decisions of {system}", under)
+    _save(figure, folder / name)
+    return name
+
+
+def _colours(decisions: Decisions) -> dict[str, str]:
+    """Of all that was decided: drafters in colours, plain decoding grey, probes black."""
+    names = list(decisions.ordered)
+    return {name: _NOT_DRAFTING.get(name, _LINES[number % len(_LINES)]) for number, name in enumerate(names)}
+
+
+def _file_name(what: str, system: str) -> str:
+    return f"{what}-{re.sub(r'[^0-9A-Za-z.=-]+', '-', system).strip('-')}"
+
+
 def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
     """Draw a system's tree into a folder; returns the picture's name without suffix.
 
@@ -203,7 +260,7 @@ def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
     Raises:
         OSError: a file cannot be written.
     """
-    name = f"tree-{re.sub(r'[^0-9A-Za-z.=-]+', '-', drafted.system).strip('-')}"
+    name = _file_name("tree", drafted.system)
     nodes = f"{len(drafted.tree)} node{'s' if len(drafted.tree) > 1 else ''}"
     heading = f"Token tree of {drafted.system}: {nodes}"
     if drafted.chosen is not None:

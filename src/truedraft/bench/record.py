@@ -41,6 +41,7 @@ class Circumstances:
         weight_bytes: bytes that a forward of the target reads; None where not known.
         machine: machine and versions.
         lossless: whether the rule keeps the target's distribution.
+        controller: of our engines, as it was typed.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Circumstances:
     weight_bytes: int | None
     machine: Mapping[str, Any]
     lossless: bool = True
+    controller: str = "goodput"
 
     @property
     def peers_agree(self) -> bool:
@@ -89,6 +91,7 @@ class Circumstances:
             f"batch {self.batch}",
             how,
             *([] if self.lossless else [f"lossy rule {self.rule}"]),
+            *([f"controller {self.controller}"] if self.drafters else []),
             prompts,
             f"at most {self.sampling.get('max_tokens')} tokens",
             runs,
@@ -98,7 +101,7 @@ class Circumstances:
 
     def of_a_row(self) -> dict[str, Any]:
         """What each row in the file of rows repeats, for it may be all that is left of a run."""
-        names = ("model", "pad_to", "note", "rule", "lossless", "dtype", "device", "threads", "batch")
+        names = ("model", "pad_to", "note", "rule", "controller", "lossless", "dtype", "device", "threads", "batch")
         return {name: getattr(self, name) for name in names}
 
 
@@ -182,6 +185,7 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "identical_groups": summary.identical_groups if told else None,
         "compared_groups": summary.compared_groups if told else None,
         "lossless": not summary.lossy if summary.ours else None,
+        "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
         **_divergence(summary.counters),
     }
 

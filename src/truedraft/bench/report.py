@@ -12,12 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from truedraft.bench.plots import check_plotting, draw_all, draw_drafted
+from truedraft.bench.plots import check_plotting, draw_all, draw_decisions, draw_drafted
 from truedraft.bench.record import Circumstances
 from truedraft.bench.runs import Row
 from truedraft.bench.summary import Summary
-from truedraft.bench.tables import TextTable, all_tables, tree_table
+from truedraft.bench.tables import TextTable, all_tables, decisions_table, tree_table
 from truedraft.bench.trees import DraftedTree
+from truedraft.engine.decisions import NOT_ASKED
 from truedraft.errors import DataError
 
 _ROWS, _RECORD, _REPORT = "rows.jsonl", "record.json", "report.md"
@@ -63,6 +64,15 @@ walks: of trees that are chosen at each step where these are drafted, else of th
 independent*: what the heads' accuracies alone would promise there, as if they did not err together. Neither looked at
 this run; *measured* is of its own prompts. In the pictures a node's number is the rank of the head's guess, its colour
 and size how often it was accepted on the counting text.
+"""
+
+
+_DECIDED = """\
+*steps*: decisions, one for each request of each step behind the prompt. *drafted*: mean nodes. *tokens expected* by the
+controller and *emitted*: of a step and request, the target's own token included. *time*: share of the seconds of
+decoding; what a drafter took goes to the steps that it drafted for, the rest of a step in equal parts to its requests.
+*plain*: nothing was drafted; *probe*: a step that was made to learn from. The estimated speed-up compares measured
+steps with the plain steps that the same tokens would have needed; its interval is over these steps alone.
 """
 
 
@@ -154,8 +164,13 @@ class OutputFolder:
             (self.folder / _RECORD).write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
             pictures = draw_all(self.folder, summaries, costs, limit_s, circumstances.line())
             report = self.folder / _REPORT
+            decided = [
+                (each, draw_decisions(self.folder, each.name, each.decisions, circumstances.line()))
+                for each in summaries
+                if each.decisions is not None and decides(each)
+            ]
             drawn = [(tree, draw_drafted(self.folder, tree, circumstances.line())) for tree in trees]
-            report.write_text(markdown(summaries, circumstances, pictures, notes, drawn), encoding="utf-8")
+            report.write_text(markdown(summaries, circumstances, pictures, notes, drawn, decided), encoding="utf-8")
         except OSError as error:
             raise DataError(f"cannot write into {str(self.folder)!r}: {error.strerror or error}") from error
         return report
@@ -167,6 +182,7 @@ def markdown(
     pictures: Sequence[str],
     notes: Sequence[str],
     trees: Sequence[tuple[DraftedTree, str]] = (),
+    decided: Sequence[tuple[Summary, str]] = (),
 ) -> str:
     """The report.
 
@@ -176,6 +192,7 @@ def markdown(
         pictures: names of pictures that lie beside the report as PNG and SVG, without suffix.
         notes: remarks, a sentence each.
         trees: that systems drafted, each with the name of its picture.
+        decided: systems that had something to decide, each with the name of its picture.
     """
     parts = [
         "# Benchmark",
@@ -185,6 +202,8 @@ def markdown(
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n\n{_CAPTIONS[name]}" for name in pictures]
+    if decided:
+        parts += ["## Decisions", _DECIDED.rstrip(), *(_decisions(*each) for each in decided)]
     if trees:
         parts += ["## Token trees", _table(tree_table([tree for tree, _ in trees])), _PROMISE.rstrip()]
         parts += [f"- {tree.system}: promised on {tree.promised_on}" for tree, _ in trees if tree.promised_on]
@@ -192,6 +211,24 @@ def markdown(
     meanings = _MEANINGS + ("" if circumstances.lossless else _LOSSY)
     parts += ["## How to read it", meanings.rstrip(), "## Where it was run", _where(circumstances)]
     return "\n\n".join(parts) + "\n"
+
+
+def decides(summary: Summary) -> bool:
+    """Whether there was a drafter to decide on."""
+    decisions = summary.decisions
+    return decisions is not None and any(set(each.reasons) != {NOT_ASKED} for each in decisions.tallies.values())
+
+
+def _decisions(summary: Summary, picture: str) -> str:
+    assert summary.decisions is not None
+    speedup = summary.decisions.speedup()
+    parts = [
+        f"### {summary.name}",
+        _table(decisions_table(summary.decisions)),
+        *([] if speedup is None else [f"{speedup.describe()}."]),
+        f"![Who drafted, and what was accepted, while {summary.name} decoded]({picture}.svg)",
+    ]
+    return "\n\n".join(parts)
 
 
 def _table(table: TextTable) -> str:
@@ -212,6 +249,7 @@ def _where(circumstances: Circumstances) -> str:
             f"{name} {value}" for name, value in circumstances.sampling.items() if value not in ((), "")
         ),
         "drafters": ", ".join(circumstances.drafters) or "none",
+        "controller": circumstances.controller,
         "rule": circumstances.rule if circumstances.lossless else f"{circumstances.rule} (lossy)",
         "cost curves": _KEPT if circumstances.costs_kept else "measured right before this run",
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
 from truedraft.core.params import SamplingParams
+from truedraft.engine.decisions import Decisions
 from truedraft.errors import TruedraftError
 from truedraft.peers import Outcome, System
 from truedraft.progress import Progress
@@ -51,6 +52,7 @@ class Row:
         cpu_s: CPU time of the whole process meanwhile, all threads together, in seconds.
         outcome: what it answered.
         breakdown: where the time went; None for a peer.
+        decisions: what was decided in its steps; None for a peer.
     """
 
     system: str
@@ -61,6 +63,7 @@ class Row:
     cpu_s: float
     outcome: Outcome
     breakdown: Breakdown | None = None
+    decisions: Decisions | None = None
 
     @property
     def tokens(self) -> int:
@@ -104,6 +107,7 @@ class Row:
             "mean_acceptance_length": outcome.mean_acceptance_length,
             "counters": None if outcome.counters is None else dataclasses.asdict(outcome.counters),
             "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
+            "decisions": None if self.decisions is None else self.decisions.as_dict(most=0),
             "token_ids": [list(tokens) for tokens in outcome.token_ids],
         }
 
@@ -207,8 +211,10 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
     outcome = system.answer(group.prompts, group.params)
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
     breakdown = break_down(outcome.steps, total_s, costs) if outcome.steps else None
+    forward_s = None if costs is None else costs.forward_s
+    decisions = Decisions.of(outcome.steps, forward_s) if outcome.steps else None
     outcome = dataclasses.replace(outcome, steps=())  # summed up; thousands of runs need not keep them
-    return Row(system.name, group.names, run, place, total_s, cpu_s, outcome, breakdown)
+    return Row(system.name, group.names, run, place, total_s, cpu_s, outcome, breakdown, decisions)
 
 
 def _warm_up(systems: Sequence[System], group: Group, context_length: int, progress: Progress) -> None:

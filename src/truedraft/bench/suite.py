@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
@@ -97,6 +98,7 @@ class Suite:
         best_of: titles, each with the systems of which only the best is shown.
         notes: what readers of a report should know, a sentence each.
         batch: prompts answered together.
+        controller: words for the controller that each of our engines has one of.
     """
 
     target: LanguageModel
@@ -106,6 +108,7 @@ class Suite:
     best_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     batch: int = 1
+    controller: str = "goodput"
 
     @property
     def systems(self) -> list[System]:
@@ -127,7 +130,8 @@ class Suite:
         Raises:
             CompositionError: the drafter does not fit.
         """
-        system.engine = Engine(self.target, drafter, system.engine.rule, max_batch=_room(self.batch))
+        controller = controller_from_spec(self.controller)
+        system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=_room(self.batch))
 
 
 def load_suite(
@@ -138,6 +142,7 @@ def load_suite(
     drafters_dir: Sequence[str | Path] = (),
     peers: Sequence[str] = (),
     rule: str = "speculative",
+    controller: str = "goodput",
     batch: int = 1,
 ) -> Suite:
     """Load the target once for our engines, and once more for each peer.
@@ -149,6 +154,7 @@ def load_suite(
         drafters_dir: folders of drafters where "auto" looks, too.
         peers: names of other libraries.
         rule: words for the rule.
+        controller: words for the controller.
         batch: prompts answered together.
 
     Raises:
@@ -163,10 +169,10 @@ def load_suite(
         if spec != _NO_DRAFTER:
             drafter = from_spec(spec, target, drafters_dir, tell=notes.append)
             name = _short_name(spec, [each.name for each in ours])
-            ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(rule), max_batch=room)))
+            ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(rule), controller, max_batch=room)))
             if len(drafter.members) > 1:
                 notes.append(f"{name} is {' + '.join(drafter.members)}")
-    suite = Suite(target, lossless, ours, notes=notes, batch=batch)
+    suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)
     # Peers draft with the first draft model among the drafters.
     draft = next((each.draft_model for each in ours if each.draft_model is not None), None)
     for peer in peers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from truedraft.bench.costs import Memory
 from truedraft.bench.runs import Row
 from truedraft.bench.suite import PLAIN
 from truedraft.core.stats import Counters
+from truedraft.engine.decisions import Decisions
 from truedraft.theory import predicted_speedup
 
 _KILO = 1000
@@ -88,6 +91,7 @@ class Summary:
         cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
         identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
         compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.
+        decisions: what was decided in all runs of all groups; None for a peer.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Summary:
     cpu_s_per_1000_tokens: float
     identical_groups: int
     compared_groups: int
+    decisions: Decisions | None = None
 
     @property
     def lossy(self) -> bool:
@@ -225,6 +230,7 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
         cpu_s_per_1000_tokens=_cpu_s_per_1000_tokens(rows),
         identical_groups=sum(_same_as_plain(runs, plain[key][0]) for key, runs in groups.items() if key in plain),
         compared_groups=sum(key in plain for key in groups),
+        decisions=_all_decisions(rows),
     )
 
 
@@ -279,6 +285,11 @@ def _total_breakdown(rows: Sequence[Row]) -> Breakdown | None:
     for each in found[1:]:
         total += each
     return total
+
+
+def _all_decisions(rows: Sequence[Row]) -> Decisions | None:
+    found = [row.decisions for row in rows if row.decisions is not None]
+    return functools.reduce(operator.add, found) if found else None
 
 
 def _predicted(counters: Counters, breakdown: Breakdown) -> float | None:

@@ -12,9 +12,18 @@ from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
 from truedraft.core.stats import Counters
+from truedraft.engine.decisions import END, NOT_ASKED, PROBE, Decisions, Tally
 
 _MISSING = "-"
 _SHOWN_POSITIONS = 8
+_REASONS = {
+    "": "as set",
+    "pays": "it pays",
+    "plain": "no draft pays",
+    PROBE: "to learn",
+    END: "answer ends",
+    NOT_ASKED: "not asked",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,35 @@ def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
         for each in trees
     )
     return TextTable(headings, rows)
+
+
+def decisions_table(decisions: Decisions) -> TextTable:
+    """What was decided, how often and why, and what came of it: each drafter, plain decoding, and steps to learn from.
+
+    Numbers of nodes and tokens are means of a step and request; shares are fractions.
+    """
+    headings = ("", "steps", "share", "drafted", "accepted/\ndrafted", "tokens\nexpected", "tokens\nemitted", "time")
+    rows = tuple(
+        (
+            name,
+            f"{each.steps:,}",
+            _number(decisions.share(each), 2),
+            _number(each.drafted_per_step, 2),
+            _number(each.acceptance, 2),
+            _number(each.expected_per_step, 2),
+            _number(each.emitted_per_step, 2),
+            _number(decisions.time_share(each), 2),
+            _why(each),
+        )
+        for name, each in decisions.ordered.items()
+    )
+    return TextTable((*headings, "why"), rows)
+
+
+def _why(tally: Tally) -> str:
+    """Reasons, the most frequent first."""
+    reasons = sorted(tally.reasons, key=lambda reason: -tally.reasons[reason])
+    return ", ".join(_REASONS.get(reason, reason) for reason in reasons)
 
 
 def _accepted_at(place: int, summary: Summary) -> str:

@@ -112,6 +112,8 @@ class DraftedTree:
 def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
     """Let drafters whose number of nodes was left open draft as many as pay, and note how many, a sentence each.
 
+    Those of engines whose controller weighs costs stay as they are: it chooses at each step.
+
     Args:
         suite: its engines do not run meanwhile.
         forwards: V of its target.
@@ -122,6 +124,8 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
         TruedraftError: target or drafter failed.
     """
     for each in suite.ours:
+        if each.engine.controller.weighs_costs:
+            continue
         costs = StepCosts(suite.target, forwards=forwards, refresh=refresh)
         drafter, budgets = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
         if budgets:

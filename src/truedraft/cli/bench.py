@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
-from truedraft.cli.session import DRAFTER_HELP, DRAFTERS_DIR_HELP, PLAN_HELP, RULE_HELP, ReportOptions, seeded
+from truedraft.cli.session import (
+    CONTROLLER_HELP,
+    DRAFTER_HELP,
+    DRAFTERS_DIR_HELP,
+    PLAN_HELP,
+    RULE_HELP,
+    ReportOptions,
+    seeded,
+)
 from truedraft.cli.streams import say, visible
+from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from truedraft.bench import (
         Circumstances,
         Group,
@@ -29,7 +36,6 @@ if TYPE_CHECKING:
         Results,
         Suite,
         Summary,
-        TextTable,
     )
     from truedraft.cli.terminal import Terminal
 
@@ -46,6 +52,7 @@ class SuiteOptions:
     )
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR", heading="Model and drafter")
     rule: str = option("speculative", RULE_HELP, "R", heading="Model and drafter")
+    controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C", heading="Model and drafter")
     plan: Path | None = option(None, PLAN_HELP, "FILE")
     peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
     prompts: str = option(
@@ -97,6 +104,7 @@ def bench(options: BenchOptions) -> int:
     params, out = seeded(options.sampling), options.report.out
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)
+    controller_from_spec(options.what.controller)  # wrong words are told before anything is loaded
     if options.what.plan is not None:
         drafter = planned_drafter(options.what.plan, options.what.drafter, params)
         options = dataclasses.replace(options, what=dataclasses.replace(options.what, drafter=(drafter,)))
@@ -171,6 +179,7 @@ def _load(options: BenchOptions, terminal: Terminal) -> Suite:
             drafters_dir=what.drafters_dir,
             peers=peers,
             rule=what.rule,
+            controller=what.controller,
             batch=options.runs.batch,
         )
 
@@ -231,6 +240,7 @@ def _circumstances(
         weight_bytes=target.weight_bytes or None,
         machine=machine,
         lossless=suite.lossless,
+        controller=options.what.controller,
     )
 
 
@@ -272,37 +282,16 @@ def _print_summaries(
 ) -> None:
     """The tables for people, with what they were measured on and what to know about them."""
     from truedraft.bench import all_tables
+    from truedraft.cli.tables import print_table
 
     terminal.out.print()
     terminal.out.print(circumstances.line(), style="dim", soft_wrap=True)
     for text in all_tables(summaries, circumstances):
-        _print_whole(_table(text), terminal)
+        print_table(text, terminal.out)
     if circumstances.costs_kept:
         notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
     for note in notes:
         terminal.out.print(visible(f"note: {note}"), style="dim", soft_wrap=True)
-
-
-def _table(text: TextTable) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(text.headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for row in text.rows:
-        table.add_row(*row)
-    return table
-
-
-def _print_whole(table: Table, terminal: Terminal) -> None:
-    """Print without cutting cells: a terminal that is too narrow breaks the lines instead."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
-    endless = Console(width=10_000)
-    width = max(terminal.out.width, Measurement.get(endless, endless.options, table).maximum)
-    Console(highlight=False, markup=False, emoji=False, width=width).print(table)
 
 
 def _disturbance(results: Results, device: str) -> list[str]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from truedraft.bench import (
     PLAIN,
+    CurveCosts,
     Difference,
     Group,
     OurEngine,
@@ -27,6 +28,7 @@ from truedraft.bench import (
     run_all,
     summarise,
 )
+from truedraft.cli.explain import explain, forwards_of
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
 from truedraft.cli.report import counts_dict, divergence_words
@@ -196,11 +198,12 @@ def compare(
         engine.target, engine.rule.lossless, [OurEngine(PLAIN, Engine(engine.target)), OurEngine(_SPECULATIVE, engine)]
     )
     groups, failures = encoded(engine.target, prompts, 1)
+    costs = _curve(engine) if options.report.explain else {}
     results, runs = Results(failures=failures), _RUNS_OF_ONE_PROMPT if alone else 1
     if groups:
         with terminal.progress("plain and speculative", 2 * runs * len(groups)) as progress:
             context = engine.target.context_length
-            results = run_all(suite.systems, groups, runs=runs, context_length=context, progress=progress)
+            results = run_all(suite.systems, groups, runs=runs, context_length=context, costs=costs, progress=progress)
             results.failures[:0] = failures
     pairs = _pairs(suite, groups, results, runs)
     comparison = None
@@ -216,7 +219,17 @@ def compare(
     )
     if comparison is not None:
         _print(comparison, engine, options.stack, terminal)
+        decisions = comparison.all.speculative.decisions
+        if options.report.explain and decisions is not None:
+            explain(decisions, not engine.drafter.limits.is_zero, terminal.out)
+            record["decisions"] = decisions.as_dict()
     return status, record
+
+
+def _curve(engine: Engine) -> dict[str, CurveCosts]:
+    """V, from which a speed-up is estimated beside the measured one; what drafting costs is not asked here."""
+    forwards = forwards_of(engine)
+    return {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
 
 
 def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -> list[Pair]:

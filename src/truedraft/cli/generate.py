@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from truedraft.options import MachineOptions, flag, group
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Engine, Piece, Request
+    from truedraft.engine.decisions import Decisions
 
 BATCH = 8
 """Prompts that are answered together."""
@@ -28,6 +30,7 @@ class GenerateReport(ReportOptions):
 
     compare: bool = flag("Also decode plainly: the speed of both, and whether the tokens are identical.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
+    explain: bool = flag("Show what was drafted when, by whom and why, and what that brought.")
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,39 @@ def _answer(
     engine: Engine, options: GenerateOptions, prompts: Sequence[Asked], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
     """Answer the prompts; gives the exit status and the answers' part of the record."""
+    from truedraft.cli.explain import explain
     from truedraft.cli.report import answers_record, stats_line
 
+    watching = _watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
     answer = _answer_one if len(prompts) == 1 else _answer_many
-    answered = answer(engine, prompts, terminal, options.report.show_drafts)
+    with watching as decisions:
+        answered = answer(engine, prompts, terminal, options.report.show_drafts)
     remark([warning for each in answered.answers for warning in each.warnings], options, terminal)
     if answered.answers:
         terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
         if engine.target.note is not None:
             terminal.note(engine.target.note)
     record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
+    if decisions is not None:
+        explain(decisions, not engine.drafter.limits.is_zero, terminal.err)
+        record["decisions"] = decisions.as_dict()
     return answered.status, record
+
+
+@contextlib.contextmanager
+def _watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
+    """Counts what is decided meanwhile; what a plain step takes may have to be measured first."""
+    from truedraft.cli.explain import forwards_of
+    from truedraft.cli.session import waiting
+    from truedraft.engine.decisions import Decisions
+
+    with waiting(terminal.err, "measuring what steps take on this machine"):
+        decisions = Decisions(forwards_of(engine))
+    engine.listeners.append(decisions)
+    try:
+        yield decisions
+    finally:
+        engine.listeners.remove(decisions)
 
 
 def _answer_one(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, show_drafts: bool) -> _Answered:

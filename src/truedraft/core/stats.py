@@ -151,6 +151,36 @@ class StepRecord:
 
 
 @dataclass(slots=True)
+class DrafterCounters:
+    """Counts of one drafter.
+
+    Attributes:
+        target_calls: forwards of the target that judged a proposal of it.
+        draft_tokens: nodes that it proposed.
+        accepted_tokens: emitted tokens that it proposed, as far as the accepted path was its own from the root down.
+            One that two drafters proposed counts for both, so of merged proposals the sum may exceed that of the
+            request.
+    """
+
+    target_calls: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted tokens per drafted token; 0 when nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    def __add__(self, other: DrafterCounters) -> DrafterCounters:
+        """The sum of two counts."""
+        return DrafterCounters(
+            self.target_calls + other.target_calls,
+            self.draft_tokens + other.draft_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+        )
+
+
+@dataclass(slots=True)
 class Counters:
     """Counts of one request, or the sum over several.
 
@@ -172,6 +202,7 @@ class Counters:
             where every token was emitted losslessly.
         stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
             or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
+        by_drafter: the counts of each drafter that proposed something, by name.
     """
 
     target_calls: int = 0
@@ -186,6 +217,7 @@ class Counters:
     recoveries: int = 0
     divergence: Divergence | None = None
     stop_tokens: int = 0
+    by_drafter: dict[str, DrafterCounters] = field(default_factory=dict)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -237,6 +269,13 @@ class Counters:
         self.accepted_tokens += step.accepted
         self.emitted_tokens += step.emitted
         self.stop_tokens += step.stop_tokens
+        for share in step.shares:
+            own = self.by_drafter.get(share.drafter)
+            if own is None:
+                own = self.by_drafter[share.drafter] = DrafterCounters()
+            own.target_calls += 1
+            own.draft_tokens += share.nodes
+            own.accepted_tokens += len(share.path)
         if step.depth:
             _grow(self.tried_per_position, step.depth)
             _grow(self.accepted_per_position, step.depth)
@@ -247,6 +286,7 @@ class Counters:
 
     def __add__(self, other: Counters) -> Counters:
         """The sum of two counts."""
+        none = DrafterCounters()
         return Counters(
             self.target_calls + other.target_calls,
             self.prefill_calls + other.prefill_calls,
@@ -260,6 +300,10 @@ class Counters:
             self.recoveries + other.recoveries,
             _sum_known(self.divergence, other.divergence),
             self.stop_tokens + other.stop_tokens,
+            {
+                name: self.by_drafter.get(name, none) + other.by_drafter.get(name, none)
+                for name in (*self.by_drafter, *(name for name in other.by_drafter if name not in self.by_drafter))
+            },
         )
 
 

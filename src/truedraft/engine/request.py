@@ -12,7 +12,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.budget import RequestView
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
-from truedraft.core.stats import Counters
+from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
@@ -72,6 +72,7 @@ class Request:
         self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
         self.pieces: list[Piece] = []  # not yet taken by a stream
         self._given = 0  # tokens that went into pieces
+        self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
@@ -143,6 +144,12 @@ class Request:
         self._give("".join(text), self._text.settled_tokens)
         return tuple(tokens), ended_by_id
 
+    def count(self, step: RequestStep) -> None:
+        """Count what a step did for it, after its tokens were emitted."""
+        self.counters.count(step)
+        if step.shares and self.params.stop:  # a stop text may take back what drafters are counted for
+            self._drafted.append((self.emitted - step.emitted, step.shares))
+
     def _give(self, text: str, settled: int, answer: Answer | None = None) -> None:
         """Append a piece with tokens that were not given yet, up to the answer's first `settled`."""
         first, self._given = self._given, settled
@@ -185,6 +192,10 @@ class Request:
             if origin is not Origin.BONUS:
                 counters.tried_per_position[position] -= 1
             position = position + 1 if origin is Origin.ACCEPTED else 0
+        for first, shares in self._drafted:
+            for share in shares:
+                taken = first + len(share.path) - max(first, kept)
+                counters.by_drafter[share.drafter].accepted_tokens -= max(taken, 0)
         if behind and self.divergences:
             del self.divergences[kept:]
             counters.divergence = Divergence.of(self.divergences)

@@ -74,7 +74,7 @@ class Step:
             path, tokens = self._emit(item, own, step) if own is not None else ((), ())
             assert item.request.cache is not None
             item.request.cache.commit([*range(item.fed), *(item.fed + node for node in path)])
-            item.request.counters.count(step)
+            item.request.count(step)
             steps.append(step)
             outcomes.append(StepOutcome(item.proposal, path, tokens, partial=not item.judged))
         return tuple(steps), outcomes

@@ -1,0 +1,110 @@
+"""`--explain`: what was decided at each step, why, and what it brought, as a table and a picture of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from truedraft.bench import decisions_table
+from truedraft.cli.streams import visible
+from truedraft.cli.tables import print_table
+from truedraft.engine.decisions import PLAIN, PROBE, Decisions, Stretch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from truedraft.engine import Engine
+    from truedraft.theory import TargetCost
+
+_MARKS = {PLAIN: ".", PROBE: "?"}
+_LABELS = ("drafter", "drafted", "accepted")
+_SPARE = "abcdefghijklmnopqrstuvwxyz"
+_WIDEST = 100
+
+
+def forwards_of(engine: Engine) -> TargetCost | None:
+    """V of an engine's target, measured now if nobody did; None for an engine that never drafts, which needs none.
+
+    Raises:
+        TruedraftError: the target failed.
+    """
+    return None if engine.drafter.limits.is_zero else engine.costs.forwards()
+
+
+def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
+    """Print what was decided, and what it is estimated to have brought.
+
+    Args:
+        decisions: of all steps.
+        has_drafter: whether there was anything that could draft.
+        console: to print to.
+    """
+    if not has_drafter:
+        console.print("nothing was decided: there is no drafter, so every step was plain decoding", soft_wrap=True)
+        return
+    if not decisions.steps:
+        console.print("nothing was decided: no step came behind the prompt", soft_wrap=True)
+        return
+    print_table(decisions_table(decisions), console)
+    for line in timeline(decisions, min(console.width, _WIDEST)):
+        console.print(visible(line), soft_wrap=True)
+    console.print(verdict(decisions), soft_wrap=True)
+
+
+def verdict(decisions: Decisions) -> str:
+    """The estimated speed-up in a sentence, or why there is none."""
+    if not decisions.drafted:
+        return "nothing was drafted: every step was plain decoding"
+    speedup = decisions.speedup()
+    if speedup is None:
+        return "no speed-up is estimated: there are no costs, and too few plain steps tell what one takes"
+    return speedup.describe()
+
+
+def timeline(decisions: Decisions, width: int) -> list[str]:
+    """The steps from left to right: who drafted, how much, and what stayed; below them what the marks mean.
+
+    Args:
+        decisions: at least one step.
+        width: characters of a line, at most.
+    """
+    marks = marks_of(list(decisions.ordered))
+    room = max(width - max(map(len, _LABELS)) - 1, 1)
+    columns = decisions.timeline(room)
+    rows = (
+        "".join(marks[_most_frequent(each)] for each in columns),
+        "".join(_digit(each.drafted, each) for each in columns),
+        "".join(_digit(each.accepted, each) for each in columns),
+    )
+    lines = [f"{label:<{max(map(len, _LABELS))}} {row}" for label, row in zip(_LABELS, rows, strict=True)]
+    steps = max(each.steps for each in columns)
+    column = "a step" if steps == 1 else f"{steps} steps"
+    meanings = " · ".join(f"{mark} {name}" for name, mark in marks.items())
+    many = any(each.requests > each.steps for each in columns) or steps > 1
+    numbers = "tokens, the mean of a step and request, + from ten on" if many else "tokens, + from ten on"
+    return [*lines, f"{meanings} · each column is {column}, numbers are {numbers}"]
+
+
+def marks_of(names: Sequence[str]) -> Mapping[str, str]:
+    """A character for each, as early in its name as no other has it.
+
+    >>> marks_of(["draft", "draft-2", "plain"])
+    {'draft': 'd', 'draft-2': 'r', 'plain': '.'}
+    """
+    marks: dict[str, str] = {}
+    for name in names:
+        letters = (letter for letter in name.lower() + _SPARE if letter.isalpha() and letter not in marks.values())
+        marks[name] = _MARKS[name] if name in _MARKS else next(letters, "#")
+    return marks
+
+
+def _most_frequent(stretch: Stretch) -> str:
+    return max(stretch.decisions, key=lambda name: stretch.decisions[name])
+
+
+def _digit(tokens: int, stretch: Stretch) -> str:
+    """Tokens of a step and request in one character; a blank where there are none at all."""
+    mean = tokens / stretch.requests
+    if not tokens:
+        return " " if not stretch.drafted else "0"
+    return "+" if round(mean) > 9 else str(round(mean))

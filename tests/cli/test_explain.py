@@ -1,0 +1,152 @@
+"""`generate --explain`: the table, the picture, the speed-up, and what programs get of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result
+from truedraft.cli.explain import marks_of, timeline, verdict
+from truedraft.core.budget import NO_DRAFT, Budget, Decision
+from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.costs import Effort, kept
+from truedraft.engine.decisions import Decisions
+
+Run = Callable[..., Result]
+WORDS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos", "--explain", "--json")
+FIXED = ("--drafter", "prompt-lookup,min_ngram=1", "--controller", "fixed")
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Effort(0.0, 1, 1)
+    monkeypatch.setattr(kept, "_SHORT_TARGET", once)
+    monkeypatch.setattr(kept, "_SHORT_DRAFTER", once)
+
+
+def decided(drafter: str, nodes: int, accepted: int, reason: str = "pays") -> StepRecord:
+    decision = Decision(drafter, Budget(nodes) if nodes else NO_DRAFT, reason=reason)
+    step = RequestStep(0, 9, 1 + nodes, False, nodes, nodes, nodes, accepted, accepted + 1, decision=decision)
+    return StepRecord((step,), 0.0, 0.0, 0.0, 1.0)
+
+
+def test_one_prompt(run: Run, target: str) -> None:
+    result = run("generate", "abcabcabc", "--model", target, *WORDS, *FIXED)
+    assert result.status == 0, result.err
+    found, stats = result.record["decisions"], result.record["stats"]
+    assert "decisions" not in result.out.replace(result.out.splitlines()[-1], "")  # people read standard error
+    drafted = {each["name"]: each for each in found["decided"]}
+    assert drafted["prompt-lookup"]["drafted"] == stats["draft_tokens"] > 0
+    assert found["steps"] == stats["target_calls"] == sum(each["steps"] for each in found["decided"])
+    assert sum(each["share"] for each in found["decided"]) == pytest.approx(1)
+    assert sum(each["time_share"] for each in found["decided"]) == pytest.approx(1)
+    assert sum(each["emitted"] for each in found["timeline"]) == stats["emitted_tokens"]
+    assert found["speedup"]["factor"] > 0
+    assert re.search(r"^ prompt-lookup .* as set", result.err, re.MULTILINE)
+    assert re.search(r"^drafted +[0-9 +]+$", result.err, re.MULTILINE)
+    assert f"estimated speed-up over plain decoding: {found['speedup']['factor']:.2f} (" in result.err
+
+
+def test_the_default_controller_gives_its_reasons(run: Run, target: str) -> None:
+    result = run("generate", "abcabcabc", "--model", target, *WORDS)
+    assert result.status == 0, result.err
+    reasons = {reason for each in result.record["decisions"]["decided"] for reason in each["reasons"]}
+    assert reasons <= {"pays", "plain", "probe", "end"} and reasons
+    assert all(
+        each["expected_per_step"] for each in result.record["decisions"]["decided"] if "end" not in each["reasons"]
+    )
+
+
+def test_without_explain_there_is_none_of_it(run: Run, target: str) -> None:
+    result = run("generate", "abcabcabc", "--model", target, *(word for word in WORDS if word != "--explain"), *FIXED)
+    assert "decisions" not in result.record and "speed-up" not in result.err
+
+
+def test_many_prompts(run: Run, target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(["abcabc", "xyxyxy", "hello"] * 4))
+    result = run("generate", "--prompts", str(file), "--model", target, *WORDS, *FIXED)
+    assert result.status == 0, result.err
+    assert result.record["decisions"]["steps"] <= result.record["stats"]["target_calls"]
+    assert "the mean of a step and request" in result.err
+
+
+def test_with_compare(run: Run, target: str) -> None:
+    result = run("generate", "abcabcabc", "--model", target, *WORDS, *FIXED, "--compare")
+    assert result.status == 0, result.err
+    found, side = result.record["decisions"], result.record["speculative"]
+    assert found["steps"] == 3 * side["target_calls"]  # three runs
+    assert "estimated speed-up over plain decoding" in result.out and "prompt-lookup" in result.out
+
+
+def test_without_a_drafter(run: Run, target: str) -> None:
+    for more in ((), ("--compare",)):
+        result = run("generate", "abc", "--model", target, *WORDS, "--drafter", "none", *more)
+        assert result.status == 0, result.err
+        assert "nothing was decided: there is no drafter, so every step was plain decoding" in result.err + result.out
+        assert result.record["decisions"]["speedup"] is None
+        assert [each["name"] for each in result.record["decisions"]["decided"]] == ["plain"]
+
+
+def test_one_token_needs_no_decision(run: Run, target: str) -> None:
+    words = [word if word != "24" else "1" for word in WORDS]
+    result = run("generate", "abc", "--model", target, *words, *FIXED)
+    assert result.status == 0 and "no step came behind the prompt" in result.err
+    assert result.record["decisions"]["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("foo", "unknown controller 'foo'; valid: confidence, fixed, goodput, heuristic, schedule"),
+        ("goodput,probing=2", "probing must be a share of time in [0, 0.5], got 2"),
+        ("schedule", "a schedule needs a length"),
+    ],
+)
+def test_wrong_controllers(run: Run, words: str, said: str) -> None:
+    for command in (("generate", "abc", "--explain"), ("bench", "--model", "nowhere")):
+        result = run(*command, "--controller", words)
+        assert result.status == 2 and said in result.err
+        assert result.err.count("\n") == 1
+
+
+def test_timeline_of_each_step() -> None:
+    lines = timeline(
+        Decisions.of(
+            [
+                decided("draft", 4, 4),
+                decided("draft", 12, 12),
+                decided("draft", 0, 0, "plain"),
+                decided("lookup", 3, 0, "probe"),
+            ]
+        ),
+        80,
+    )
+    assert lines[:3] == ["drafter  dd.?", "drafted  4+ 3", "accepted 4+ 0"]
+    assert lines[3] == "d draft · . plain · ? probe · each column is a step, numbers are tokens, + from ten on"
+
+
+def test_timeline_is_no_wider_than_the_terminal() -> None:
+    decisions = Decisions.of([decided("draft", 4, number % 5) for number in range(100)])
+    *rows, legend = timeline(decisions, 40)
+    assert all(len(row) <= 40 for row in rows) and len({len(row) for row in rows}) == 1
+    assert rows[0].endswith("d" * 25) and "each column is 4 steps" in legend
+    assert all(len(row) <= 10 for row in timeline(decisions, 1)[:3])
+
+
+def test_marks_differ() -> None:
+    names = ["draft", "draft-2", "draft-3", "medusa", "plain", "probe", "d", "prompt-lookup"]
+    marks = marks_of(names)
+    assert len(set(marks.values())) == len(names) and marks["plain"] == "." and marks["probe"] == "?"
+    assert set(marks_of([f"d{number}" for number in range(30)]).values()) >= {"d", "#"}
+
+
+def test_verdicts() -> None:
+    plain = Decisions.of([decided("draft", 0, 0, "plain")])
+    assert verdict(plain) == "nothing was drafted: every step was plain decoding"
+    assert "there are no costs" in verdict(Decisions.of([decided("draft", 3, 1)]))
+    assert json.dumps(plain.as_dict())
