@@ -231,7 +231,7 @@ class Goodput(Controller):
             if limits.is_zero or room < 1:
                 continue
             hint = view.hints[drafter]() if drafter in view.hints else Hint()
-            if hint.kind or not hint.finds:
+            if hint.kind or not hint.finds or drafter in own.hints:
                 own.hints[drafter] = _kind_of(hint)
             if not hint.finds:
                 continue
