@@ -364,7 +364,9 @@ class Goodput(Controller):
         if not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
             seconds, most_s = self._share * record.total_s, _CREDIT_STEPS * self._steps_s
-            self._probing.earn(seconds, most_s, drafted=record.nodes > 0, now=self._clock)
+            # Whether a private request drafted hangs on its verdicts.
+            hidden = self._privates and any(self._is_private(step.id) for step in record.requests)
+            self._probing.earn(seconds, most_s, drafted=hidden or record.nodes > 0, now=self._clock)
         for step in record.requests:
             if (step.shares or self._probes or self._privates) and step.id in self._own:
                 self._observe_one(self._own[step.id], step, record)
@@ -373,10 +375,15 @@ class Goodput(Controller):
             self._own = {number: own for number, own in self._own.items() if number in running}
             self._privates = any(own.private for own in self._own.values())
 
+    def _is_private(self, number: int) -> bool:
+        own = self._own.get(number)
+        return own is not None and own.private
+
     def _observe_one(self, own: _Own, step: RequestStep, record: StepRecord) -> None:
         if own.private and not record.prefill:
             seconds = self._share * record.total_s / len(record.requests)
-            own.probing.earn(seconds, _CREDIT_STEPS * self._steps_s, drafted=record.nodes > 0, now=self._clock)
+            drafted = record.nodes > 0 or len(record.requests) > 1  # others of its seed may be among them
+            own.probing.earn(seconds, _CREDIT_STEPS * self._steps_s, drafted=drafted, now=self._clock)
         if own.probing.request == step.id:
             own.probing.settle(step)
             self._probes -= 1
