@@ -180,8 +180,9 @@ class Goodput(Controller):
         """Decisions from scratch, and for how many steps they are kept."""
         began = self._clock()
         alone = len(views) == 1
-        allocator = Allocator(self._timing, [view.context for view in views], views[0].params.greedy)
         private = [own.private and not alone for own in owns]
+        contexts = [_told_context(*each) for each in zip(views, private, strict=True)]
+        allocator = Allocator(self._timing, contexts, views[0].params.greedy)
         known = [
             self._standing_for(view, own) if kept_apart else self._candidates(view, own)
             for view, own, kept_apart in zip(views, owns, private, strict=True)
@@ -411,6 +412,11 @@ class Goodput(Controller):
 def _kind_of(hint: Hint) -> int:
     """The kind of a hint; -1 where there is nothing to propose."""
     return hint.kind if hint.finds else -1
+
+
+def _told_context(view: RequestView, kept_apart: bool) -> int:
+    """Cached tokens; of a private request among others what they would be if nothing had been accepted."""
+    return view.context - (view.counters.emitted_tokens - view.counters.target_calls if kept_apart else 0)
 
 
 def _rate_of(hint: int) -> float:
