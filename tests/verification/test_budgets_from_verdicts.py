@@ -72,12 +72,9 @@ class TinyWorld:
                 rows = [table.probs((*prefix, *drawn[:place])) for place in range(depth)]
                 chances = [float(row[token]) for row, token in zip(rows, drawn, strict=True)]
                 kept = self.keeps(chances)
-                probability = torch.tensor(chances).double().prod().item()
-                empty = Proposal.empty()
-                yield (
-                    probability,
-                    Proposal.chain(torch.tensor(drawn[:kept]), torch.stack(rows[:kept])) if kept else empty,
-                )
+                rows = rows[:kept]
+                chain = Proposal.chain(torch.tensor(drawn[:kept]), torch.stack(rows)) if rows else Proposal.empty()
+                yield math.prod(chances), chain
 
     def step(self, prefix: Prefix, plan: Plan) -> Step:
         """What a step emits, and how many tokens of that were drafted."""
