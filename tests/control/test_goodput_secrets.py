@@ -93,10 +93,10 @@ def decisions_for_others(accepted: float, params: SamplingParams, script: Script
 
 @pytest.mark.parametrize("script", [together, first_is_ahead, one_joins_another])
 def test_nothing_hangs_on_what_became_of_a_private_requests_drafts(script: Script) -> None:
-    for seed in range(4):
+    for seed in range(3):
         expected = decisions_for_others(0.0, PRIVATE, script, seed)
         assert any(nodes for _, nodes, _ in expected[0]), "it drafts now and then"
-        for accepted in (0.5, 0.9, 1.0):
+        for accepted in (0.6, 1.0):
             assert decisions_for_others(accepted, PRIVATE, script, seed) == expected
 
 
