@@ -6,17 +6,22 @@ token by token, and the distribution of whole answers would be bent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.head_models import MarkovWithEmbedding, random_heads, random_redrafter
 from support.noise_record import NoiseRecord, recorded
+from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
-from truedraft.core.noise import KeyedNoise, Purpose, mix
+from truedraft.control import FixedBudget
+from truedraft.core.noise import KeyedNoise, Purpose, UniformKeys, mix, uniforms
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
 from truedraft.engine.request import Request
 from truedraft.testing import MarkovModel, ScriptedDrafter
@@ -57,7 +62,7 @@ def target() -> MarkovWithEmbedding:
 def answered(
     patch: pytest.MonkeyPatch, target: MarkovModel, drafter: Drafter | None, rule: Rule, params: SamplingParams
 ) -> tuple[Answer, NoiseRecord]:
-    engine = Engine(target, drafter, rule, controller="fixed")
+    engine = Engine(target, drafter, rule, FixedBudget())  # which drafts whatever it costs
     with recorded(patch) as record:
         return engine.generate([3, 1, 2], params), record
 
@@ -98,7 +103,71 @@ def test_each_draw_and_each_judgement_has_a_number(
     assert purposes.count(Purpose.RECOVERED) + purposes.count(Purpose.BONUS) == 40 - stats.accepted_tokens
 
 
+def members(target: MarkovWithEmbedding) -> Portfolio:
+    """Some that draw, of which two are the same drafter, and some that choose."""
+    chain, tree = DRAFTERS["chain"], DRAFTERS["tree"]
+    lookup, beams = DRAFTERS["prompt lookup"], DRAFTERS["drawn beams"]
+    made = [make(target) for make in (chain, lookup, tree, chain, beams)]
+    return Portfolio([member for member in made if member is not None])
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), LenientSampling(0.5)], ids=lambda rule: rule.spec)
+@pytest.mark.parametrize("merges", [True, False])
+def test_no_noise_serves_two_members(
+    target: MarkovWithEmbedding, monkeypatch: pytest.MonkeyPatch, rule: Rule, merges: bool
+) -> None:
+    """Several draw for one request in one step, or one after another."""
+    for kind, params in OPTIONS.items():
+        engine = Engine(target, members(target), rule, controller=RandomDecisions(3, merges=merges))
+        with recorded(monkeypatch) as record:
+            answer = engine.generate([3, 1, 2], params)
+        record.check(answer, VOCAB)
+        assert answer.stats.draft_tokens > 20
+        assert bool(record.reads) == (kind in ("sampled", "nucleus"))
+
+
+def test_keys_of_members_are_their_own_and_those_of_the_first_are_those_of_a_drafter_alone() -> None:
+    """Numbers of all purposes, depths, indices and steps of several members; by chance two are equal below 1e-9."""
+    places = [(*each, index) for each in itertools.product(range(3), Purpose, range(4)) for index in range(5)]
+    seen = set()
+    for step in range(4):
+        alone = KeyedNoise(11, 20, step)
+        for member in range(6):
+            own = alone.of_member(member)
+            for position, purpose, depth, index in places:
+                moved = KeyedNoise(11, 20 + 100 * position, step).of_member(member)
+                number = moved.uniform(purpose, depth, index)
+                if not member:
+                    assert number == KeyedNoise(11, 20 + 100 * position, step).uniform(purpose, depth, index)
+                seen.add(number)
+            assert own.gumbel_key(2) == alone.gumbel_key(2), "coupled noise is shared by all"
+        assert alone.of_member(0) is alone
+    assert len(seen) == 4 * 6 * len(places)
+
+
+def test_many_numbers_of_a_member_at_once_are_those_one_by_one() -> None:
+    """Of several requests and members in one call, few and many."""
+    noise = [KeyedNoise(5, 9, 2).of_member(member) for member in (0, 1, 3)]
+    for count in (4, 100):
+        keys = UniformKeys(*np.array([(i % 3, i % 5, i) for i in range(count)], np.int64).T)
+        found = uniforms(noise, Purpose.DRAFT, keys)
+        assert found.tolist() == [noise[i % 3].uniform(Purpose.DRAFT, i % 5, i) for i in range(count)]
+
+
 # ------------------------------------------------------------------------------- faults it must find
+
+
+def _without_member(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyedNoise, "of_member", lambda noise, member: noise)
+
+
+def test_members_that_share_their_noise_are_found(target: MarkovWithEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_member(monkeypatch)
+    engine = Engine(target, members(target), controller=RandomDecisions(3))
+    with recorded(monkeypatch) as record:
+        answer = engine.generate([3, 1, 2], SAMPLED)
+    with pytest.raises(AssertionError, match="served"):
+        record.check(answer, VOCAB)
 
 
 def _shared(one: Purpose, other: Purpose) -> Callable[[pytest.MonkeyPatch], None]:

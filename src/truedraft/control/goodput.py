@@ -196,8 +196,9 @@ class Goodput(Controller):
     def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
         """Decisions from scratch, and for how many steps they are kept."""
         began = self._clock()
-        allocator = Allocator(self._timing, [view.context for view in views], views[0].params.greedy)
         private = [own.private and len(views) > 1 for own in owns]
+        contexts = [_told_context(*each) for each in zip(views, private, strict=True)]
+        allocator = Allocator(self._timing, contexts, views[0].params.greedy)
         known = [
             self._standing_for(view, own) if kept_apart else self._candidates(view, own)
             for view, own, kept_apart in zip(views, owns, private, strict=True)
@@ -248,7 +249,7 @@ class Goodput(Controller):
             if limits.is_zero or room < 1:
                 continue
             hint = view.hints[drafter]() if drafter in view.hints else Hint()
-            if hint.kind or not hint.finds:
+            if hint.kind or not hint.finds or drafter in own.hints:
                 own.hints[drafter] = _kind_of(hint)
             if not hint.finds:
                 continue
@@ -258,7 +259,7 @@ class Goodput(Controller):
             setup_s = self._timing.catch_up_s(drafter, hint.behind) / max(1, min(room, _AHEAD) // 2)
             candidate = Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind)
             if hint.confident and isinstance(gains, ChainGains):
-                candidate.odds, candidate.rate = self._odds_of(own, drafter).odds, gains.rate(0)
+                candidate.odds, candidate.rate = self._odds_of(own, drafter).odds, gains.rates(1)[0]
             own.expected[kind] = candidate.gains[0]
             found.append(candidate)
         return found
@@ -386,7 +387,9 @@ class Goodput(Controller):
         if not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
             seconds, most_s = self._share * record.total_s, _CREDIT_STEPS * self._steps_s
-            self._probing.earn(seconds, most_s, drafted=record.nodes > 0, now=self._clock)
+            # Whether a private request drafted hangs on its verdicts.
+            hidden = self._privates and any(self._is_private(step.id) for step in record.requests)
+            self._probing.earn(seconds, most_s, drafted=hidden or record.nodes > 0, now=self._clock)
         for step in record.requests:
             if (step.shares or self._probes or self._privates) and step.id in self._own:
                 self._observe_one(self._own[step.id], step, record)
@@ -395,10 +398,15 @@ class Goodput(Controller):
             self._own = {number: own for number, own in self._own.items() if number in running}
             self._privates = any(own.private for own in self._own.values())
 
+    def _is_private(self, number: int) -> bool:
+        own = self._own.get(number)
+        return own is not None and own.private
+
     def _observe_one(self, own: _Own, step: RequestStep, record: StepRecord) -> None:
         if own.private and not record.prefill:
             seconds = self._share * record.total_s / len(record.requests)
-            own.probing.earn(seconds, _CREDIT_STEPS * self._steps_s, drafted=record.nodes > 0, now=self._clock)
+            drafted = record.nodes > 0 or len(record.requests) > 1  # others of its seed may be among them
+            own.probing.earn(seconds, _CREDIT_STEPS * self._steps_s, drafted=drafted, now=self._clock)
         if own.probing.request == step.id:
             own.probing.settle(step)
             self._probes -= 1
@@ -431,6 +439,11 @@ class Goodput(Controller):
 def _kind_of(hint: Hint) -> int:
     """The kind of a hint; -1 where there is nothing to propose."""
     return hint.kind if hint.finds else -1
+
+
+def _told_context(view: RequestView, kept_apart: bool) -> int:
+    """Cached tokens; of a private request among others what they would be if nothing had been accepted."""
+    return view.context - (view.counters.emitted_tokens - view.counters.target_calls if kept_apart else 0)
 
 
 def _rate_of(hint: int) -> float:

@@ -42,8 +42,7 @@ def controller_from_spec(spec: str) -> Controller:
         kind = KINDS.get(words.kind)
         if kind is None:
             raise UnknownOptionError.nearest("controller", words.kind, tuple(KINDS))
-        if words.kind != "schedule":
-            words.check(kind.options)
+        words.check(words.options if words.kind == "schedule" else kind.options)  # a schedule's are numbers
         return kind.make(words)
 
 

@@ -7,7 +7,9 @@ are falls with every step in which nothing was tried, so that what stands still 
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Self
@@ -74,9 +76,11 @@ class Gains(ABC):
         while len(self._tried) < tried:
             self._tried.append(0.0)
             self._accepted.append(0.0)
+        # Places that were not tried are forgotten as well: few verdicts from long ago must not keep a budget short.
+        self._tried = [self._keep * each for each in self._tried]
+        self._accepted = [self._keep * each for each in self._accepted]
         for place in range(tried):
-            self._tried[place] = self._keep * self._tried[place] + 1.0
-            self._accepted[place] *= self._keep
+            self._tried[place] += 1.0
         for place in accepted:
             self._accepted[place] += 1.0
         self._step = step
@@ -99,26 +103,31 @@ class Gains(ABC):
 class ChainGains(Gains):
     """Of a chain: the acceptance rate of each place, given that all before it were accepted.
 
-    The prior has rates too, the last of them for all places that follow.
+    The prior has rates too, the last of them for all places that follow. A place is expected to be as much better or
+    worse than its prior as the places before it were, so that a chain that is kept short shows what longer ones bring.
 
     Worked example: rates of 0.8 and 0.5 are gains of 0.8 and 0.4.
     """
 
-    def rate(self, place: int) -> float:
-        """Acceptance rate of a place, from 0."""
+    def rates(self, count: int) -> list[float]:
+        """Acceptance rates of the first places."""
         prior = self._prior
-        before = prior.rate(place) if isinstance(prior, ChainGains) else prior[min(place, len(prior) - 1)]
-        if place >= len(self._tried):
-            return before
-        return (self._weight * before + self._accepted[place]) / (self._weight + self._tried[place])
+        if isinstance(prior, ChainGains):
+            expected = prior.rates(count)
+        else:
+            expected = [prior[min(place, len(prior) - 1)] for place in range(count)]
+        measured_sum = expected_sum = self._weight
+        found = []
+        for place, before in enumerate(expected):
+            tried, accepted = (self._tried[place], self._accepted[place]) if place < len(self._tried) else (0.0, 0.0)
+            likely = min(before * measured_sum / expected_sum, 1.0)
+            found.append((self._weight * likely + accepted) / (self._weight + tried))
+            measured_sum += accepted
+            expected_sum += before * tried
+        return found
 
     def _estimated(self, count: int) -> list[float]:
-        found = []
-        gain = 1.0
-        for place in range(count):
-            gain *= self.rate(place)
-            found.append(gain)
-        return found
+        return list(itertools.accumulate(self.rates(count), operator.mul))
 
     def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
         return share.judged, range(len(share.path))

@@ -10,7 +10,7 @@ from truedraft.core.budget import Decision, RequestView
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
-from truedraft.drafters.portfolio import MergedProposal
+from truedraft.drafters.portfolio import MergedProposal, joint_features
 from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
@@ -36,6 +36,8 @@ class Drafting:
         self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         self._whole = drafter if list(drafter.members.values()) != [drafter] else None  # is told of merged proposals
+        shown = joint_features(drafter)
+        self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
         self._keeps_output = any(member.told_late and member.features for member in drafter.members.values())
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
@@ -198,7 +200,8 @@ class Drafting:
             step = request.last_step
             if step is not None and request.told.get(member.name) is not step and member.name not in request.failed:
                 request.told[member.name] = step
-                seen.append((request, _outcome_for(member.name, *step, member.drafter.features)))
+                outcome = _outcome_for(member.name, *step, member.drafter.features, self._layers)
+                seen.append((request, outcome))
         if seen:
             member.observe(seen)
 
@@ -227,9 +230,23 @@ class Drafting:
 
 
 def _outcome_for(
-    name: str, item: StepItem, outcome: StepOutcome, output: ForwardOutput, features: Features | None
+    name: str,
+    item: StepItem,
+    outcome: StepOutcome,
+    output: ForwardOutput,
+    features: Features | None,
+    layers: Sequence[int],
 ) -> StepOutcome:
-    """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared."""
+    """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared.
+
+    Args:
+        name: of the drafter.
+        item: of the step.
+        outcome: of the item.
+        output: of the step's forward.
+        features: that it declared.
+        layers: numbers of those in `output`, which are all that any drafter declared.
+    """
     proposal, nodes = item.drafted.own(name)
     path = item.drafted.own_path(name, outcome.path)
     if features is None:
@@ -254,6 +271,6 @@ def _outcome_for(
         outcome.tokens,
         hidden=output.hidden[rows],
         logits=output.logits[rows] if features.logits else None,
-        layers=tuple(vectors[rows] for vectors in output.layers),
+        layers=tuple(output.layers[layers.index(layer)][rows] for layer in features.layers),
         partial=outcome.partial,
     )

@@ -44,11 +44,15 @@ class ScriptedDrafter(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """The script's paths, cut to the budget's depth."""
+        """The script's paths, cut to the budget's depth, and as many of their first nodes as it allows."""
         proposals = []
         for request, budget in zip(batch, budgets, strict=True):
-            paths = [list(path)[: budget.depth] for path in self._script(request.tokens)]
-            proposals.append(Proposal.deterministic(TokenTree.from_paths(paths)))
+            nodes: dict[tuple[int, ...], None] = {}  # by path, in order
+            for path in self._script(request.tokens):
+                for length in range(1, min(len(path), budget.depth) + 1):
+                    if len(nodes) < budget.nodes:
+                        nodes[tuple(path[:length])] = None
+            proposals.append(Proposal.deterministic(TokenTree.from_paths(list(nodes))))
         return proposals
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:

@@ -1,0 +1,125 @@
+"""Estimates of acceptance from verdicts, and how optimistic one may be about them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from truedraft.control.exploration import Thompson, UpperBound
+from truedraft.control.survival import LEAST_GAIN, ChainGains, Gains, TreeGains
+from truedraft.core.stats import DraftShare
+
+
+def chain(judged: int, accepted: int, length: int = 8) -> DraftShare:
+    return DraftShare("a", length, length, tuple(range(accepted)), judged)
+
+
+def learnt(gains: Gains, rate: float, count: int, length: int = 4, seed: int = 0) -> Gains:
+    """After so many chains, each token of which is accepted with the same chance."""
+    chance = random.Random(seed)
+    for step in range(count):
+        accepted = next((place for place in range(length) if chance.random() >= rate), length)
+        gains.learn(chain(min(accepted + 1, length), accepted, length), step)
+    return gains
+
+
+def test_priors_are_what_is_expected_first() -> None:
+    assert ChainGains([0.8, 0.5], 4.0, 200.0).gains(3) == pytest.approx([0.8, 0.4, 0.2])
+    assert TreeGains([0.5, 0.3, 0.2], 4.0, 200.0).gains(5) == pytest.approx([0.5, 0.3, 0.2])
+    assert len(ChainGains([0.1], 4.0, 200.0).gains(8)) == 1, "a hundredth is not looked at"
+    assert len(ChainGains([0.001], 4.0, 200.0).gains(8)) == 1, "but the first node always is"
+
+
+def test_one_verdict_by_hand() -> None:
+    """A prior of 0.5 worth four verdicts and one that was accepted: 3 of 5; the second place follows by 6 to 5."""
+    gains = ChainGains([0.5], 4.0, 1e9)
+    gains.learn(chain(1, 1), 0)
+    assert gains.rates(2) == pytest.approx([0.6, 0.5 * 5 / 4.5])
+    assert gains.gains(2) == pytest.approx([0.6, 0.6 * 0.5 * 5 / 4.5])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
+def test_estimates_find_the_truth(rate: float) -> None:
+    gains = learnt(ChainGains([0.65], 4.0, 200.0), rate, 400)
+    expected = [rate**place for place in range(1, 5)]
+    found = gains.gains(4)
+    for place, gain in enumerate(found):
+        assert gain == pytest.approx(expected[place], abs=0.07)
+    assert all(gain <= 2 * LEAST_GAIN for gain in expected[len(found) :])
+
+
+def test_places_that_were_never_tried_follow_those_before_them() -> None:
+    """Chains of two show what chains of eight bring; few failures from long ago do not stay."""
+    assert learnt(ChainGains([0.65], 4.0, 200.0), 1.0, 300, length=2).gains(8)[7] > 0.9
+    assert learnt(ChainGains([0.65], 4.0, 200.0), 0.3, 300, length=1).rates(2)[1] == pytest.approx(0.3, abs=0.07)
+    gains = ChainGains([0.65], 3.0, 12.0)
+    for step in range(5):
+        gains.learn(chain(3, 2), step)
+    assert gains.rates(3)[2] < 0.4
+    for step in range(60):
+        gains.learn(chain(2, 2, 2), 5 + step)
+    assert gains.rates(3)[2] > 0.9
+
+
+def test_gains_never_rise_and_lie_between_none_and_all() -> None:
+    for seed in range(10):
+        chance = random.Random(seed)
+        for gains in (ChainGains([0.9, 0.2, 0.7], 4.0, 30.0), TreeGains([0.4, 0.3, 0.2, 0.1], 4.0, 30.0)):
+            for step in range(40):
+                nodes = chance.randint(1, 4)
+                accepted = chance.randint(0, nodes)
+                gains.learn(DraftShare("a", nodes, nodes, tuple(range(accepted)), min(accepted + 1, nodes)), step)
+                found = list(gains.gains(6))
+                assert found == sorted(found, reverse=True)
+                assert 0.0 <= found[-1] <= found[0] <= 1.0
+                assert list(gains.gains(2)) == found[:2]
+
+
+def test_trees_count_each_node_and_expect_as_much_of_those_they_did_not_draft() -> None:
+    gains = TreeGains([0.4, 0.2, 0.1], 4.0, 1e9)
+    for step in range(200):
+        gains.learn(DraftShare("a", 2, 2, (0,) if step % 5 else (1,), 1), step)
+    first, second, third = gains.gains(3)
+    assert first == pytest.approx(0.8, abs=0.02)
+    assert second == pytest.approx(0.2, abs=0.01)
+    assert third == pytest.approx(0.1 * (4 + 200) / (4 + 120), abs=0.01)
+
+
+def test_a_requests_own_estimates_start_from_the_pool_and_leave_it() -> None:
+    pool = learnt(ChainGains([0.65], 4.0, 200.0), 0.9, 300)
+    own = pool.of_one(3.0, 12.0)
+    assert own.gains(4) == pytest.approx(pool.gains(4))
+    learnt(own, 0.0, 12)
+    assert own.gains(1)[0] < 0.3
+    assert pool.gains(1)[0] > 0.8
+
+
+def test_doubt_falls_with_verdicts_and_grows_without() -> None:
+    gains = ChainGains([0.65], 4.0, 200.0)
+    before = gains.doubt(0)
+    assert before == pytest.approx(math.sqrt(0.65 * 0.35 / 4))
+    learnt(gains, 0.0, 300)
+    assert gains.doubt(300) < 0.1 * before
+    assert gains.doubt(300) > 0.0, "a rate of 0 is doubted, too"
+    later = [gains.doubt(step) for step in (300, 1000, 3000, 10_000)]
+    assert later == sorted(later) and later[-1] > 0.05
+
+
+# ------------------------------------------------------------------------------------------ hopes
+
+
+def test_upper_bounds() -> None:
+    assert UpperBound(1.5).hoped(0.2, 0.1) == pytest.approx(0.35)
+    assert UpperBound().hoped(0.9, 0.4) == 1.0
+
+
+def test_thompson_draws_are_about_the_estimate_and_repeat() -> None:
+    draws = [Thompson(5).hoped(0.5, 0.1) for _ in range(3)]
+    assert len(set(draws)) == 1
+    one = Thompson(5)
+    many = [one.hoped(0.5, 0.1) for _ in range(4000)]
+    assert sum(many) / 4000 == pytest.approx(0.5, abs=0.01)
+    assert sum(abs(draw - 0.5) < 0.1 for draw in many) / 4000 == pytest.approx(0.683, abs=0.03)
+    assert all(0.0 <= one.hoped(rate, 1.0) <= 1.0 for rate in (0.0, 0.5, 1.0) for _ in range(50))

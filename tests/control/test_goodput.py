@@ -1,0 +1,362 @@
+"""The goodput controller on simulated machines: what it loses against the best decision and against plain decoding.
+
+All seconds are a fake clock's. A request drafts at most 8 tokens, at a tenth of a plain step each, unless said
+otherwise; seeds are fixed, and bounds lie well beyond what other seeds give.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from support.simulated_drafting import (
+    DRAFT_S,
+    ROW_S,
+    STEP_S,
+    Acceptance,
+    FakeClock,
+    Machine,
+    SimulatedDrafter,
+    SimulatedRequest,
+    Simulation,
+    steady,
+)
+from truedraft.control import Budget, Goodput, Hint, Thompson, UpperBound
+from truedraft.control.exploration import Exploration
+
+EXPLORATIONS: list[Callable[[], Exploration]] = [UpperBound, Thompson]
+
+
+def simulated(
+    *acceptances: Acceptance,
+    requests: int = 1,
+    machine: Machine | None = None,
+    drafters: Sequence[SimulatedDrafter] = (),
+    reading_s: float = 0.0,
+    explore: Callable[[], Exploration] = UpperBound,
+    **options: float,
+) -> Simulation:
+    """A simulation under `Goodput`, of drafters named "a", "b", ..."""
+    clock = FakeClock(reading_s)
+    each = [*drafters, *map(SimulatedDrafter, acceptances)]
+    named = dict(zip("abc", each, strict=False))
+    simulation = Simulation(Goodput(explore(), clock=clock), named, clock, machine, **options)  # type: ignore[arg-type]
+    simulation.requests = [SimulatedRequest(number) for number in range(requests)]
+    return simulation
+
+
+def lengths(simulation: Simulation, request: int = 0, last: int = 200) -> list[int]:
+    """Of the last decisions for a request, probes apart."""
+    decisions = [each for each in simulation.requests[request].decisions if each.reason != "probe"]
+    return [each.budget.nodes for each in decisions[-last:]]
+
+
+# ------------------------------------------------------------------------------------------ steady acceptance
+
+
+@pytest.mark.parametrize("explore", EXPLORATIONS)
+def test_nothing_accepted_costs_next_to_nothing(explore: Callable[[], Exploration]) -> None:
+    simulation = simulated(steady(0.0), explore=explore)
+    simulation.run(1.0)
+    assert simulation.of_plain > 0.9, "a second is 100 steps, of which some were spent on finding out"
+    simulation.reset()
+    simulation.run(30.0)
+    assert simulation.of_plain > 0.99
+    assert any(simulation.lengths), "it never stops trying"
+
+
+@pytest.mark.parametrize("explore", EXPLORATIONS)
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9, 1.0])
+def test_it_comes_near_the_best_length(rate: float, explore: Callable[[], Exploration]) -> None:
+    """Found from an acceptance rate of 0.65 that nobody measured, although tokens beyond its drafts go untried."""
+    simulation = simulated(steady(rate), explore=explore)
+    simulation.run(2.0)
+    simulation.reset()
+    simulation.run(30.0)
+    assert simulation.of_best > 0.96
+    if rate == 1.0:
+        assert sum(length == 8 for length in simulation.lengths) > 0.95 * len(simulation.lengths)
+
+
+def test_what_was_measured_before_is_where_it_starts() -> None:
+    """The first five steps, over 40 seeds: gains that are right are worth something, of good drafters and bad ones."""
+    for rate, gained in ((0.95, 1.02), (0.02, 1.05)):
+        rates = []
+        for known in ((), [rate**place for place in range(1, 9)]):
+            drafter = SimulatedDrafter(steady(rate), known=known)
+            runs = [simulated(drafters=[drafter], seed=seed) for seed in range(40)]
+            for run, _ in itertools.product(runs, range(5)):
+                run.step()
+            rates.append(sum(run.tokens for run in runs) / sum(run.seconds for run in runs))
+        assert rates[1] > gained * rates[0]
+
+
+@pytest.mark.parametrize("believed", [1 / 3, 3.0])
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_curves_that_are_wrong_by_a_factor_of_three_are_put_right(rate: float, believed: float) -> None:
+    """The steps' curve one way, and drafting's the other."""
+    machine = Machine(believed=believed, drafting_believed=1 / believed)
+    simulation = simulated(steady(rate), machine=machine)
+    simulation.run(2.0)
+    simulation.reset()
+    simulation.run(20.0)
+    assert simulation.of_best > 0.96
+    assert simulation.of_plain > 0.98
+
+
+# ------------------------------------------------------------------------------------------ what changes
+
+
+@pytest.mark.parametrize("every", [10, 30, 100, 300, 1000])
+@pytest.mark.parametrize(("good", "bad"), [(1.0, 0.0), (0.9, 0.1)])
+def test_acceptance_that_switches_never_makes_it_slower_than_plain_decoding(
+    every: int, good: float, bad: float
+) -> None:
+    """Whoever switches knows how long it remembers; the best decision of each moment is known to nobody."""
+    simulation = simulated(
+        lambda seconds, request, position: good if simulation.requests[0].emitted // every % 2 == 0 else bad
+    )
+    simulation.run(40.0)
+    assert simulation.of_plain > 1.05
+    assert simulation.of_best > (0.9 if every == 1000 else 0.45)
+
+
+def test_a_drafter_that_becomes_useless_is_dropped_within_two_seconds() -> None:
+    simulation = simulated(lambda seconds, request, position: 0.9 if seconds < 10.0 else 0.0)
+    simulation.run(10.0)
+    simulation.reset()
+    simulation.run(2.0)
+    assert simulation.of_plain > 0.75
+    simulation.run(1.0)
+    simulation.reset()
+    simulation.run(10.0)
+    assert simulation.of_plain > 0.98
+
+
+@pytest.mark.parametrize("useless_s", [10.0, 60.0, 200.0])
+def test_no_gate_stays_shut(useless_s: float) -> None:
+    """Acceptance 0 for long; once the drafter is good it is used again, and until then trying it lost under 1 %."""
+    simulation = simulated(lambda seconds, request, position: 0.9 if seconds > useless_s else 0.0)
+    simulation.run(5.0)
+    simulation.reset()
+    simulation.run(useless_s - 5.0)
+    assert simulation.of_plain > 0.99
+    simulation.run(10.0)
+    simulation.reset()
+    simulation.run(5.0)
+    assert simulation.of_best > 0.9
+
+
+def test_thresholds_may_be_crossed_back_and_forth() -> None:
+    """Acceptance goes slowly up and down through where drafting begins to pay, which is 0.13."""
+    simulation = simulated(lambda seconds, request, position: 0.5 * abs(seconds % 40.0 / 20.0 - 1.0))
+    simulation.run(120.0)
+    assert simulation.of_best > 0.95
+    assert simulation.of_plain > 1.03
+
+
+def test_sudden_load_is_followed_at_once() -> None:
+    """1 request, 16, and 1 again, on a machine where rows beyond the eighth cost; nothing pays for 16."""
+    dear = Machine(lambda rows: STEP_S + ROW_S * (rows - 1) + 0.0015 * max(rows - 8, 0))
+    simulation = simulated(steady(0.7), machine=dear)
+    simulation.run(3.0)
+    assert sum(lengths(simulation)) > 200
+    simulation.requests = [SimulatedRequest(100 + number) for number in range(16)]
+    simulation.reset()
+    simulation.run(1.0)
+    assert simulation.of_plain > 0.98
+    simulation.requests = [SimulatedRequest(200)]
+    simulation.reset()
+    simulation.run(1.0)
+    assert simulation.of_best > 0.85
+
+
+def test_a_machine_that_gets_slower_is_followed_within_a_second() -> None:
+    simulation = simulated(steady(0.7), machine=Machine(slow=lambda seconds: 2.0 if 10.0 < seconds < 20.0 else 1.0))
+
+    def known() -> float:
+        """What a step of five rows is thought to take, over what it takes at its usual speed."""
+        return simulation.times.step_s(5, [100], True) / simulation.machine.step_s(5)
+
+    simulation.run(10.0)
+    assert known() == pytest.approx(1.0, abs=0.02)
+    simulation.run(1.0)
+    assert known() == pytest.approx(2.0, abs=0.1)
+    simulation.reset()
+    simulation.run(4.0)
+    assert simulation.of_best > 0.93
+    simulation.run(22.0 - simulation.elapsed)
+    assert known() == pytest.approx(1.0, abs=0.05)
+
+
+def test_of_two_drafters_the_better_one_is_found_again_when_they_change_places() -> None:
+    simulation = simulated(
+        lambda seconds, request, position: 0.8 if seconds < 20.0 else 0.3,
+        lambda seconds, request, position: 0.3 if seconds < 20.0 else 0.8,
+    )
+    simulation.run(20.0)
+    assert simulation.of_best > 0.93
+    simulation.run(5.0)
+    simulation.reset()
+    simulation.run(10.0)
+    assert simulation.of_best > 0.93
+    assert sum(each.drafter == "b" for each in simulation.requests[0].decisions[-300:]) > 270
+
+
+def test_a_second_drafter_that_was_bad_for_a_minute_gets_its_chance() -> None:
+    simulation = simulated(steady(0.5), lambda seconds, request, position: 0.0 if seconds < 60.0 else 0.9)
+    simulation.run(60.0)
+    assert simulation.of_best > 0.96
+    simulation.run(20.0)
+    assert sum(each.drafter == "b" for each in simulation.requests[0].decisions[-100:]) > 80
+
+
+# ------------------------------------------------------------------------------------------ hysteresis
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.005, 0.02])
+def test_steps_that_vary_by_two_hundredths_change_no_decision_where_two_are_about_as_good(jitter: float) -> None:
+    """The first token is always accepted and no other, and drafting it gains one hundredth over not drafting."""
+    token_s = 2.0 * STEP_S / 1.01 - STEP_S - ROW_S
+    drafter = SimulatedDrafter(lambda seconds, request, position: float(position == 0), token_s, known=[1.0])
+    simulation = simulated(drafters=[drafter], jitter=jitter)
+    simulation.run(5.0)
+    simulation.run(60.0)
+    changes = sum(one != other for one, other in itertools.pairwise(lengths(simulation, last=100_000)))
+    assert changes <= 12, "in 65 seconds"
+    assert simulation.of_best > 0.96
+
+
+# ------------------------------------------------------------------------------------------ many requests
+
+
+def test_in_a_batch_only_those_draft_whose_drafts_are_accepted() -> None:
+    def acceptance(seconds: float, request: int, position: int) -> float:
+        return 0.95 if request == 3 else 0.05
+
+    simulation = simulated(drafters=[SimulatedDrafter(acceptance, 0.1 * DRAFT_S)], requests=8)
+    simulation.run(3.0)
+    simulation.reset()
+    simulation.run(10.0)
+    mean = [sum(lengths(simulation, number)) / 200 for number in range(8)]
+    assert mean[3] > 5.0
+    assert max(mean[:3] + mean[4:]) < 0.5
+    assert simulation.of_plain > 1.15
+    assert simulation.of_best > 1.1, "no decision that is the same for all is as good"
+
+
+def test_requests_may_draft_with_different_drafters() -> None:
+    def good_for(kind: int) -> SimulatedDrafter:
+        return SimulatedDrafter(lambda seconds, request, position: 0.9 if request % 2 == kind else 0.0, 0.2 * DRAFT_S)
+
+    simulation = simulated(drafters=[good_for(0), good_for(1)], requests=4)
+    simulation.run(20.0)
+    for number, request in enumerate(simulation.requests):
+        own = [each.drafter for each in request.decisions[-400:] if each.budget.nodes > 1]
+        assert own.count("ab"[number % 2]) > 0.75 * 400
+    assert simulation.of_best > 1.3, "no decision that is the same for all is as good"
+
+
+def test_near_the_end_of_an_answer_no_more_is_drafted_than_can_be_emitted() -> None:
+    simulation = simulated(steady(1.0), requests=3)
+    simulation.run(1.0)
+    for left in (1, 2, 3, 5):
+        simulation.requests[1].remaining = left
+        simulation.step()
+        assert simulation.requests[1].decisions[-1].budget.nodes <= left - 1
+        assert simulation.requests[0].decisions[-1].budget.nodes > 1
+
+
+def test_limits_of_zero_are_plain_decoding() -> None:
+    none = SimulatedDrafter(steady(1.0), limits=Budget(0, 0, 0))
+    simulation = simulated(drafters=[none], requests=2)
+    simulation.run(0.2)
+    assert not any(simulation.lengths)
+    simulation = simulated(steady(1.0), drafters=[none])
+    simulation.run(0.5)
+    assert {each.drafter for each in simulation.requests[0].decisions if not each.is_zero} == {"b"}
+
+
+# ------------------------------------------------------------------------------------------ hints
+
+
+def test_kinds_of_hints_are_told_apart_and_nothing_is_asked_of_who_finds_nothing() -> None:
+    """As prompt lookup: a long match is mostly right, a short one never, and often there is none."""
+    kinds = (Hint(4), Hint(1), Hint(finds=False))
+
+    def now(seconds: float) -> int:
+        return int(seconds / 0.4) % 3
+
+    drafter = SimulatedDrafter(
+        lambda seconds, request, position: 0.95 if now(seconds) == 0 else 0.0,
+        0.5 * DRAFT_S,
+        hint=lambda request, seconds: kinds[now(seconds)],
+    )
+    simulation = simulated(drafters=[drafter])
+    simulation.run(12.0)
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for _ in range(600):
+        kind = now(simulation.elapsed)
+        simulation.step()
+        seen[kind].append(simulation.requests[0].decisions[-1].budget.nodes)
+    long, short, none = (sum(each) / len(each) for each in seen.values())
+    assert long > 5.0
+    assert short < 0.3
+    assert none == 0.0
+
+
+def test_who_finds_nothing_now_and_then_is_learnt_about_all_the_same() -> None:
+    """Without kinds: what is proposed is never accepted, so soon nothing is asked for."""
+    steps = itertools.count()
+    drafter = SimulatedDrafter(steady(0.0), hint=lambda request, seconds: Hint(finds=next(steps) % 7 > 2))
+    simulation = simulated(drafters=[drafter])
+    simulation.run(2.0)
+    simulation.reset()
+    simulation.run(10.0)
+    assert simulation.of_plain > 0.98
+
+
+# ------------------------------------------------------------------------------------------ what deciding costs
+
+
+def counted(simulation: Simulation) -> Counter[str]:
+    """How often the controller asks from now on what something takes."""
+    asked: Counter[str] = Counter()
+    for name in ("step_s", "drafting_s"):
+        ask = getattr(simulation.times, name)
+
+        def count(*of: object, name: str = name, ask: Callable[..., float] = ask) -> float:
+            asked[name] += 1
+            return ask(*of)
+
+        setattr(simulation.times, name, count)
+    return asked
+
+
+def test_decisions_are_kept_where_making_them_takes_long() -> None:
+    """A look at the clock takes a millisecond here, so a decision a tenth of a step and more."""
+    simulation = simulated(steady(0.7), requests=2, reading_s=0.001)
+    asked = counted(simulation)
+    simulation.run(3.0)
+    simulation.reset()
+    made = 0
+    for _ in range(300):
+        before = asked["step_s"]
+        simulation.step()
+        made += asked["step_s"] > before
+    assert 3 <= made <= 60
+
+
+def test_a_decision_for_many_requests_asks_for_few_costs() -> None:
+    """At most one for each number of rows and each depth that it weighs, however many requests there are."""
+    for requests in (4, 16):
+        simulation = simulated(steady(0.6), steady(0.4), requests=requests)
+        simulation.run(1.0)
+        asked = counted(simulation)
+        for _ in range(50):
+            simulation.step()
+        assert asked["step_s"] / 50 < 60
+        assert asked["drafting_s"] / 50 < 120

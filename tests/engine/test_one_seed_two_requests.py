@@ -1,0 +1,154 @@
+"""Two sampled requests with one seed in one batch, under controllers that learn: each follows the target.
+
+They share their noise. So if one is a step ahead and its verdict decided whether the other drafts, the other would
+draft just when its draft is going to be rejected. The joint distribution of an answer's tokens is known exactly; over
+2,000 pairs with seeds of their own the chi-square statistic of the counts is compared with its 1 - 1e-6 quantile, so
+a correct pipeline fails with probability below 1e-6 at each comparison. A controller that mixes the two is planted, and
+caught.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from support.chi_square import p_value
+from support.random_decisions import RandomDecisions
+from truedraft import Engine, SamplingParams
+from truedraft.control import (
+    Budget,
+    Controller,
+    Decision,
+    Goodput,
+    RequestView,
+    StepRecord,
+    StepTimes,
+    Thompson,
+)
+from truedraft.core.budget import NO_DRAFT
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.testing import MarkovModel
+
+VOCAB, LENGTH = 3, 4
+PROMPT = [1, 0, 1]
+PAIRS = 2_000
+TOGETHER = 32
+FALSE_ALARM = 1e-6
+
+TARGET = MarkovModel.random(VOCAB, 5, sharpness=0.7)
+DRAFT = MarkovModel.random(VOCAB, 6, sharpness=0.7)
+
+
+def exact_dist() -> np.ndarray:
+    """Of all tokens of an answer, `[vocab] * LENGTH`."""
+    dist = np.ones((VOCAB,) * LENGTH)
+    for answer in itertools.product(range(VOCAB), repeat=LENGTH):
+        for place, token in enumerate(answer):
+            dist[answer] *= float(TARGET.probs_after([*PROMPT, *answer[:place]])[token])
+    return dist
+
+
+def portfolio() -> Portfolio:
+    return Portfolio([DraftModel(DRAFT, 3), PromptLookup(2, min_ngram=1), DraftModel(DRAFT, branching=(2, 2))])
+
+
+def counts_of(controller: Controller, ahead: int, pairs: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Counts of the answers of the first and the second request of each pair, and how many tokens were drafted.
+
+    Args:
+        controller: of all pairs, one batch of pairs after another.
+        ahead: steps that the first ones make before the second ones come; a step is also their prompts'.
+        pairs: how many.
+    """
+    engine = Engine(TARGET, portfolio(), controller=controller, max_batch=2 * TOGETHER)
+    counts = np.zeros((2, *(VOCAB,) * LENGTH), dtype=np.int64)
+    drafted = 0
+    for start in range(0, pairs, TOGETHER):
+        params = [SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=start + one) for one in range(TOGETHER)]
+        first = [engine.submit(PROMPT, each) for each in params]
+        for _ in range(ahead):
+            engine.step()
+        second = [engine.submit(PROMPT, each) for each in params]
+        while engine.step():
+            pass
+        for number, requests in enumerate((first, second)):
+            for request in requests:
+                answer = request.pieces[-1].answer
+                assert answer is not None
+                counts[number][tuple(answer.token_ids)] += 1
+                drafted += answer.stats.draft_tokens
+    return counts[0], counts[1], drafted
+
+
+class EvenTimes:
+    """Rows cost a little, drafting a little; nothing depends on how long anything took."""
+
+    def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
+        return 1.0 + 0.002 * rows
+
+    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+        return 0.05 * depth
+
+    def catch_up_s(self, drafter: str, behind: int) -> float:
+        return 0.0
+
+    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
+        return ()
+
+    def observe(self, record: StepRecord) -> None:
+        pass
+
+    def measure(self, greedy: bool) -> None:
+        pass
+
+
+class LearningGoodput(Goodput):
+    """Goodput at even costs, so that what it decides hangs on verdicts alone."""
+
+    def begin(self, times: StepTimes) -> None:
+        super().begin(EvenTimes())
+
+
+class Mixing(Controller):
+    """Broken: a first draft is left out where the first draft of an earlier request with the same seed was accepted."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[int, bool] = {}  # of first drafts, by seed
+        self._first: dict[int, int] = {}  # seeds of requests whose first draft is running
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        self._first = {view.id: view.seed for view in views if not view.counters.target_calls}
+        return [
+            Decision("draft", NO_DRAFT if self._verdicts.get(self._first.get(view.id, -1), False) else Budget(1))
+            for view in views
+        ]
+
+    def observe(self, record: StepRecord) -> None:
+        for step in record.requests:
+            if step.id in self._first and step.shares:
+                self._verdicts.setdefault(self._first[step.id], step.accepted > 0)
+
+
+CONTROLLERS: dict[str, Callable[[], Controller]] = {
+    "goodput": LearningGoodput,
+    "thompson": lambda: LearningGoodput(Thompson(), probing=0.3),
+    "random": lambda: RandomDecisions(3),
+}
+
+
+@pytest.mark.parametrize(("ahead", "controller"), [(2, name) for name in CONTROLLERS])
+def test_each_of_two_requests_with_one_seed_follows_the_target(controller: str, ahead: int) -> None:
+    first, second, drafted = counts_of(CONTROLLERS[controller](), ahead, PAIRS)
+    assert drafted > PAIRS
+    assert p_value(first, exact_dist()) > FALSE_ALARM
+    assert p_value(second, exact_dist()) > FALSE_ALARM
+
+
+def test_a_controller_that_mixes_them_is_caught() -> None:
+    first, second, _ = counts_of(Mixing(), 2, PAIRS)
+    assert p_value(first, exact_dist()) > FALSE_ALARM, "the one that is ahead knows nothing"
+    assert p_value(second, exact_dist()) < FALSE_ALARM**3, "half as many pairs would have done"

@@ -1,0 +1,272 @@
+"""An engine without models: drafters of known acceptance, steps of known cost, and a clock that only they move.
+
+It asks a controller as the engine does and tells it what the engine would, so what a controller loses against the best
+decision, or against plain decoding, is known.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from truedraft import SamplingParams
+from truedraft.control import Budget, Controller, Decision, Hint, RequestView
+from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
+from truedraft.costs import RunningTimes
+
+Acceptance = Callable[[float, int, int], float]
+"""Of seconds, the request's number and the drafted position, from 0: the chance that the token is accepted."""
+
+STEP_S, ROW_S, DRAFT_S = 0.010, 0.0003, 0.001
+"""Of a step with one row, of each further row, and of a drafted token."""
+
+
+def steady(rate: float) -> Acceptance:
+    """The same at all times."""
+    return lambda seconds, request, position: rate
+
+
+class FakeClock:
+    """Seconds that only simulations move.
+
+    Args:
+        reading_s: that each look at it takes.
+    """
+
+    def __init__(self, reading_s: float = 0.0) -> None:
+        self.now = 100.0
+        self._reading_s = reading_s
+
+    def __call__(self) -> float:
+        self.now += self._reading_s
+        return self.now
+
+
+@dataclass
+class SimulatedDrafter:
+    """A drafter of chains.
+
+    Attributes:
+        acceptance: true chances.
+        token_s: true seconds of drafting one token.
+        limits: as of any drafter.
+        hint: what it knows before it drafts, by request and seconds; None is nothing.
+        known: gains that were measured before.
+    """
+
+    acceptance: Acceptance
+    token_s: float = DRAFT_S
+    limits: Budget = field(default_factory=lambda: Budget(8, 1, 8))
+    hint: Callable[[int, float], Hint] | None = None
+    known: Sequence[float] = ()
+
+    def acceptance_curve(self, params: SamplingParams) -> Any:
+        return type("Curve", (), {"marginal_gains": self.known}) if self.known else None
+
+
+@dataclass
+class SimulatedRequest:
+    """A request that is running.
+
+    Attributes:
+        id: its number.
+        params: sampling options.
+        remaining: tokens that it may still emit.
+        emitted: tokens that it emitted.
+        decisions: what was decided for it, step by step.
+    """
+
+    id: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    remaining: int = 1_000_000
+    emitted: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+
+
+class Machine:
+    """What steps and drafting truly take, and what is believed of it beforehand.
+
+    Args:
+        step_s: of rows.
+        believed: factor of the step curve that a controller starts from.
+        drafting_believed: likewise of drafting.
+        context_share: by which a cached token makes steps longer, as is believed.
+        slow: factor of all true seconds, by the clock.
+    """
+
+    def __init__(
+        self,
+        step_s: Callable[[int], float] = lambda rows: STEP_S + ROW_S * (rows - 1),
+        believed: float = 1.0,
+        drafting_believed: float = 1.0,
+        context_share: float = 0.0,
+        slow: Callable[[float], float] = lambda seconds: 1.0,
+    ) -> None:
+        self.step_s = step_s
+        self.slow = slow
+        self._believed, self._drafting_believed = believed, drafting_believed
+        self._context_share = context_share
+
+    def drafting_s(self, drafter: SimulatedDrafter, requests: int, depth: int) -> float:
+        """Seconds of proposals for some requests together, a fifth more for each further one."""
+        return drafter.token_s * depth * (1.0 + 0.2 * (requests - 1)) if requests else 0.0
+
+    # What `RunningTimes` asks of measured costs.
+    def forwards(self) -> Callable[[int, Sequence[int]], float]:
+        share = self._context_share
+        return lambda rows, contexts: self._believed * self.step_s(rows) * (1.0 + share * sum(contexts))
+
+    def drafting(self, drafter: SimulatedDrafter, params: SamplingParams) -> Callable[[int], float]:
+        return lambda depth: self._drafting_believed * drafter.token_s * depth
+
+
+class Simulation:
+    """Steps of some requests under a controller.
+
+    Args:
+        controller: is asked and told.
+        drafters: by name.
+        machine: what things take.
+        clock: the controller's, too.
+        jitter: standard deviation of steps' seconds, a fraction.
+        seed: of what is accepted.
+
+    Attributes:
+        tokens: emitted so far, without those of steps before `reset`.
+        seconds: that took.
+        best_tokens: that the best fixed decision of each moment would be expected to emit in these seconds.
+        plain_tokens: likewise, without drafting.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        drafters: Mapping[str, SimulatedDrafter],
+        clock: FakeClock,
+        machine: Machine | None = None,
+        *,
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.controller, self.drafters, self.clock = controller, drafters, clock
+        self.machine = machine or Machine()
+        self.requests = [SimulatedRequest(0)]
+        self.began = clock.now
+        self._views: dict[int, RequestView] = {}
+        self._jitter = jitter
+        self._chance = random.Random(seed)
+        self.times = RunningTimes(self.machine, drafters, clock)  # type: ignore[arg-type]
+        controller.begin(self.times)
+        self.reset()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return self.clock.now - self.began
+
+    def reset(self) -> None:
+        """Forget what was counted so far."""
+        self.tokens = 0
+        self.seconds = self.best_tokens = self.plain_tokens = 0.0
+        self.lengths: list[int] = []
+
+    @property
+    def of_best(self) -> float:
+        """Tokens over those of the best fixed decision of each moment, for all requests the same."""
+        return self.tokens / self.best_tokens
+
+    @property
+    def of_plain(self) -> float:
+        """Tokens over those of plain decoding."""
+        return self.tokens / self.plain_tokens
+
+    def run(self, seconds: float) -> None:
+        """Steps until so many seconds have passed."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.step()
+
+    def step(self) -> StepRecord:
+        """One step of all requests."""
+        views = [self._view(request) for request in self.requests]
+        decisions = self.controller.decide(views)
+        assert len(decisions) == len(views)
+        now = self.elapsed
+        steps = [self._judged(*each, now) for each in zip(self.requests, views, decisions, strict=True)]
+        record = self._record(steps, now)
+        self.clock.now += record.total_s
+        self.tokens += sum(step.emitted for step in steps)
+        self.seconds += record.total_s
+        self.best_tokens += record.total_s * max(self.rates(now).values())
+        self.plain_tokens += record.total_s * self.rates(now)["", 0]
+        self.lengths.append(sum(step.nodes for step in steps))
+        self.controller.observe(record)
+        return record
+
+    def _view(self, request: SimulatedRequest) -> RequestView:
+        hints = {
+            name: (lambda drafter=drafter: drafter.hint(request.id, self.elapsed))
+            for name, drafter in self.drafters.items()
+            if drafter.hint is not None
+        }
+        limits = {name: drafter.limits for name, drafter in self.drafters.items()}
+        context = 10 + request.emitted
+        seed = request.params.seed if request.params.seed is not None else request.id + 1_000_000
+        return RequestView(
+            request.id, request.params, seed, context, request.remaining, limits, request.counters, hints
+        )
+
+    def _judged(self, request: SimulatedRequest, view: RequestView, decision: Decision, now: float) -> RequestStep:
+        """Draw what becomes of what was decided, as the engine cuts it."""
+        request.decisions.append(decision)
+        decision = decision.cut(max(request.remaining - 1, 0))
+        nodes = 0 if decision.is_zero else min(decision.budget.depth, decision.budget.nodes)
+        if nodes:
+            drafter = self.drafters[decision.drafter]
+            assert nodes <= drafter.limits.depth, "more was asked for than the drafter's limits allow"
+            if drafter.hint is not None and not drafter.hint(request.id, now).finds:
+                nodes = 0
+        accepted = 0
+        while accepted < nodes and self._chance.random() < drafter.acceptance(now, request.id, accepted):
+            accepted += 1
+        rejected = accepted < nodes
+        share = DraftShare(decision.drafter, nodes, nodes, tuple(range(accepted)), accepted + rejected)
+        step = RequestStep(
+            request.id, view.context, 1 + nodes, False, nodes, nodes, nodes, accepted, accepted + 1, rejected,
+            decision=decision, shares=(share,) if nodes else (), greedy=request.params.greedy,
+        )  # fmt: skip
+        request.emitted += step.emitted
+        request.remaining -= step.emitted
+        request.counters.count(step)
+        return step
+
+    def _record(self, steps: Sequence[RequestStep], now: float) -> StepRecord:
+        factor = self.machine.slow(now) * (1.0 + self._chance.gauss(0.0, self._jitter))
+        spent = []
+        for name, drafter in self.drafters.items():
+            own = [step for step in steps if step.shares and step.shares[0].drafter == name]
+            if own:
+                depth = max(step.depth for step in own)
+                seconds = self.machine.drafting_s(drafter, len(own), depth) * factor
+                spent.append(DraftTime(name, len(own), depth, sum(step.nodes for step in own), len(own), seconds))
+        target_s = self.machine.step_s(sum(step.rows for step in steps)) * factor
+        draft_s = sum(each.seconds for each in spent)
+        return StepRecord(tuple(steps), draft_s, target_s, 0.0, draft_s + target_s, drafting=tuple(spent))
+
+    def rates(self, now: float) -> dict[tuple[str, int], float]:
+        """Expected tokens a second of each fixed decision, by drafter and length, the same for all requests."""
+        count, slow = len(self.requests), self.machine.slow(now)
+        rates = {("", 0): count / (self.machine.step_s(count) * slow)}
+        for name, drafter in self.drafters.items():
+            gains = [1.0] * count
+            tokens = float(count)
+            for length in range(1, drafter.limits.depth + 1):
+                for number, request in enumerate(self.requests):
+                    gains[number] *= drafter.acceptance(now, request.id, length - 1)
+                tokens += sum(gains)
+                seconds = self.machine.step_s(count * (1 + length)) + self.machine.drafting_s(drafter, count, length)
+                rates[name, length] = tokens / (seconds * slow)
+        return rates
