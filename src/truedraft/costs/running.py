@@ -160,7 +160,8 @@ class RunningTimes:
 
     def observe(self, record: StepRecord) -> None:
         now = self._clock()
-        if record.prefill or now < self._next or not self._forwards:  # who never asked needs no answers
+        asked = self._forwards or self._proposals or self._read_s  # who never asked needs no answers
+        if record.prefill or now < self._next or not asked:
             return
         self._next = now + _PAUSE_S
         measured = record.total_s - record.draft_s - record.decide_s
