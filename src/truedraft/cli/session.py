@@ -148,7 +148,7 @@ def load_engine(
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
 
-    Where the controller weighs no costs, a drafter whose number of nodes was left open gets as many as pay on this
+    Where the controller neither weighs costs nor takes all sizes, a drafter whose number of nodes was left open gets as many as pay on this
     machine, and a line on the console says so.
 
     Args:
@@ -177,7 +177,7 @@ def load_engine(
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring what steps take on this machine")
         budgets: Mapping[str, NodeBudget] = {}
-        if not controller.weighs_costs:
+        if not (controller.weighs_costs or controller.takes_all_sizes):
             drafter, budgets = sized(drafter, target, params, requests=requests)
         engine = Engine(target, drafter, rule, controller)
         engine.measure(params)
