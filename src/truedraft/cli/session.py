@@ -148,8 +148,8 @@ def load_engine(
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
 
-    Where the controller neither weighs costs nor takes all sizes, a drafter whose number of nodes was left open gets as many as pay on this
-    machine, and a line on the console says so.
+    Where the controller neither weighs costs nor takes all sizes, a drafter whose number of nodes was left open gets as
+    many as pay on this machine, and a line on the console says so.
 
     Args:
         stack: what answers, as it was typed.
