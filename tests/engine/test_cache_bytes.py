@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from support.head_models import MarkovWithHead, fitted_heads
-from support.tiny_models import noisy, packed
+from support.tiny_models import noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.cache import key_span
 from truedraft.control import Goodput
@@ -19,7 +19,11 @@ from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Request
 from truedraft.errors import OptionError, PromptError
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel
 
 VOCAB = 8
@@ -188,9 +192,11 @@ def test_kept_decisions_of_a_learning_controller_survive_what_is_given_back() ->
     assert all(answer.warnings == () for answer in answers)
 
 
-def test_real_models_hold_what_is_counted() -> None:
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
+def test_real_models_hold_what_is_counted(backend: BackendMaker) -> None:
     """Buffers that are given back come again at other addresses, which compiled forwards must notice."""
-    target, draft = packed("llama"), noisy("llama", 0.05)
+    target = HuggingFaceModel(stock("llama"), None, "llama", backend)
+    draft = HuggingFaceModel(noisy_stock("llama", 0.05), None, "noisy", backend)
     prompts = [[(7 * place + number) % 97 for place in range(10 + 37 * number)] for number in range(5)]
     params = [SamplingParams(max_tokens=20 + 10 * number) for number in range(5)]
     plain = Engine(target).generate(prompts, params)

@@ -47,7 +47,7 @@ class CertifyReport(ReportOptions):
 class CertifyOptions:
     """Options of `truedraft certify`."""
 
-    stack: StackOptions = group("Model and drafter", without=("plan",), controller="in-turn")
+    stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
         "Answer", without=("stop", "stop_token_ids", "ignore_eos"), max_tokens=64, temperature=1.0
