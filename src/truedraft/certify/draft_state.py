@@ -111,7 +111,10 @@ class Guesses:
                     self._note(request, outcome)
             self._asked.clear()
 
-        self.drafter = altered(drafter, begin=begin, propose=propose, observe=observe, told_late=False)
+        # What is asked of the given drafter needs the target that it is checked against, too.
+        self.drafter = altered(
+            drafter, check=drafter.check, begin=begin, propose=propose, observe=observe, told_late=False
+        )
 
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
         before = len(request.tokens) - len(outcome.tokens)
