@@ -68,7 +68,7 @@ certify: $(STAMP)
 	rm -f $(RESULTS)/certificates.jsonl
 	$(BIN)/python benchmarks/certify_embedded.py
 
-# Each embedded drafter once greedy and once at temperature 1, in ten minutes at most; the records lie in out/.
+# Each embedded drafter and portfolio once greedy and once at temperature 1, in ten minutes or so; records lie in out/.
 certify-short: $(STAMP)
 	mkdir -p out
 	rm -f out/certificates.jsonl

@@ -3,7 +3,8 @@
 One line of JSON for each certificate, written as it is finished; a run that is started again goes on behind them.
 Exit status 0 if all of a run were issued or measured, 1 if a check failed, 3 if the time was too short to tell.
 Greedy and coupled requests are judged by comparison whatever the lossless rule, so their certificates are counted for
-all of these rules and made with one.
+all of these rules and made with one. Portfolios follow, eight requests together: every member in turn and merged two by
+two, and `auto` under the learning controller too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from truedraft import SamplingParams, load_model
 from truedraft.certify import Certificate, Part, Stack, Status, certify, verdict
 from truedraft.cli.prompts import HELDOUT, read_prompts
+from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import IncompatibleRuleError
@@ -37,6 +39,8 @@ DRAFTERS = (
     "redrafter,beams=4,length=4,nodes=8",
     "redrafter,beams=4,length=4,nodes=8,sampled=true",
 )
+PORTFOLIOS = ("auto", "portfolio(draft;prompt-lookup)")
+LEARNING = "goodput"
 LOSSLESS = ("speculative", "block")
 LOSSY = ("speculative,lenience=0.5", "typical")
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -48,19 +52,21 @@ _LOSSY = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One certificate: `rules` are those that it counts for."""
+    """One certificate: `rules` are those that it counts for; the controller is that of a portfolio."""
 
     drafter: str
     rules: tuple[str, ...]
     temperature: float
     coupled: bool
     batch: int
+    controller: str = "in-turn"
 
     @property
     def key(self) -> str:
         """Unique among the cells."""
         mode = "coupled" if self.coupled else "plain"
-        return f"{self.drafter} | {'+'.join(self.rules)} | {self.temperature:g} | {mode} | batch {self.batch}"
+        own = "" if self.controller == "in-turn" else f" | {self.controller}"
+        return f"{self.drafter} | {'+'.join(self.rules)} | {self.temperature:g} | {mode} | batch {self.batch}{own}"
 
 
 def cells() -> Iterator[Cell]:
@@ -76,11 +82,22 @@ def cells() -> Iterator[Cell]:
         for rule in LOSSY:
             for temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
                 yield Cell(drafter, (rule,), temperature, False, BATCHES[-1])
+    yield from portfolio_cells()
+
+
+def portfolio_cells() -> Iterator[Cell]:
+    """Each portfolio greedy, and at temperature 1 plain and coupled; `auto` also as it is served."""
+    modes = ((TEMPERATURES[0], False), (TEMPERATURES[-1], False), (TEMPERATURES[-1], True))
+    for drafter in PORTFOLIOS:
+        for temperature, coupled in modes:
+            yield Cell(drafter, LOSSLESS[:1], temperature, coupled, BATCHES[-1])
+    for temperature, coupled in modes[:2]:
+        yield Cell(PORTFOLIOS[0], LOSSLESS[:1], temperature, coupled, BATCHES[-1], LEARNING)
 
 
 def short_cells() -> Iterator[Cell]:
-    """Every drafter once greedy and once at temperature 1, eight requests together."""
-    for drafter in DRAFTERS:
+    """Every drafter and portfolio once greedy and once at temperature 1, eight requests together."""
+    for drafter in (*DRAFTERS, *PORTFOLIOS):
         for temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
             yield Cell(drafter, LOSSLESS[:1], temperature, False, BATCHES[-1])
 
@@ -138,10 +155,13 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
     started = time.perf_counter()
     # A divergence is measured on the way: no fault has to be found, and no deviation to be excluded.
     seconds *= 1.0 if rule.lossless else _LOSSY
-    certificate = certify(Stack(target, drafter, rule), prompts, params, batch=cell.batch, seconds=seconds)
+    stack = Stack(target, drafter, rule, controller=controller_from_spec(cell.controller))
+    certificate = certify(stack, prompts, params, batch=cell.batch, seconds=seconds)
     return {
         "cell": cell.key,
         "drafter": cell.drafter,
+        "drafters": list(drafter.members),
+        "controller": cell.controller,
         "rules": cell.rules,
         "temperature": cell.temperature,
         "coupled": cell.coupled,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from truedraft.errors import ChangedOptionsError, OptionError, UnknownOptionError, errors_about
-from truedraft.options import Words, check_whole, read_number, read_whole
+from truedraft.options import Words, check_whole, read_bytes, read_number, read_whole
 
 
 def test_words() -> None:
@@ -91,3 +91,19 @@ def test_changes_are_named() -> None:
     error = ChangedOptionsError("the run", {"width": (1, 2), "steps": (None, 3)})
     error.call_fields({"width": "--width"})
     assert str(error).startswith("the run was begun with another configuration (--width was 1 and is now 2; steps was")
+
+
+def test_sizes_are_in_powers_of_1024() -> None:
+    assert [read_bytes("size", typed) for typed in ("1000", "512K", "300m", "1.5 G".replace(" ", ""), "2GiB")] == [
+        1000,
+        512 << 10,
+        300 << 20,
+        3 << 29,
+        2 << 30,
+    ]
+
+
+@pytest.mark.parametrize("typed", ["", "much", "-1", "1X", "1e9", "M"])
+def test_sizes_that_cannot_be_read(typed: str) -> None:
+    with pytest.raises(OptionError, match=f"^size must be a size as 1000000, 300M or 1.5G, got {typed!r}$"):
+        read_bytes("size", typed)

@@ -231,6 +231,18 @@ def read_number(name: str, typed: str) -> float:
         raise OptionError(f"must be a number, got {typed!r}", field=name) from error
 
 
+def read_bytes(name: str, typed: str) -> int:
+    """A number of bytes as it is typed: 1000000, or 512K, 300M, 1.5G, in powers of 1,024.
+
+    Raises:
+        OptionError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", typed.strip(), re.IGNORECASE)
+    if found is None:
+        raise OptionError(f"must be a size as 1000000, 300M or 1.5G, got {typed!r}", field=name)
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
 def check_whole(name: str, value: object, least: int) -> int:
     """A whole number of at least `least`; one of numpy becomes Python's own.
 

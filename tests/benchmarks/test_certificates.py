@@ -41,9 +41,17 @@ def test_every_pair_has_its_cells(script: dict[str, Any]) -> None:
 
 def test_the_short_round_has_every_drafter_greedy_and_at_temperature_1(script: dict[str, Any]) -> None:
     cells = list(script["short_cells"]())
-    assert [(c.drafter, c.temperature) for c in cells] == [(d, t) for d in script["DRAFTERS"] for t in (0.0, 1.0)]
-    assert len({cell.key for cell in cells}) == len(cells) == 12
+    drafters = (*script["DRAFTERS"], *script["PORTFOLIOS"])
+    assert [(c.drafter, c.temperature) for c in cells] == [(d, t) for d in drafters for t in (0.0, 1.0)]
+    assert len({cell.key for cell in cells}) == len(cells) == 16
     assert all(not cell.coupled and len(cell.rules) == 1 for cell in cells)
+
+
+def test_portfolios_are_exercised_in_turn_and_auto_also_as_it_is_served(script: dict[str, Any]) -> None:
+    cells = list(script["portfolio_cells"]())
+    assert {cell.drafter for cell in cells} == {"auto", "portfolio(draft;prompt-lookup)"}
+    assert {(c.drafter, c.temperature) for c in cells if c.controller == "goodput"} == {("auto", 0.0), ("auto", 1.0)}
+    assert set(cells) <= set(script["cells"]())
 
 
 def test_the_short_round_leaves_the_kept_certificates_alone() -> None:

@@ -106,7 +106,9 @@ def test_curves_first_and_then_what_steps_take() -> None:
     assert times.drafting_s("a", 3, 3, True) == pytest.approx(3 * DRAFT_S * 1.4)
     spent = DraftTime("a", 1, 4, 4, 1, 8 * DRAFT_S)
     times.observe(record(1.5 * machine.step_s(5) + spent.seconds, 5, [spent]))
-    assert times.step_s(5, [100], True) == pytest.approx(1.5 * machine.step_s(5)), "all that surrounds the forward counts"
+    assert times.step_s(5, [100], True) == pytest.approx(1.5 * machine.step_s(5)), (
+        "all that surrounds the forward counts"
+    )
     assert times.drafting_s("a", 1, 3, True) == pytest.approx(6 * DRAFT_S)
 
 

@@ -67,6 +67,11 @@ class Arena:
         """Bytes of one slot."""
         return self._data[:, :, 0].nbytes * self.capacity
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the block."""
+        return self._data.nbytes
+
     def rows(self, call: int) -> tuple[Tensor, Tensor]:
         """Keys and values of an attention call as rows to write, each `[slots * capacity + 1, kv_heads, width]`."""
         return self._data[0, call], self._data[1, call]
@@ -125,13 +130,42 @@ class Arena:
     def reserve(self, tokens: int) -> None:
         """Make room for every request that took a slot, and for `tokens` tokens in each slot."""
         with self.lock:
-            slots, capacity = self.slots, self.capacity
-            if len(self._owners) > slots:
-                slots = 1 << (len(self._owners) - 1).bit_length()
-            if tokens > capacity:
-                capacity = max(_rounded(tokens), min(max(2 * capacity, SPAN_STEP), self._limit))
+            slots, capacity = self._slots_for(len(self._owners)), self._capacity_for(self.capacity, tokens)
             if (slots, capacity) != (self.slots, self.capacity):
                 self._grow(slots, capacity)
+
+    def _slots_for(self, requests: int) -> int:
+        return max(self.slots, 1 << (requests - 1).bit_length() if requests else 0)
+
+    def _capacity_for(self, capacity: int, tokens: int) -> int:
+        """Of each slot once there is room for `tokens`, from a capacity on."""
+        if tokens <= capacity:
+            return capacity
+        return max(_rounded(tokens), min(max(2 * capacity, SPAN_STEP), self._limit))
+
+    def bytes_for(self, tokens: Sequence[int]) -> int:
+        """Bytes of the block once requests with room for so many tokens, in this order, took slots; never fewer."""
+        capacity = self.capacity
+        for each in tokens:
+            capacity = self._capacity_for(capacity, each)
+        return self._bytes_of(self._slots_for(len(tokens)), capacity)
+
+    def bytes_alone(self, tokens: int) -> int:
+        """The same for one request in a block that is made for it."""
+        return self._bytes_of(1, self._capacity_for(0, tokens))
+
+    def _bytes_of(self, slots: int, capacity: int) -> int:
+        return self._data[:, :, 0].nbytes * (slots * capacity + 1)
+
+    @torch.inference_mode()
+    def shrink(self) -> None:
+        """Give the block back to the system, if nobody holds a slot."""
+        with self.lock:
+            if self.slots and all(self._owner(slot) is None for slot in range(len(self._owners))):
+                self._data = self._data.new_zeros(2, self.calls, 1, *self._row)
+                self._owners, self._filled = [], []
+                self.slots = self.capacity = 0
+                self.generation += 1
 
     def _grow(self, slots: int, capacity: int) -> None:
         old, old_slots, old_capacity = self._by_slot(), self.slots, self.capacity
@@ -194,8 +228,17 @@ class ArenaCache(RequestCache):
         return self._arena.capacity
 
     @property
+    def most(self) -> int:
+        return _rounded(self.limit)
+
+    @property
     def n_bytes(self) -> int:
         return self._arena.slot_bytes
+
+    def limit_to(self, limit: int) -> None:
+        # The slots of all grow together, so they do it now: then it is known beforehand to what.
+        self.limit = limit
+        self._arena.reserve(limit)
 
     def reserve(self, count: int, written: int = 0) -> None:
         with self._arena.lock:
@@ -279,6 +322,21 @@ class ArenaPool(CachePool):
             cache.slot = None
         with self._lock:
             self.in_use -= 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the whole block, where nobody has a slot."""
+        return 0 if self.in_use or not self._arena.slots else self._arena.n_bytes
+
+    def trim(self, n_bytes: int) -> None:
+        if n_bytes > 0 and not self.in_use:
+            self._arena.shrink()
+
+    def bytes_alone(self, tokens: int) -> int:
+        return self._arena.bytes_alone(tokens)
+
+    def bytes_for(self, tokens: Sequence[int]) -> int:
+        return self._arena.bytes_for(tokens) if tokens else 0
 
 
 def _runs(path: Sequence[int]) -> list[tuple[int, int, int]]:

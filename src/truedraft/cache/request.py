@@ -52,11 +52,16 @@ class RequestCache:
 
     Args:
         limit: tokens beyond which buffers grow only as far as they must (the model's context).
+
+    Attributes:
+        limit: as given; an engine that is short of memory sets that of its request.
+        generation: rises whenever buffers moved; addresses taken before are void.
     """
 
     def __init__(self, limit: int) -> None:
         self.length = 0
-        self._limit = limit
+        self.limit = limit
+        self.generation = 0
         self._start = 0  # key/value position of the first token that the running forward writes
         self._written = 0  # uncommitted tokens that are there once it has run
         self._stale = 0  # from here on all values are 0
@@ -68,6 +73,11 @@ class RequestCache:
     def capacity(self) -> int:
         """Key/value positions that are allocated."""
         return self._capacity
+
+    @property
+    def most(self) -> int:
+        """Key/value positions that are allocated at most while no more than `limit` are asked for."""
+        return key_span(self.limit)
 
     @property
     def uncommitted(self) -> int:
@@ -98,9 +108,18 @@ class RequestCache:
         if needed <= self._capacity:
             return
         doubled = max(2 * self._capacity, _FIRST_CAPACITY)
-        self._capacity = max(needed, min(doubled, key_span(self._limit)))
+        self._capacity = max(needed, min(doubled, key_span(self.limit)))
+        self.generation += 1
         self._keys = [self._grown(keys.transpose(1, 2)).transpose(1, 2).contiguous() for keys in self._keys]
         self._values = [self._grown(values) for values in self._values]
+
+    def limit_to(self, limit: int) -> None:
+        """Set `limit` while nothing is in the cache; buffers that are larger than it allows are given back."""
+        self.limit = limit
+        if self._capacity > self.most:
+            self._keys, self._values = [], []
+            self._capacity = self._stale = 0
+            self.generation += 1
 
     def _grown(self, buffer: Tensor) -> Tensor:
         larger = buffer.new_zeros(buffer.shape[0], self._capacity, buffer.shape[2])
@@ -121,7 +140,7 @@ class RequestCache:
 
         Returns:
             Keys `[kv_heads, key width, capacity]` and values `[kv_heads, capacity, value width]` of each call. They
-            stay where they are until the capacity changes.
+            stay where they are until `generation` changes.
         """
         for _ in range(len(self._keys), calls):
             self._keys.append(torch.zeros(kv_heads, key_width, self._capacity, dtype=dtype, device="cpu"))
@@ -203,6 +222,10 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
+
+    Attributes:
+        in_use: caches that were not given back.
+        position_bytes: of one key/value position; 0 until it was measured.
     """
 
     def __init__(self, limit: int, keep: int = 64) -> None:
@@ -211,17 +234,50 @@ class CachePool:
         self._free: list[RequestCache] = []
         self._lock = threading.Lock()  # several engines may share a model
         self.in_use = 0
+        self._kept_bytes = 0
+        self.position_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of caches that wait for the next request."""
+        return self._kept_bytes
 
     def acquire(self) -> RequestCache:
         """An empty cache."""
         with self._lock:
             self.in_use += 1
-            return self._free.pop() if self._free else RequestCache(self._limit)
+            if not self._free:
+                return RequestCache(self._limit)
+            cache = self._free.pop()
+            self._kept_bytes -= cache.n_bytes
+        cache.limit = self._limit
+        return cache
 
     def release(self, cache: RequestCache) -> None:
         """Take a cache back; the caller must not use it any more."""
         cache.rollback(0)
+        n_bytes = cache.n_bytes
         with self._lock:
             self.in_use -= 1
             if len(self._free) < self._keep:
                 self._free.append(cache)
+                self._kept_bytes += n_bytes
+
+    def measure(self, cache: RequestCache) -> None:
+        """Note what a key/value position takes, from a cache that a forward wrote to."""
+        self.position_bytes = cache.n_bytes // max(cache.capacity, 1)
+
+    def trim(self, n_bytes: int) -> None:
+        """Give so many bytes of kept caches back to the system, or all there are; who waited longest goes first."""
+        with self._lock:
+            left = max(self._kept_bytes - n_bytes, 0)
+            while self._free and self._kept_bytes > left:
+                self._kept_bytes -= self._free.pop(0).n_bytes
+
+    def bytes_alone(self, tokens: int) -> int:
+        """Most bytes of a cache whose `limit` is so many tokens, where no others are."""
+        return self.position_bytes * key_span(tokens)
+
+    def bytes_for(self, tokens: Sequence[int]) -> int:
+        """Most bytes of caches in use, given their limits in the order in which they are taken."""
+        return self.position_bytes * sum(map(key_span, tokens))

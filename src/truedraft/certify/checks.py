@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
 
-from truedraft.control import Controller, FixedBudget
+from truedraft.control import Controller, InTurn
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter
@@ -75,7 +76,8 @@ class Stack:
         drafter: guesses; engines made here share it, one after the other.
         rule: judges requests at a temperature.
         coupled_rule: judges greedy and coupled requests; None compares, as engines do.
-        controller: says how much is drafted; None is all that the drafter may.
+        controller: says how much is drafted; each engine gets a copy of it. None is all that the drafter may, and every
+            drafter of a portfolio in turn (`InTurn`).
     """
 
     target: LanguageModel
@@ -90,7 +92,7 @@ class Stack:
             self.target,
             self.drafter,
             self.rule,
-            self.controller or FixedBudget(),
+            InTurn() if self.controller is None else copy.deepcopy(self.controller),
             max_batch=batch,
             coupled_rule=self.coupled_rule,
         )

@@ -496,6 +496,7 @@ class _Setting:
         words: what is not the user's own; "" if all is.
         rooms: p and q `[tokens, vocab]` where drafts are judged, and whether they are drawn from q.
         share: of tokens, how many a draft is judged for.
+        own: whether one of the user's drafters drafts.
     """
 
     stack: Stack
@@ -503,6 +504,7 @@ class _Setting:
     words: str
     rooms: Sequence[tuple[Tensor, Tensor, bool]]
     share: float
+    own: bool = False
 
     def worth(self, control: SampledControl) -> float:
         """What a token tells of a fault: the mean square of how far it is put off, where that counts."""
@@ -514,15 +516,18 @@ class _Setting:
 
 
 def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[_Setting]:
-    """The user's own, looked at in one batch of answers, and stand-ins, whose p and q follow from the target's."""
-    own = drafting_one(stack, stack.drafter)
-    answers = next(scored_answers(own, prompts, params, _BATCH, length=_LENGTH))
-    rooms = [found for scored in answers if (found := drafted(scored)) is not None]
-    some = max(1, _LOOKED_AT // stack.target.vocab_size // max(1, len(rooms)))
-    share = sum(len(places) for _, _, places, _ in rooms) / sum(len(scored.tokens) for scored in answers)
-    settings = [
-        _Setting(own, params, "", [(p[:some].clone(), q[:some].clone(), drawn) for p, q, _, drawn in rooms], share)
-    ]
+    """The user's own drafters, looked at in a batch of answers each, and stand-ins, whose p and q are the target's."""
+    settings = []
+    members = stack.drafter.members
+    for name, member in members.items():
+        own = drafting_one(stack, member)
+        answers = next(scored_answers(own, prompts, params, _BATCH, length=_LENGTH))
+        rooms = [found for scored in answers if (found := drafted(scored)) is not None]
+        some = max(1, _LOOKED_AT // stack.target.vocab_size // max(1, len(rooms)))
+        share = sum(len(places) for _, _, places, _ in rooms) / sum(len(scored.tokens) for scored in answers)
+        looked_at = [(p[:some].clone(), q[:some].clone(), drawn) for p, q, _, drawn in rooms]
+        words = "" if len(members) == 1 else f"drafted by {name!r} alone"
+        settings.append(_Setting(own, params, words, looked_at, share, own=True))
     texts = [(scored.before, scored.tokens) for scored in answers]
     logits = torch.cat(plain_logits(stack.target, texts))[: max(1, _LOOKED_AT // stack.target.vocab_size)].float()
     warm = [replace(params, temperature=_WARM)] if params.temperature < 1.0 else []
@@ -542,8 +547,10 @@ def _best_setting(
     if control.emitted is None:
         itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
         return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
-    own, *others = settings
-    best = max(others, key=lambda setting: setting.worth(control))
+    own, best = (
+        max((each for each in settings if each.own is is_own), key=lambda setting: setting.worth(control))
+        for is_own in (True, False)
+    )
     return own if _OWN_IS_BETTER * own.worth(control) >= best.worth(control) else best
 
 

@@ -23,15 +23,20 @@ from truedraft.certify.checks import (
     Finding,
     OutOfTimeError,
     Part,
-    Stack,
     Status,
     answers_in_time,
+    share_of,
 )
 from truedraft.certify.equality import as_greedy
 from truedraft.certify.rounding import relative_limit
+from truedraft.control import InTurn
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Proposal
 from truedraft.core.tree import TokenTree, chain_shape
-from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import altered
@@ -49,11 +54,13 @@ class Guess:
         text: tokens that it continues.
         tree: what was proposed.
         accepted: drafted tokens that were emitted.
+        asked: whether the drafter was asked for it; a controller may not have done so.
     """
 
     text: tuple[int, ...]
     tree: TokenTree
     accepted: int
+    asked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +77,22 @@ class CacheDifference:
 
 
 class Guesses:
-    """Keeps what a drafter proposes; engines are given `drafter`.
+    """Keeps what a drafter proposes; engines are given `drafter`, alone or as a member.
 
     Args:
-        stack: with the drafter, which is not changed.
+        drafter: is not changed.
         checks_caches: whether a draft model's caches are compared with fresh forwards.
 
     Attributes:
-        drafter: drafts as the stack's does, watched.
+        drafter: drafts as the given one does, watched.
         of: the proposals of each request, in order.
         caches: of a draft model, after each step in which it had drafted.
     """
 
-    def __init__(self, stack: Stack, *, checks_caches: bool = False) -> None:
+    def __init__(self, drafter: Drafter, *, checks_caches: bool = False) -> None:
         self.of: dict[int, list[Guess]] = {}
         self.caches: list[CacheDifference] = []
-        drafter = stack.drafter
+        self._asked: set[int] = set()
         self._drafter = drafter
         self._model = drafter.model if checks_caches else None
 
@@ -93,17 +100,26 @@ class Guesses:
             self.of[request.id] = []
             drafter.begin(request)
 
+        def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
+            self._asked.update(request.id for request in batch)
+            return drafter.propose(batch, budgets, noise)
+
         def observe(batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
             drafter.observe(batch, outcomes)
             for request, outcome in zip(batch, outcomes, strict=True):
                 if outcome.tokens:  # else a part of a prompt, or an answer that ended at once
                     self._note(request, outcome)
+            self._asked.clear()
 
-        self.drafter = altered(drafter, begin=begin, observe=observe, told_late=False)
+        # What is asked of the given drafter needs the target that it is checked against, too.
+        self.drafter = altered(
+            drafter, check=drafter.check, begin=begin, propose=propose, observe=observe, told_late=False
+        )
 
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
         before = len(request.tokens) - len(outcome.tokens)
-        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path))
+        asked = request.id in self._asked
+        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path), asked)
         self.of[request.id].append(guess)
         if self._model is not None and len(outcome.proposal.tree):
             self.caches.append(_cache_difference(self._model, self._drafter.caches[request.id], request.tokens))
@@ -115,23 +131,35 @@ class DraftState(Check):
     Greedy answers come about in batches, judged by comparison whatever the stack's rules; then, at places of each, a
     new request with the text so far as its prompt must be guessed the same tree for. A draft model's cache is compared
     with a forward over the same tokens, too. The time may be exceeded several times until one answer was looked at.
+    Members of a portfolio live through answers together and draft in turn, all that they may; each is then held
+    against a fresh one that drafts alone.
 
-    It finds one thing: HOLDS where all proposals are equal, else MEASURED, for answers stay exact; DOES_NOT_APPLY where
-    nothing was proposed; NOT_ENOUGH where nothing could be compared in time.
+    It finds one thing for each drafter: HOLDS where all proposals are equal, else MEASURED, for answers stay exact;
+    DOES_NOT_APPLY where nothing was proposed; NOT_ENOUGH where nothing could be compared in time. Each may take the
+    check's whole time.
     """
 
     part = Part.DRAFT_STATE
     share = 0.05
 
     def run(self, context: Context) -> list[Finding]:
-        exact = replace(context, stack=context.stack.but(rule=SpeculativeSampling(), coupled_rule=None))
+        exact = context.stack.but(rule=SpeculativeSampling(), coupled_rule=None)
+        names = list(context.stack.drafter.members)
+        findings = []
+        for number, name in enumerate(names):
+            tell = share_of(context.tell, number, len(names))
+            findings.append(self._of_member(replace(context, stack=exact, tell=tell), name))
+        return findings
+
+    def _of_member(self, context: Context, name: str) -> Finding:
         prompts, batch = context.prompts, context.batch
         found = _Comparison()
         deadline, patience = Deadline(context.seconds), Deadline(PATIENCE * context.seconds)
         for first in range(0, len(prompts), batch):
             group = [list(prompt) for prompt in prompts[first : first + batch]]
             try:
-                for done in _compare(replace(exact, prompts=group), found, deadline if first else patience):
+                asked = replace(context, prompts=group)
+                for done in _compare(asked, name, found, deadline if first else patience):
                     context.tell(max(deadline.fraction, (first + done) / len(prompts)))
                     if deadline.over:
                         break
@@ -140,27 +168,35 @@ class DraftState(Check):
             if deadline.over:
                 break
         context.tell(1.0)
-        return [found.finding(context.stack.drafter.name)]
+        return found.finding(name)
 
 
-def _compare(context: Context, found: _Comparison, deadline: Deadline) -> Iterator[int]:
+def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[int]:
     """Answer prompts together, then look at one answer after another; gives how many are done.
+
+    Args:
+        context: with the prompts.
+        name: of the drafter that is looked at, among those of the stack.
+        found: is added to.
+        deadline: when to give up.
 
     Raises:
         OutOfTimeError: what came before counts.
     """
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
-    lived = Guesses(stack, checks_caches=True)
-    engine = stack.but(drafter=lived.drafter).engine(context.batch)
+    members = stack.drafter.members
+    lived = Guesses(members[name], checks_caches=True)
+    together = with_members(stack.drafter, {**members, name: lived.drafter})
+    engine = stack.but(drafter=together, controller=InTurn(whole=True)).engine(context.batch)
     answers = answers_in_time(engine, group, [options] * len(group), deadline)
     found.caches += lived.caches
-    fresh = Guesses(stack)
-    engine = stack.but(drafter=fresh.drafter).engine(1)
+    fresh = Guesses(members[name])
+    engine = stack.but(drafter=fresh.drafter, controller=None).engine(1)
     # Requests are numbered as they are queued.
     for number, (prompt, own) in enumerate(zip(group, sorted(lived.of), strict=False)):
         text = [*prompt, *answers[number].token_ids]
         limit = len(prompt) + options.max_tokens
-        for guess in _some([each for each in lived.of[own] if len(each.text) > len(prompt)]):
+        for guess in _some([each for each in lived.of[own] if each.asked and len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
         yield number + 1
 

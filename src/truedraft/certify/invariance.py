@@ -41,7 +41,8 @@ class Invariance(Check):
     """Asks seeded requests in many ways, and compares tokens and reasons for the end with those of each asked alone.
 
     Greedy and coupled answers must also be the same with other budgets. A sampled request's tokens may change with its
-    budgets, for another draw then decides; its distribution may not, which the statistics test. Stop texts are left
+    budgets, for another draw then decides; its distribution may not, which the statistics test. So sampled requests are
+    asked with budgets that hang on nothing but their own steps, whatever the stack's controller. Stop texts are left
     out. Divergences of greedy and coupled requests are near ties or faults. A sampled one hangs on many draws and has
     no margin; where rows are not bitwise equal, divergences are counted against a bound on what rounding does.
 
@@ -93,12 +94,14 @@ class _Asking:
     """The ways, and what came of each."""
 
     def __init__(self, context: Context) -> None:
-        self._stack, self._prompts = context.stack, [list(prompt) for prompt in context.prompts]
+        self._prompts = [list(prompt) for prompt in context.prompts]
         self._batch, self._params = context.batch, context.params
+        lossless = context.stack.rule.lossless
+        self._has_margins = self._params.coupled or (self._params.greedy and lossless)
+        self._stack = context.stack if self._has_margins else context.stack.but(controller=None)
         self._alone = self._stack.engine(1)
         self._many = self._stack.engine(self._batch)
         self._limits = self._stack.drafter.limits
-        self._has_margins = self._params.coupled or (self._params.greedy and self._stack.rule.lossless)
         self._ways: dict[str, Way] = {
             "streamed": self._streamed,
             "cancelled and asked again": self._cancelled,
@@ -228,7 +231,8 @@ class _Asking:
         decisions falls out otherwise with a probability near 2 r / temperature. Above the sum of these, six standard
         deviations and three are allowed: a false alarm below 1e-6, as sums of rare events go.
         """
-        models = [model for model in (self._stack.target, self._stack.drafter.model) if model is not None]
+        drafts = [member.model for member in self._stack.drafter.members.values()]
+        models = [model for model in (self._stack.target, *drafts) if model is not None]
         texts = sorted(self._texts, key=len)[-2:]
         measured = [measure_rounding(each, texts, self._batch, self._params, self._limits) for each in models]
         largest = max(rounding.largest_difference for rounding in measured)

@@ -44,8 +44,8 @@ class Decision:
 
     Attributes:
         depth: tokens that the step emitted before it.
-        q: `[vocab]`: the distribution that the first draw there was made from; None where nothing was drawn from one.
-        candidates: deterministic candidates there, in order; empty where there were none.
+        q: `[vocab]`: the distribution that the first draw there was made from; None where it was made from none.
+        candidates: deterministic candidates there, in order; empty where there were none, or q is there.
         used: `[vocab]`: the target's distribution there as the rule was given it, where that is recorded.
     """
 

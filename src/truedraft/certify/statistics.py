@@ -23,6 +23,7 @@ from truedraft.certify.e_process import POWER_SIGMAS, EProcesses, Events, TestRe
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
 from truedraft.core.params import SamplingParams
+from truedraft.drafters.portfolio import with_members
 from truedraft.models.base import LanguageModel
 from truedraft.testing import altered, reduced
 
@@ -364,10 +365,12 @@ def _quantile(freedom: int, level: float) -> float:
 
 
 def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
-    """The target over a few ids, and a draft model too; other drafters guess as ever, and are accepted less often."""
-    draft = stack.drafter.model
-    drafter = stack.drafter if draft is None else altered(stack.drafter, model=reduced(draft, kept))
-    return stack.but(target=reduced(stack.target, kept), drafter=drafter)
+    """The target over a few ids, and draft models too; other drafters guess as ever, and are accepted less often."""
+    members = {
+        name: member if member.model is None else altered(member, model=reduced(member.model, kept))
+        for name, member in stack.drafter.members.items()
+    }
+    return stack.but(target=reduced(stack.target, kept), drafter=with_members(stack.drafter, members))
 
 
 def _best_prompt(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError
 from truedraft.options import MachineOptions, flag, group, option
@@ -46,7 +47,7 @@ class CertifyReport(ReportOptions):
 class CertifyOptions:
     """Options of `truedraft certify`."""
 
-    stack: StackOptions = group("Model and drafter", without=("plan",), controller="fixed")
+    stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
         "Answer", without=("stop", "stop_token_ids", "ignore_eos"), max_tokens=64, temperature=1.0
@@ -94,6 +95,7 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
     from truedraft.cli.terminal import Terminal
 
     terminal, batch = Terminal(), options.check.batch
+    controller = controller_from_spec(options.stack.controller)
     engine = load_engine(options.stack, options.machine, terminal.err, params, batch)
     ids = _ids(engine, prompts)
     parts = list(Part)
@@ -103,7 +105,7 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
             show(int((parts.index(part) + done) * _STEPS), part.value)
 
         certificate = certify_stack(
-            Stack(engine.target, engine.drafter, engine.rule),
+            Stack(engine.target, engine.drafter, engine.rule, controller=controller),
             ids,
             params,
             batch=batch,
@@ -140,7 +142,8 @@ def _in_float32(options: CertifyOptions, params: SamplingParams, terminal: Termi
 
         machine = dataclasses.replace(options.machine, dtype="float32")
         engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
-        return Stack(engine.target, engine.drafter, engine.rule)
+        controller = controller_from_spec(options.stack.controller)
+        return Stack(engine.target, engine.drafter, engine.rule, controller=controller)
 
     return load
 

@@ -19,7 +19,7 @@ from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
-from truedraft.options import MachineOptions, ModelOptions, flag, option
+from truedraft.options import MachineOptions, ModelOptions, flag, option, read_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +37,10 @@ DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=v
 DRAFTERS_DIR_HELP = "A folder of trained drafters where auto looks, too; may be repeated."
 CONTROLLER_HELP = "What decides which drafter drafts how much; one of these."
 PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
+CACHE_HELP = (
+    "Most memory for keys and values of target and drafters, as 300M or 1.5G; where it is short drafters give theirs "
+    "back, and requests wait."
+)
 _MOST_THREADS = 64
 
 
@@ -49,6 +53,7 @@ class StackOptions(ModelOptions):
     rule: str = option("speculative", RULE_HELP, "R")
     controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C")
     plan: Path | None = option(None, PLAN_HELP, "FILE")
+    max_cache_bytes: str | None = option(None, CACHE_HELP, "SIZE", shown_default="no limit")
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,8 @@ def load_engine(
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
 
-    Where the controller weighs no costs, a drafter whose number of nodes was left open gets as many as pay on this
-    machine, and a line on the console says so.
+    Where the controller neither weighs costs nor takes all sizes, a drafter whose number of nodes was left open gets as
+    many as pay on this machine, and a line on the console says so.
 
     Args:
         stack: what answers, as it was typed.
@@ -163,6 +168,7 @@ def load_engine(
     """
     from truedraft.verification.specs import rule_from_spec
 
+    most = None if stack.max_cache_bytes is None else read_bytes("max_cache_bytes", stack.max_cache_bytes)
     with waiting(console, f"loading {stack.model}") as tell:
         rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
         set_threads(machine.threads)
@@ -177,9 +183,9 @@ def load_engine(
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring what steps take on this machine")
         budgets: Mapping[str, NodeBudget] = {}
-        if not controller.weighs_costs:
+        if not (controller.weighs_costs or controller.takes_all_sizes):
             drafter, budgets = sized(drafter, target, params, requests=requests)
-        engine = Engine(target, drafter, rule, controller)
+        engine = Engine(target, drafter, rule, controller, max_cache_bytes=most)
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine

@@ -3,7 +3,7 @@
 from truedraft.control.base import Controller, FixedBudget, StepTimes
 from truedraft.control.exploration import Exploration, Thompson, UpperBound
 from truedraft.control.goodput import Goodput
-from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, Schedule
+from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
 from truedraft.core.budget import Budget, Decision, Hint, RequestView
 from truedraft.core.stats import StepRecord
 
@@ -17,6 +17,7 @@ __all__ = [
     "FixedBudget",
     "Goodput",
     "Hint",
+    "InTurn",
     "RequestView",
     "Schedule",
     "StepRecord",

@@ -58,9 +58,11 @@ class Controller(ABC):
 
     Attributes:
         weighs_costs: whether it chooses sizes by what they cost, so that nobody else need do so beforehand.
+        takes_all_sizes: whether it drafts whatever a drafter can, pay or not, so that nobody should choose beforehand.
     """
 
     weighs_costs: ClassVar[bool] = False
+    takes_all_sizes: ClassVar[bool] = False
 
     def begin(self, times: StepTimes) -> None:  # noqa: B027 - optional
         """An engine takes it on; one controller serves one engine."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from truedraft.control.base import Controller
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView
@@ -98,6 +100,46 @@ class Schedule(Controller):
         if length == 0:
             return Decision(name, NO_DRAFT, reason="schedule")
         return Decision(name, limits if length is None else _of_length(limits, length), reason="schedule")
+
+
+class InTurn(Controller):
+    """Every drafter in turn, then two by two with their proposals merged, then none: for tests that leave nothing out.
+
+    Budgets go round as well: all that a drafter may, one token, half. Where in this a request is hangs on its own
+    number of steps alone. A drafter that is alone drafts all that it may at every step.
+
+    Worked example: of a and b the steps draft a whole, one token of b, half of a with half of b behind it, nothing, one
+    token of a, and so on, the second time round with a behind b.
+
+    Args:
+        whole: whether budgets do not go round: all that the drafters may, always.
+    """
+
+    takes_all_sizes: ClassVar[bool] = True
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        return [self._of(view) for view in views]
+
+    def _of(self, view: RequestView) -> Decision:
+        names = list(view.limits)
+        if len(names) == 1:
+            return Decision(names[0], view.limits[names[0]], reason="in turn")
+        pairs = list(itertools.combinations(names, 2))
+        turns = [*((name,) for name in names), *pairs, ()]
+        round_, place = divmod(view.counters.target_calls, len(turns))
+        size = 0 if self._whole else round_ + place
+        asked = turns[place][::-1] if round_ % 2 else turns[place]
+        parts = [Decision(name, _sized(view.limits[name], size), reason="in turn") for name in asked]
+        return replace(parts[0], merged=tuple(parts[1:])) if parts else Decision(names[0], NO_DRAFT, reason="in turn")
+
+
+def _sized(limits: Budget, number: int) -> Budget:
+    """All that a drafter may, one token, half of it, and again."""
+    length = (limits.depth, 1, (limits.depth + 1) // 2)[number % 3]
+    return limits if length == limits.depth else _of_length(limits, length)
 
 
 def _of_length(limits: Budget, length: int) -> Budget:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from truedraft.control.base import Controller, FixedBudget
 from truedraft.control.exploration import Exploration, Thompson, UpperBound
 from truedraft.control.goodput import Goodput
-from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, Schedule
+from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number, read_whole
 
@@ -91,6 +91,9 @@ KINDS: Mapping[str, ControllerKind] = {
     ),
     "confidence": ControllerKind(
         {"threshold": "0.4"}, "no further behind a token that the drafter gave less than this", _confidence
+    ),
+    "in-turn": ControllerKind(
+        {}, "every drafter in turn, and merged two by two, with all budgets; for checks", lambda words: InTurn()
     ),
     "schedule": ControllerKind(
         {"1": "4", "4": "2", "16": "0"}, "lengths by the number of requests, from each number on", _schedule

@@ -178,6 +178,7 @@ class Drafter(ABC):
             proposes, of the last of them.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
+        request_bytes: that it holds for each request beside these caches.
     """
 
     name: ClassVar[str]
@@ -186,6 +187,7 @@ class Drafter(ABC):
     told_late: bool = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
+    request_bytes: int = 0
 
     @property
     def members(self) -> Mapping[str, Drafter]:
@@ -226,6 +228,17 @@ class Drafter(ABC):
     def holding(self) -> Collection[int]:
         """Ids of requests that it keeps something for: none of them may be over."""
         return self.caches.keys()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that it holds for requests now."""
+        return self.request_bytes * len(self.holding) + sum(cache.n_bytes for cache in self.caches.values())
+
+    def cache_tokens(self, tokens: int) -> int:
+        """The most tokens in its model's cache for a request of so many, drafted ones included; 0 without a model."""
+        if self.model is None:
+            return 0
+        return min(tokens, self.model.context_length) + self.limits.nodes
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
         """What is known of the trees for requests with such options; None where it makes none of ranks."""

@@ -94,6 +94,11 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
             self._vectors[request.id] = outcome.hidden[-1, : self.head.config.width].clone()
 
     @property
+    def request_bytes(self) -> int:  # type: ignore[override]
+        """Of the vector that it reads."""
+        return 0 if self._runs_with is None else self.head.config.width * self._runs_with.dtype.itemsize
+
+    @property
     def holding(self) -> Collection[int]:
         return self._vectors
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from truedraft.control import Controller
 from truedraft.core import transfers
-from truedraft.core.budget import Decision, RequestView
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
@@ -17,6 +18,8 @@ from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
 from truedraft.models.base import ForwardOutput, LanguageModel
+
+_NOTHING_TO_PROPOSE = Hint(finds=False)
 
 
 class Drafting:
@@ -53,10 +56,23 @@ class Drafting:
 
     def begin(self, request: Request) -> None:
         """Tell the drafters that a request starts."""
-        for member in self._members.values():
-            member.begin(request)
+        for name, member in self._members.items():
+            if name not in request.no_room:
+                member.begin(request)
         if self._whole is not None:
             self._whole.begin(request.draft)
+
+    def give_room(self, request: Request, name: str) -> None:
+        """A drafter gives back what it holds for a request; others draft for it until there is memory again."""
+        self._members[name].end(request)
+        request.no_room.add(name)
+
+    def take_room(self, request: Request, name: str) -> None:
+        """There is memory again: it drafts for the request as if it had come new, answer so far included."""
+        request.no_room.discard(name)
+        self._members[name].begin(request)
+        request.told.pop(name, None)
+        self._tell(self._members[name], [request])
 
     def decide(self, batch: Batch) -> list[Decision | None]:
         """What is drafted for each item; None during its prompt, and where its drafters failed."""
@@ -74,37 +90,52 @@ class Drafting:
         for number, decision, view in zip(asked, decided, views, strict=True):
             if decision is not None:
                 # A step emits one token more than it accepts, so the last block is cut to fit.
-                decisions[number] = decision.cut(max(view.remaining - 1, 0))
+                decision = decision.cut(max(view.remaining - 1, 0))
+                most = batch.items[number].request.most_positions
+                decisions[number] = (
+                    decision if most is None else _cut_to(decision, most - view.context - 1, self._limits)
+                )
         return decisions
 
     def _is_undrafted(self, item: StepItem) -> bool:
-        return len(item.request.failed) >= len(self._members)
+        failed, no_room = item.request.failed, item.request.no_room
+        return len(failed | no_room if no_room else failed) >= len(self._members)
 
     def _view(self, item: StepItem) -> RequestView:
         request, view = item.request, item.request.view
         if view is None:
             hints = {
-                name: (lambda drafter=member.drafter: drafter.hint(request.draft))
+                name: (
+                    lambda member=member: (
+                        _NOTHING_TO_PROPOSE if member.name in request.no_room else member.drafter.hint(request.draft)
+                    )
+                )
                 for name, member in self._members.items()
             }
             view = request.view = RequestView(
                 request.id, request.params, request.seed, 0, 0, self._limits, request.counters, hints
             )
         view.context, view.remaining = item.context, request.remaining
-        if request.failed:
-            view.limits = {name: limits for name, limits in self._limits.items() if name not in request.failed}
+        if request.failed or request.no_room:
+            out = request.failed | request.no_room
+            view.limits = {name: limits for name, limits in self._limits.items() if name not in out}
+        elif view.limits is not self._limits:
+            view.limits = self._limits
         return view
 
     def _decided(self, views: Sequence[RequestView]) -> Sequence[Decision]:
         decisions = self._controller.decide(views)
         if len(decisions) != len(views):
             raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
+        known: list[Decision] = []
         for decision, view in zip(decisions, views, strict=True):
             for part in decision.parts if not decision.is_zero else ():
-                if part.drafter not in view.limits:
+                if part.drafter not in self._limits:
                     there = ", ".join(map(repr, view.limits))
                     raise ValueError(f"it chose a drafter {part.drafter!r}; there is {there}")
-        return decisions
+            # A decision that was kept for several steps may name one that has failed or lost its room since.
+            known.append(decision if view.limits is self._limits else _without_others(decision, view.limits))
+        return known
 
     def _decide_alone(
         self, requests: Sequence[Request], views: Sequence[RequestView], error: Exception
@@ -198,7 +229,8 @@ class Drafting:
         seen = []
         for request in requests:
             step = request.last_step
-            if step is not None and request.told.get(member.name) is not step and member.name not in request.failed:
+            out = member.name in request.failed or member.name in request.no_room
+            if step is not None and not out and request.told.get(member.name) is not step:
                 request.told[member.name] = step
                 outcome = _outcome_for(member.name, *step, member.drafter.features, self._layers)
                 seen.append((request, outcome))
@@ -218,8 +250,9 @@ class Drafting:
 
     def end(self, request: Request) -> None:
         """Tell the drafters that a request is over."""
-        for member in self._members.values():
-            member.end(request)
+        for name, member in self._members.items():
+            if name not in request.no_room:
+                member.end(request)
         if self._whole is not None:
             self._whole.end(request.draft)
 
@@ -227,6 +260,34 @@ class Drafting:
         self._failures.log("the controller", error)
         request.failed.update(self._members)
         request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
+
+
+def _without_others(decision: Decision, drafters: Collection[str]) -> Decision:
+    """A decision without the parts of all but some drafters."""
+    merged = tuple(each for each in decision.merged if each.drafter in drafters)
+    if decision.drafter in drafters:
+        return decision if len(merged) == len(decision.merged) else replace(decision, merged=merged)
+    return replace(decision, budget=NO_DRAFT, merged=merged)
+
+
+def _cut_to(decision: Decision, nodes: int, limits: Mapping[str, Budget]) -> Decision:
+    """A decision with at most so many nodes over all its parts, the first ones' first.
+
+    Args:
+        decision: of one request.
+        nodes: that it has room for.
+        limits: of the drafters.
+    """
+    parts = (decision, *decision.merged)
+    asked = [min(part.budget.nodes, limits[part.drafter].nodes) if part.drafter in limits else 0 for part in parts]
+    if sum(asked) <= nodes:
+        return decision
+    budgets = []
+    for part, own in zip(parts, asked, strict=True):
+        budgets.append(replace(part.budget, nodes=min(own, max(nodes, 0))))
+        nodes -= own
+    merged = tuple(replace(part, budget=budget) for part, budget in zip(decision.merged, budgets[1:], strict=True))
+    return replace(decision, budget=budgets[0], merged=merged)
 
 
 def _outcome_for(

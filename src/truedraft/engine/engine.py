@@ -22,6 +22,7 @@ from truedraft.engine.batch import Batch
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.loop import Loop, Turns
+from truedraft.engine.memory import CacheMemory
 from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
@@ -44,6 +45,8 @@ class Engine:
         controller: which drafter drafts how much; None expects most tokens per second (`Goodput`). A text is read as
             `--controller` reads it, such as "fixed", which is always the first drafter's own limits.
         max_batch: most requests in one step.
+        max_cache_bytes: that keys and values of target and drafters may take, and what else drafters hold for requests;
+            None is no limit. Where they are short drafters give theirs back, and requests wait.
         coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
 
@@ -60,7 +63,7 @@ class Engine:
 
     Raises:
         CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
-        OptionError: a part is of a wrong type, its words are wrong, or max_batch is below 1.
+        OptionError: a part is of a wrong type, its words are wrong, or max_batch or max_cache_bytes is below 1.
         ModelError: a target or draft given by name cannot be loaded.
     """
 
@@ -72,6 +75,7 @@ class Engine:
         controller: Controller | str | None = None,
         *,
         max_batch: int = 32,
+        max_cache_bytes: int | None = None,
         coupled_rule: Rule | None = None,
     ) -> None:
         target = load_model(target) if isinstance(target, str | Path) else target
@@ -93,6 +97,7 @@ class Engine:
         for member in self.drafter.members.values():
             _check_layers(member, self.target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
+        self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self._failures = Failures()
         self.controller = controller
@@ -107,6 +112,12 @@ class Engine:
         self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
         self._open: dict[int, Request] = {}  # that began and were not closed
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that are allocated now for keys and values, of target and drafters, buffers that wait for the next
+        request included, and for what else drafters hold for requests. Exact between steps."""
+        return self._memory.used(list(self._scheduler.running))
 
     def measure(self, params: SamplingParams | None = None) -> None:
         """Measure now what a controller that weighs costs would measure at the first request, unless it is kept.
@@ -123,6 +134,7 @@ class Engine:
             raise TruedraftError("nothing can be measured from inside a step; measure before requests come")
         with self._turns, torch.inference_mode():
             self._times.measure((params or SamplingParams()).greedy)
+            self._memory.settle(self._scheduler.running)
 
     @overload
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Answer: ...
@@ -205,7 +217,7 @@ class Engine:
             The request, to be read and to be given to `cancel`.
 
         Raises:
-            PromptError: the prompt is empty, too long, or holds ids that do not exist.
+            PromptError: the prompt is empty, too long, holds ids that do not exist, or needs more than all memory.
             OptionError: the options cannot be used.
         """
         request = self._prepare(prompt, params)
@@ -220,7 +232,9 @@ class Engine:
         target = self.target
         ids = encode_prompt(target, prompt)
         rule = self._verifier.rule_for(params)
-        return Request(ids, params, rule, target.tokenizer, target.eos_token_ids, target.context_length)
+        request = Request(ids, params, rule, target.tokenizer, target.eos_token_ids, target.context_length)
+        self._memory.refuse(request)
+        return request
 
     def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> Request | Answer:
         """A checked request, or the answer of one that cannot be started."""
@@ -289,10 +303,7 @@ class Engine:
         return not self._scheduler.idle
 
     def _step_all(self) -> None:
-        for request in self._scheduler.admit():
-            self._open[request.id] = request
-            request.cache = self.target.new_cache()
-            self._drafting.begin(request)
+        self._admit()
         batch = self._scheduler.next()
         try:
             if len(batch):
@@ -304,6 +315,22 @@ class Engine:
                     self._close(item.request)
         if self._scheduler.idle:
             self.check_idle()
+
+    def _admit(self) -> None:
+        """Let requests in, for which drafters may have to give memory back; where there is more again, they get it."""
+        admitted = self._scheduler.admit(self._memory.fits)
+        taken, free = self._memory.share(self._scheduler.running, admitted)
+        for each in taken:
+            self._drafting.give_room(each.request, each.drafter)
+        self._memory.trim()
+        for request in admitted:
+            self._open[request.id] = request
+            request.cache = self.target.new_cache()
+            self._drafting.begin(request)
+            self._memory.bound(request)
+        for each in free:
+            self._drafting.take_room(each.request, each.drafter)
+            self._memory.bound_drafter(each.request, each.drafter)
 
     def _run(self, batch: Batch) -> None:
         """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
@@ -320,6 +347,7 @@ class Engine:
             for one in batch.alone():
                 self._run(one)
             return
+        self._memory.settle(self._scheduler.running)
         for listener in self.listeners:
             listener(record)
 
@@ -342,6 +370,7 @@ class Engine:
             self._drafting.end(request)
             self.target.release_cache(request.cache)
             request.cache = None
+            self._memory.released()
         self._open.pop(request.id, None)
         request.finish()
         request.closed = True  # last: other threads take it that the answer is there

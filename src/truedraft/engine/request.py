@@ -62,6 +62,8 @@ class Request:
         self.cache: RequestCache | None = None
         self.counters = Counters()
         self.failed: set[str] = set()  # drafters that failed for it
+        self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
+        self.no_room: set[str] = set()  # drafters that hold nothing for it, for memory is short
         self.view: RequestView | None = None  # what a controller sees of it
         self.last_step: LastStep | None = None
         self.told: dict[str, LastStep] = {}  # of which step each drafter was told last
@@ -88,6 +90,11 @@ class Request:
     def id(self) -> int:
         """Unique in this process."""
         return self.draft.id
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompt and answer together."""
+        return self._limit
 
     @property
     def remaining(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.request import Request
@@ -31,10 +32,14 @@ class Scheduler:
         """Queue a request."""
         self.waiting.append(request)
 
-    def admit(self) -> list[Request]:
-        """Let waiting requests in while there is room; returns the new ones."""
+    def admit(self, fits: Callable[[Sequence[Request], Request], bool]) -> list[Request]:
+        """Let waiting requests in while there is room; returns the new ones.
+
+        Args:
+            fits: whether there is memory for a request beside those that run.
+        """
         admitted: list[Request] = []
-        while self.waiting and len(self.running) < self._max_batch:
+        while self.waiting and len(self.running) < self._max_batch and fits(self.running, self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)

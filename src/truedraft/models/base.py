@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from truedraft.cache import RequestCache
+from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
@@ -102,6 +102,11 @@ class LanguageModel(ABC):
     @abstractmethod
     def new_cache(self) -> RequestCache:
         """An empty cache for one request."""
+
+    @property
+    def cache_pool(self) -> CachePool | None:
+        """Where its caches come from, and wait for the next request; None where none are kept."""
+        return None
 
     @abstractmethod
     def release_cache(self, cache: RequestCache) -> None:

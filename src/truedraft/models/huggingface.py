@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from truedraft.cache import RequestCache
+from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, UnsupportedModelError
@@ -131,6 +131,10 @@ class HuggingFaceModel(LanguageModel):
 
     def new_cache(self) -> RequestCache:
         return self.pool.acquire()
+
+    @property
+    def cache_pool(self) -> CachePool:
+        return self.pool
 
     def release_cache(self, cache: RequestCache) -> None:
         self.pool.release(cache)

@@ -52,6 +52,10 @@ class MarkovModel(LanguageModel):
     def new_cache(self) -> RequestCache:
         return self.pool.acquire()
 
+    @property
+    def cache_pool(self) -> CachePool:
+        return self.pool
+
     def release_cache(self, cache: RequestCache) -> None:
         self.pool.release(cache)
 

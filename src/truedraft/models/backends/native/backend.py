@@ -156,7 +156,7 @@ class NativeBackend(Backend):
     def _buffers(self, cache: RequestCache) -> _Buffers:
         """Addresses of a cache's buffers; they change only when it grows."""
         buffers = self._caches.get(cache)
-        if buffers is None or buffers.capacity != cache.capacity:
+        if buffers is None or buffers.generation != cache.generation:
             buffers = self._caches[cache] = _Buffers(cache, *self._cache_shape, self._dtype)
         return buffers
 
@@ -230,7 +230,7 @@ class _Buffers:
         there = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for k, v in zip(keys, values, strict=True)}
         if len(keys) != calls or there != {(*sizes, dtype, dtype)}:
             raise CacheError("a cache of another model was given; make it by this model's new_cache")
-        self.capacity = cache.capacity
+        self.generation = cache.generation
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
 

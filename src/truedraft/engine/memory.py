@@ -1,0 +1,208 @@
+"""Memory that requests take: key/value caches of the target, what drafters hold, and buffers that wait to be reused.
+
+How far a cache grows is known when its request comes: to the span of prompt and `max_tokens`. So memory is shared out
+then, and again when requests are over, and no step need count anything. The target's caches come first; drafters get
+what is left, and give theirs back when more requests come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from truedraft.cache import CachePool
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.base import Drafter
+from truedraft.engine.request import Request
+from truedraft.errors import PromptError
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.options import check_whole
+
+RESUMES_AT = 0.9
+"""Share of the memory within which a drafter must fit that drafts for a request again, so that it does not come and
+go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a drafter holds for a request, or would hold.
+
+    Attributes:
+        request: that it is held for.
+        drafter: by name.
+    """
+
+    request: Request
+    drafter: str
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has room; asked of requests that run."""
+        return self.drafter not in self.request.no_room
+
+
+class CacheMemory:
+    """Shares memory out among the requests of one engine.
+
+    Args:
+        target: what is drafted for.
+        members: the drafters, by name.
+        limit: bytes; None is no limit.
+
+    Raises:
+        OptionError: the limit is no whole number of 1 or more.
+    """
+
+    def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], limit: int | None) -> None:
+        self.limit = None if limit is None else check_whole("max_cache_bytes", limit, least=1)
+        self._target = target
+        self._members = members
+        self._reserved = 0  # for running requests and what drafters hold for them
+        self._changed = False  # since memory was shared out
+        models = [target, *(each.model for each in members.values() if each.model is not None)]
+        self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
+        self._distinct_pools = list({id(pool): pool for pool in self._pools.values()}.values())
+        if self.limit is not None:
+            for model in models:
+                _use_a_cache(model, self._pools[id(model)])
+
+    def refuse(self, request: Request) -> None:
+        """Refuse a request that could never run, even alone and undrafted.
+
+        Raises:
+            PromptError: says how many bytes it needs, and what can be done.
+        """
+        if self.limit is None:
+            return
+        needed = self._pools[id(self._target)].bytes_alone(request.most_tokens)
+        if needed > self.limit:
+            answer = request.most_tokens - request.prompt_tokens
+            raise PromptError(
+                f"{request.prompt_tokens} tokens of prompt and up to {answer} of answer need {needed:,} bytes of cache "
+                f"and max_cache_bytes is {self.limit:,}; ask for fewer max_tokens, shorten the prompt, or allow more"
+            )
+
+    def fits(self, running: Sequence[Request], request: Request) -> bool:
+        """Whether a request may join those that run: its cache of the target fits, if drafters hold nothing."""
+        return self.limit is None or not running or self._bytes([*running, request], ()) <= self.limit
+
+    def released(self) -> None:
+        """A request is over, and its caches were given back."""
+        self._changed = True
+
+    def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
+        """Who holds memory from now on.
+
+        Args:
+            running: requests, `new` among them.
+            new: for whom nothing is held yet; what has no room is noted in their `no_room`.
+
+        Returns:
+            What must be given back at once, and what may be held again.
+        """
+        if self.limit is None or not (new or self._changed):
+            return [], []
+        self._changed = False
+        wanted = self._wanted(running)
+        held = [each for each in wanted if each.request not in new and each.is_held]
+        before, taken = set(held), []
+        while held and self._bytes(running, held) > self.limit:
+            taken.append(held.pop())  # what costs most, of the request that came last
+        for each in wanted:
+            if each not in before and each.drafter not in each.request.failed:
+                share = 1.0 if each.request in new else RESUMES_AT
+                if self._bytes(running, [*held, each]) <= share * self.limit:
+                    held.append(each)
+                else:
+                    each.request.no_room.add(each.drafter)
+        self._reserved = self._bytes(running, held)
+        return taken, [each for each in held if each not in before and each.request not in new]
+
+    def _wanted(self, requests: Iterable[Request]) -> list[Holding]:
+        """All that drafters would hold, what costs least first, then by the order of requests."""
+        found = [
+            (self._bytes((), [holding]), place, holding)
+            for place, request in enumerate(requests)
+            for name in self._members
+            if self._bytes((), [holding := Holding(request, name)])
+        ]
+        return [holding for *_, holding in sorted(found, key=lambda each: each[:2])]
+
+    def _bytes(self, requests: Sequence[Request], held: Iterable[Holding]) -> int:
+        """The most that requests and what is held for them come to."""
+        tokens: dict[int, list[int]] = {id(pool): [] for pool in self._pools.values()}
+        target = tokens[id(self._pools[id(self._target)])]
+        target.extend(request.most_tokens for request in requests)
+        beside = 0
+        for each in held:
+            drafter = self._members[each.drafter]
+            beside += drafter.request_bytes
+            if drafter.model is not None:
+                own = tokens[id(self._pools[id(drafter.model)])]
+                own.append(drafter.cache_tokens(each.request.most_tokens))
+        return beside + sum(pool.bytes_for(tokens[id(pool)]) for pool in self._distinct_pools)
+
+    def bound(self, request: Request) -> None:
+        """Keep the caches of a request to what was reserved for them; they are empty."""
+        if self.limit is None:
+            return
+        assert request.cache is not None
+        request.cache.limit_to(request.most_tokens)
+        request.most_positions = request.cache.most
+        for name in self._members:
+            if name not in request.no_room:
+                self.bound_drafter(request, name)
+
+    def bound_drafter(self, request: Request, name: str) -> None:
+        """The same for what one drafter holds for it."""
+        drafter = self._members[name]
+        cache = drafter.caches.get(request.id)
+        if cache is not None:
+            cache.limit_to(drafter.cache_tokens(request.most_tokens))
+
+    def settle(self, running: Sequence[Request]) -> None:
+        """A step is over, and requests of it may be: give back what there is no room to keep."""
+        if self.limit is None:
+            return
+        if self._changed:
+            self._reserved = self._bytes(running, (each for each in self._wanted(running) if each.is_held))
+        self.trim()
+
+    def trim(self) -> None:
+        """Give kept buffers back to the system for which there is no room beside what is reserved."""
+        if self.limit is None:
+            return
+        for pool in self._distinct_pools:
+            over = self._reserved + self.kept_bytes - self.limit
+            if over <= 0:
+                return
+            pool.trim(over)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of buffers that wait for the next request."""
+        return sum(pool.kept_bytes for pool in self._distinct_pools)
+
+    def used(self, running: Iterable[Request]) -> int:
+        """Bytes that are allocated now: for running requests, by drafters, and kept."""
+        own = sum(request.cache.n_bytes for request in running if request.cache is not None)
+        return own + sum(drafter.cache_bytes for drafter in self._members.values()) + self.kept_bytes
+
+
+def _pool_of(model: LanguageModel) -> CachePool:
+    """The model's own pool, or one that only counts."""
+    pool = model.cache_pool
+    return pool if pool is not None else CachePool(model.context_length, keep=0)
+
+
+def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
+    """One forward, behind which the pool knows what a position takes."""
+    cache = model.new_cache()
+    try:
+        with torch.inference_mode():
+            model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+        pool.measure(cache)
+    finally:
+        model.release_cache(cache)

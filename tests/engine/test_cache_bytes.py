@@ -1,0 +1,238 @@
+"""Memory for caches: never more than is allowed, drafters give way first, and answers are what they always are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from support.head_models import MarkovWithHead, fitted_heads
+from support.tiny_models import noisy_stock, stock
+from truedraft import Engine, SamplingParams
+from truedraft.cache import key_span
+from truedraft.control import Goodput
+from truedraft.core.stats import StepRecord
+from truedraft.drafters import DraftModel, Medusa, PromptLookup
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine import Request
+from truedraft.errors import OptionError, PromptError
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import LanguageModel
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
+from truedraft.testing import MarkovModel
+
+VOCAB = 8
+CONTEXT = 2000
+POSITION = 16  # bytes of a Markov model's position: one key and one value in float64
+
+
+def markov(seed: int = 1) -> MarkovModel:
+    return MarkovModel.random(VOCAB, seed, context_length=CONTEXT)
+
+
+def allocated(engine: Engine) -> int:
+    """Bytes of all buffers, one by one."""
+    pools = {id(pool): pool for model in models(engine) if (pool := model.cache_pool) is not None}
+    kept = [cache for pool in pools.values() for cache in pool._free]
+    running = [request.cache for request in engine._scheduler.running if request.cache is not None]
+    drafted = [cache for member in engine.drafter.members.values() for cache in member.caches.values()]
+    held = sum(len(member.holding) * member.request_bytes for member in engine.drafter.members.values())
+    return held + sum(cache.n_bytes for cache in (*kept, *running, *drafted))
+
+
+def models(engine: Engine) -> list[LanguageModel]:
+    drafts = [member.model for member in engine.drafter.members.values()]
+    return [engine.target, *(model for model in drafts if model is not None)]
+
+
+class Watch:
+    """Holds every step to the bytes that are allowed, and notes who drafted."""
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        self.engine, self.most = engine, most
+        self.largest = 0
+        self.drafted: list[dict[int, tuple[str, ...]]] = []  # of each step, by request
+        engine.listeners.append(self)
+
+    def __call__(self, record: StepRecord) -> None:
+        used = allocated(self.engine)
+        assert used == self.engine.cache_bytes
+        assert used <= self.most
+        self.largest = max(self.largest, used)
+        decoding = [step for step in record.requests if not step.prefill]
+        self.drafted.append({step.id: tuple(share.drafter for share in step.shares) for step in decoding})
+
+
+def load(seed: int, count: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.choice((3, 70, 400)))] for _ in range(count)]
+    return prompts, [SamplingParams(max_tokens=chance.choice((5, 60, 200))) for _ in prompts]
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "chain": lambda: DraftModel(markov(2)),
+    "tree": lambda: DraftModel(markov(2), branching=(3, 2, 1)),
+    "portfolio": lambda: Portfolio([DraftModel(markov(2)), DraftModel(markov(3), branching=(4, 4)), PromptLookup()]),
+}
+
+
+@pytest.mark.parametrize("most", [20_000, 30_000, 60_000, 1_000_000])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(drafter: str, most: int) -> None:
+    target, made = markov(), DRAFTERS[drafter]()
+    engine = Engine(target, made, controller="in-turn", max_cache_bytes=most)
+    watch = Watch(engine, most)
+    prompts, params = load(most)
+    answers = engine.generate(prompts, params)
+    plain = Engine(markov()).generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert watch.largest > most // 2 or most == 1_000_000
+    assert engine.check_idle() == []
+    assert target.pool.in_use == 0
+    assert all(not member.holding for member in made.members.values())
+
+
+def test_without_a_limit_nobody_waits_and_the_same_is_counted() -> None:
+    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed")
+    watch = Watch(engine, 1 << 40)
+    prompts, params = load(0)
+    engine.generate(prompts, params)
+    assert max(map(len, watch.drafted)) >= 19
+
+
+def span(tokens: int) -> int:
+    return POSITION * key_span(tokens)
+
+
+def run(engine: Engine, request: Request) -> None:
+    while not request.closed:
+        engine.step()
+
+
+def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> None:
+    """Room for two requests and one drafter's cache, with something to spare."""
+    params = SamplingParams(max_tokens=250, ignore_eos=True)
+    short = SamplingParams(max_tokens=60, ignore_eos=True)
+    most = span(256) + span(64) + span(68)
+    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=most)
+    watch = Watch(engine, most)
+    first = engine.submit([1, 2, 3], short)
+    for _ in range(4):
+        engine.step()
+    assert watch.drafted[-1] == {first.id: ("draft",)}
+    second = engine.submit([3, 2, 1], params)  # its cache fits beside the first one's, and no draft's does
+    engine.step()
+    engine.step()
+    assert set(watch.drafted[-1]) == {first.id, second.id}
+    engine.step()
+    assert watch.drafted[-1][second.id] == ()
+    run(engine, first)
+    assert second.no_room == {"draft"}  # 256 + 256 + 4 tokens are more than all
+    run(engine, second)
+    third = engine.submit([1, 2, 3], short)
+    run(engine, third)
+    assert any(drafted.get(third.id) == ("draft",) for drafted in watch.drafted)
+    plain = Engine(markov())
+    for request, own in ((first, short), (second, params), (third, short)):
+        expected = plain.generate(request.tokens[: request.prompt_tokens], own)
+        assert request.pieces[-1].answer is not None
+        assert request.pieces[-1].answer.token_ids == expected.token_ids
+        assert request.warnings == []
+
+
+def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    short = SamplingParams(max_tokens=20, ignore_eos=True)
+    most = 2 * (span(403) + span(407)) - 1
+    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=most)
+    watch = Watch(engine, most)
+    long = engine.submit([1, 2, 3], params)
+    for _ in range(3):
+        engine.step()
+    others = [engine.submit([3] * 390, short) for _ in range(2)]  # three caches of the target are nearly all
+    engine.step()
+    assert long.no_room == {"draft"}
+    for other in others:
+        run(engine, other)
+    steps = len(watch.drafted)
+    run(engine, long)
+    drafted = [step.get(long.id) for step in watch.drafted]
+    assert ("draft",) in drafted[:3] and () in drafted[3:steps] and ("draft",) in drafted[steps:]
+    assert long.pieces[-1].answer is not None
+    assert long.pieces[-1].answer.token_ids == Engine(markov()).generate([1, 2, 3], params).token_ids
+    assert long.pieces[-1].answer.stats.recoveries == 0 and long.warnings == []
+
+
+def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
+    target = MarkovWithHead(markov().probs)
+    heads = fitted_heads(target, [[1, 2, 3, 4, 5, 6, 7, 0] * 4])
+    drafter = Portfolio([DraftModel(markov(2)), Medusa(heads, LikeliestTrees(3), nodes=8), PromptLookup(min_ngram=1)])
+    engine = Engine(target, drafter, controller="in-turn", max_cache_bytes=span(60) + 900)
+    watch = Watch(engine, span(60) + 900)
+    prompt, params = [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(max_tokens=40, ignore_eos=True)
+    answer = engine.generate(prompt, params)
+    assert answer.token_ids == Engine(target).generate(prompt, params).token_ids
+    names = {name for step in watch.drafted for drafted in step.values() for name in drafted}
+    assert names == {"medusa", "prompt-lookup"}
+
+
+def test_kept_decisions_of_a_learning_controller_survive_what_is_given_back() -> None:
+    most = 40_000
+    engine = Engine(markov(), DRAFTERS["portfolio"](), controller=Goodput(), max_cache_bytes=most)
+    Watch(engine, most)
+    prompts, params = load(3)
+    answers = engine.generate(prompts, params)
+    plain = Engine(markov()).generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert all(answer.warnings == () for answer in answers)
+
+
+@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
+def test_real_models_hold_what_is_counted(backend: BackendMaker) -> None:
+    """Buffers that are given back come again at other addresses, which compiled forwards must notice."""
+    target = HuggingFaceModel(stock("llama"), None, "llama", backend)
+    draft = HuggingFaceModel(noisy_stock("llama", 0.05), None, "noisy", backend)
+    prompts = [[(7 * place + number) % 97 for place in range(10 + 37 * number)] for number in range(5)]
+    params = [SamplingParams(max_tokens=20 + 10 * number) for number in range(5)]
+    plain = Engine(target).generate(prompts, params)
+    most = int(2.5 * 2 * 2 * 24 * 4 * 256)  # 2 layers, keys and values, 2 heads of 12, float32, 256 positions
+    for _ in range(2):
+        engine = Engine(target, DraftModel(draft), controller="fixed", max_cache_bytes=most)
+        Watch(engine, most)
+        answers = engine.generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+
+
+def test_a_request_that_could_never_fit_is_refused_in_one_sentence() -> None:
+    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=span(128))
+    with pytest.raises(
+        PromptError, match=r"^3 tokens of prompt and up to 126 of answer need 3,072 bytes of cache"
+    ) as told:
+        engine.submit([1, 2, 3], SamplingParams(max_tokens=126))
+    assert "max_cache_bytes is 2,048; ask for fewer max_tokens, shorten the prompt, or allow more" in str(told.value)
+    fine, refused = engine.generate([[1, 2, 3], [1] * 200], SamplingParams(max_tokens=125))
+    assert len(fine.token_ids) == 125 and refused.finish_reason == "error" and "need" in (refused.error or "")
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, True, "512M"])
+def test_an_unusable_limit_is_named(most: object) -> None:
+    with pytest.raises(OptionError, match="max_cache_bytes must be a whole number of 1 or more"):
+        Engine(markov(), max_cache_bytes=most)  # type: ignore[arg-type]
+
+
+def test_requests_that_wait_are_let_in_in_their_order() -> None:
+    """A small one that would fit does not overtake a large one."""
+    engine = Engine(markov(), max_cache_bytes=span(256))
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    large = [engine.submit([1] * 80, params) for _ in range(2)]
+    small = engine.submit([1], SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    assert [request.cache is not None for request in (*large, small)] == [True, False, False]
+    run(engine, small)
+    assert large[0].closed and not large[1].closed
+    run(engine, large[1])
