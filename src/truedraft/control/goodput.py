@@ -422,8 +422,8 @@ class Goodput(Controller):
                 stopped = stopped and budget.floor > 0.0
                 own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
-                    own.hinted = None
-                    if not own.private:
+                    own.hinted = None  # it chooses again, at the prices that are
+                    if len(self._batch) == 1:
                         self._left = 0
                 if not own.private:
                     self._pool[own.shaping, kind].learn(share, self._step, stopped)

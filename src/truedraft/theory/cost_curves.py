@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -58,11 +59,7 @@ class CostCurve:
 
     def __call__(self, size: float) -> float:
         """Seconds at a size."""
-        sizes, seconds = self.sizes, self.seconds
-        if size <= sizes[0] or len(sizes) == 1:
-            return seconds[0]
-        right = min(bisect_right(sizes, size), len(sizes) - 1)
-        return _line(sizes[right - 1], seconds[right - 1], sizes[right], seconds[right], size)
+        return _between_points(self.sizes, self.seconds, size)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -130,16 +127,19 @@ class CostSurface:
     def __call__(self, rows: float, context: float) -> float:
         """Seconds at a number of rows and a context."""
         inside_rows = min(rows, self.rows[-1])
-        inside = self._along_contexts(inside_rows, min(context, self.contexts[-1]))
-        more_context = max(0.0, context - self.contexts[-1]) * CostCurve(self.rows, self._context_slopes())(inside_rows)
-        # The slope itself goes on with the context: rows and context multiply.
-        more_rows = max(0.0, rows - self.rows[-1]) * CostCurve(self.contexts, self._row_slopes())(context)
-        return inside + more_context + more_rows
+        seconds = self._along_contexts(inside_rows, min(context, self.contexts[-1]))
+        if context > self.contexts[-1]:
+            slope = _between_points(self.rows, self._context_slopes(), inside_rows)
+            seconds += (context - self.contexts[-1]) * slope
+        if rows > self.rows[-1]:
+            # The slope itself goes on with the context: rows and context multiply.
+            seconds += (rows - self.rows[-1]) * _between_points(self.contexts, self._row_slopes(), context)
+        return seconds
 
     def _along_contexts(self, rows: float, context: float) -> float:
         # Both orders hold up to rounding; the fit mends the last bit.
-        at_rows = [CostCurve(self.rows, column)(rows) for column in zip(*self.seconds, strict=True)]
-        return CostCurve(self.contexts, tuple(isotonic(at_rows)))(context)
+        at_rows = [_between_points(self.rows, column, rows) for column in zip(*self.seconds, strict=True)]
+        return _between_points(self.contexts, isotonic(at_rows), context)
 
     def _context_slopes(self) -> tuple[float, ...]:
         """Seconds per further cached token beyond the last context, by rows."""
@@ -247,7 +247,7 @@ class TargetCost:
             raise OptionError("a forward needs the context of at least one request, got none")
         check_whole("rows", rows, least=len(contexts))
         each = rows / len(contexts)
-        attention = sum(self.attention(each, context) for context in contexts)
+        attention = sum(count * self.attention(each, context) for context, count in Counter(contexts).items())
         return self.base(rows) + attention + (len(contexts) - 1) * self.request_s
 
     def to_dict(self) -> dict[str, Any]:
@@ -378,6 +378,14 @@ def isotonic_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
         for place in range(1, len(row)):
             row[place] = max(row[place], row[place - 1])  # rounding alone
     return fitted
+
+
+def _between_points(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
+    """As a `CostCurve` through these points, which are in order."""
+    if size <= sizes[0] or len(sizes) == 1:
+        return seconds[0]
+    right = min(bisect_right(sizes, size), len(sizes) - 1)
+    return _line(sizes[right - 1], seconds[right - 1], sizes[right], seconds[right], size)
 
 
 def _line(x0: float, y0: float, x1: float, y1: float, x: float) -> float:
