@@ -102,7 +102,7 @@ def test_one_token_needs_no_decision(run: Run, target: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("foo", "unknown controller 'foo'; valid: confidence, fixed, goodput, heuristic, schedule"),
+        ("foo", "unknown controller 'foo'; valid: confidence, fixed, goodput, heuristic, in-turn, schedule"),
         ("goodput,probing=2", "probing must be a share of time in [0, 0.5], got 2"),
         ("schedule", "a schedule needs a length"),
     ],

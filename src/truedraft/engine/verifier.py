@@ -16,7 +16,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs
 from truedraft.core.proposal import DrawCheck, Proposal
 from truedraft.core.verdict import Verdict
-from truedraft.engine.batch import Batch, StepItem
+from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.drafting import Drafting
 from truedraft.models.base import ForwardOutput
 from truedraft.verification import Rule
@@ -179,7 +179,7 @@ class Verifier:
         for number, part in enumerate(parts):
             item = part.item
             if part in on_device and not self._drafting.admits(item):
-                item.proposal, part.probs = Proposal.empty(), part.probs[:1]
+                item.drafted, item.proposal, part.probs = NOTHING_DRAFTED, NOTHING_DRAFTED.proposal, part.probs[:1]
             elif number in unsound:
                 item.proposal = self._drafting.disown(item, unsound[number])
             else:
