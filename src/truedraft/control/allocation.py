@@ -35,7 +35,6 @@ class Candidate:
         setup_s: seconds of catching up, shared over the steps to come.
         hint: kind of what it knows beforehand.
         odds: how its own probabilities tell acceptance; None where it cannot stop by them.
-        rate: acceptance of a token behind accepted ones, of those that can.
     """
 
     drafter: str
@@ -44,7 +43,6 @@ class Candidate:
     setup_s: float = 0.0
     hint: int = 0
     odds: tuple[float, float] | None = None
-    rate: float = 1.0
 
     def budget(self, nodes: int, floor: float = 0.0) -> Budget:
         """The budget that drafts so many nodes; with a floor of survival, as many as pay, about so many."""
@@ -54,7 +52,8 @@ class Candidate:
         if self.odds is None or not floor:
             return Budget(self.depth(nodes), self.limits.width, nodes, least)
         most = self.depth(2 * nodes + 2)
-        return Budget(most, 1, most, least, min(floor / self.rate, 1.0), self.odds)
+        # The next token is about as likely to be accepted as the first one.
+        return Budget(most, 1, most, least, min(floor / self.gains[0], 1.0), self.odds)
 
     def depth(self, nodes: int) -> int:
         """Of a proposal of so many nodes."""

@@ -87,8 +87,7 @@ class _Own:
         hints: kinds of hints at the last decision, of the drafters that give any.
         share: what the joint allocation gave it.
         decision: the last, probes apart.
-        hinted: those kinds; None where they do not matter, for it must choose again.
-        drafts: whether the last decision drafts anything.
+        stale: whether it must choose again, whatever the hints.
         expected: gains of first nodes at the last decision.
         by_hints: decisions at the prices of the last allocation, by kinds of hints.
     """
@@ -100,8 +99,7 @@ class _Own:
     hints: dict[str, int] = field(default_factory=dict)
     share: tuple[str, int] | None = None
     decision: Decision | None = None
-    hinted: tuple[int, ...] | None = None
-    drafts: bool = False
+    stale: bool = False
     expected: dict[Kind, float] = field(default_factory=dict)
     by_hints: dict[tuple[int, ...], Decision] = field(default_factory=dict)
 
@@ -162,14 +160,14 @@ class Goodput(Controller):
         self._left -= 1
         look = not self._left % _IDLE_HINTS
         for view, own in zip(views, owns, strict=True):
-            if own.drafts and own.decision is not None and own.decision.drafter not in view.limits:
-                own.hinted = None
-            if own.hinted is None or (own.hints and (own.drafts or look)):
+            drafts = own.decision is not None and not own.decision.is_zero
+            own.stale |= own.decision is None or (drafts and own.decision.drafter not in view.limits)
+            if own.stale or (own.hints and (drafts or look)):
                 self._choose_again(view, own, joint)
         return [own.decision for own in owns if own.decision is not None]
 
     def _still_fits(self, views: Sequence[RequestView]) -> bool:
-        """Whether the prices of the last allocation hold for a batch: of about as many requests, and not of one."""
+        """Whether the last allocation says anything of a batch: of about as many requests, and alone the same one."""
         now, then = len(views), len(self._batch)
         if min(now, then) == 1:
             return now == then and views[0].id == self._batch[0]
@@ -178,20 +176,19 @@ class Goodput(Controller):
     def _choose_again(self, view: RequestView, own: _Own, joint: tuple[Allocator, Allocation]) -> None:
         """Choose at the prices of an allocation that is kept, where a request is new or drafters know other things."""
         hints = tuple([_kind_of(view.hints[drafter]()) for drafter in own.hints])
-        if hints == own.hinted:
-            return
-        if own.hinted is None:
+        if own.stale:
             own.by_hints.clear()
+        elif hints == tuple(own.hints.values()):
+            return
         own.hints = dict(zip(own.hints, hints, strict=True))
         decision = own.by_hints.get(hints)
         if decision is None:
             share = joint[0].alone(joint[1], self._candidates(view, own))
             decision = self._decision(view, share, joint[0].floor(joint[1], share))
-            hints = tuple(own.hints.values())
-            own.by_hints[hints] = decision
+            own.by_hints[tuple(own.hints.values())] = decision
             if not own.private:
                 own.share = None if share is None else (share[0].drafter, share[1])
-        own.hinted, own.decision, own.drafts = hints, decision, not decision.is_zero
+        own.decision, own.stale = decision, False
 
     def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
         """Decisions from scratch, and for how many steps they are kept."""
@@ -203,7 +200,9 @@ class Goodput(Controller):
             self._standing_for(view, own) if kept_apart else self._candidates(view, own)
             for view, own, kept_apart in zip(views, owns, private, strict=True)
         ]
-        best = self._settled(allocator, allocator.best(known), known, owns)
+        best = allocator.best(known)
+        if self._still_fits(views):  # what a private request drafted alone hung on its verdicts
+            best = self._settled(allocator, best, known, owns)
         self._speedup = best.rate / allocator.plain().rate
         every = list(known)
         for number, (view, own) in enumerate(zip(views, owns, strict=True)):
@@ -213,9 +212,7 @@ class Goodput(Controller):
                 every[number] = self._candidates(view, own)
                 share = allocator.alone(best, every[number])
             own.decision = self._decision(view, share, allocator.floor(best, share))
-            own.drafts = share is not None
-            own.hinted = tuple(own.hints.values())
-            own.by_hints = {own.hinted: own.decision}
+            own.by_hints, own.stale = {tuple(own.hints.values()): own.decision}, False
         decisions = self._with_probes(views, owns, allocator, best, every)
         self._joint, self._batch = (allocator, best), tuple([view.id for view in views])
         took = self._clock() - began
@@ -258,8 +255,8 @@ class Goodput(Controller):
             most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
             setup_s = self._timing.catch_up_s(drafter, hint.behind) / max(1, min(room, _AHEAD) // 2)
             candidate = Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind)
-            if hint.confident and isinstance(gains, ChainGains):
-                candidate.odds, candidate.rate = self._odds_of(own, drafter).odds, gains.rates(1)[0]
+            if hint.confident:
+                candidate.odds = self._odds_of(own, drafter).odds
             own.expected[kind] = candidate.gains[0]
             found.append(candidate)
         return found
@@ -422,7 +419,7 @@ class Goodput(Controller):
                 stopped = stopped and budget.floor > 0.0
                 own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
-                    own.hinted = None  # it chooses again, at the prices that are
+                    own.stale = True  # it chooses again, at the prices that are
                     if len(self._batch) == 1:
                         self._left = 0
                 if not own.private:

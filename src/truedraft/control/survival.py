@@ -29,13 +29,15 @@ class Gains(ABC):
     """Estimated gains of one drafter's nodes, in the order in which a budget takes them.
 
     Args:
-        prior: what is expected before anything is observed; or estimates, to which these are drawn.
+        prior: what is expected before anything is observed.
         weight: verdicts that the prior is worth.
         memory: verdicts after which one counts 1 / e as much.
+        others: estimates to which these are drawn, in place of the prior.
     """
 
-    def __init__(self, prior: Sequence[float] | Self, weight: float, memory: float) -> None:
+    def __init__(self, prior: Sequence[float], weight: float, memory: float, others: Self | None = None) -> None:
         self._prior = prior
+        self._others = others
         self._weight = weight
         self._keep = math.exp(-1.0 / memory)
         self._accepted: list[float] = []
@@ -46,8 +48,8 @@ class Gains(ABC):
 
     def gains(self, count: int) -> Sequence[float]:
         """Of the first `count` nodes, each a fraction, rising nowhere; cut before nodes that bring next to nothing."""
-        if not self._tried and isinstance(self._prior, Gains):
-            return self._prior.gains(count)
+        if not self._tried and self._others is not None:
+            return self._others.gains(count)
         if count > self._known_to:
             found = self._estimated(count)
             least = next((place for place, gain in enumerate(found) if gain < LEAST_GAIN), len(found))
@@ -97,7 +99,7 @@ class Gains(ABC):
 
     def of_one(self, weight: float, memory: float) -> Self:
         """Estimates for one request, which start from these and follow them where it has no verdicts of its own."""
-        return type(self)(self, weight, memory)
+        return type(self)((), weight, memory, self)
 
 
 class ChainGains(Gains):
@@ -111,9 +113,9 @@ class ChainGains(Gains):
 
     def rates(self, count: int) -> list[float]:
         """Acceptance rates of the first places."""
-        prior = self._prior
-        if isinstance(prior, ChainGains):
-            expected = prior.rates(count)
+        prior, others = self._prior, self._others
+        if others is not None:
+            expected = others.rates(count)
         else:
             expected = [prior[min(place, len(prior) - 1)] for place in range(count)]
         measured_sum = expected_sum = self._weight
@@ -162,7 +164,7 @@ class TreeGains(Gains):
     """Of a tree: how often its first, second, ... node was accepted. Beyond the last of the prior nothing is gained."""
 
     def _estimated(self, count: int) -> list[float]:
-        prior = self._prior.gains(count) if isinstance(self._prior, TreeGains) else list(self._prior[:count])
+        prior = self._prior[:count] if self._others is None else self._others.gains(count)
         tried, found = len(self._tried), []
         scale = self._scale(prior[:tried])
         lowest = 1.0
