@@ -72,6 +72,15 @@ def one_joins_another(simulation: EvenSteps, first: SimulatedRequest, others: li
             simulation.step()
 
 
+def the_others_pause(simulation: EvenSteps, first: SimulatedRequest, others: list[SimulatedRequest]) -> None:
+    """In turns the first one alone and all of them, as where the others had no room for a drafter in between."""
+    for _ in range(8):
+        for batch in ([first, *others], [first]):
+            simulation.requests = list(batch)
+            for _ in range(40):
+                simulation.step()
+
+
 def decisions_for_others(accepted: float, params: SamplingParams, script: Script, seed: int) -> list[Seen]:
     """What is decided for all requests but the first, whose drafts are accepted at a given rate."""
     chance = random.Random(seed)
@@ -91,7 +100,7 @@ def decisions_for_others(accepted: float, params: SamplingParams, script: Script
     return [[(each.drafter, each.budget.nodes, each.reason) for each in one.decisions] for one in others]
 
 
-@pytest.mark.parametrize("script", [together, first_is_ahead, one_joins_another])
+@pytest.mark.parametrize("script", [together, first_is_ahead, one_joins_another, the_others_pause])
 def test_nothing_hangs_on_what_became_of_a_private_requests_drafts(script: Script) -> None:
     for seed in range(3):
         expected = decisions_for_others(0.0, PRIVATE, script, seed)
