@@ -282,12 +282,12 @@ def _print_summaries(
 ) -> None:
     """The tables for people, with what they were measured on and what to know about them."""
     from truedraft.bench import all_tables
-    from truedraft.cli.tables import print_table
+    from truedraft.cli.terminal import print_table
 
     terminal.out.print()
     terminal.out.print(circumstances.line(), style="dim", soft_wrap=True)
     for text in all_tables(summaries, circumstances):
-        print_table(text, terminal.out)
+        print_table(text.headings, text.rows, terminal.out)
     if circumstances.costs_kept:
         notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
     for note in notes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.bench import decisions_table
 from truedraft.cli.streams import visible
-from truedraft.cli.tables import print_table
+from truedraft.cli.terminal import print_table
 from truedraft.engine.decisions import PLAIN, PROBE, Decisions, Stretch
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
     if not decisions.steps:
         console.print("nothing was decided: no step came behind the prompt", soft_wrap=True)
         return
-    print_table(decisions_table(decisions), console)
+    table = decisions_table(decisions)
+    print_table(table.headings, table.rows, console)
     for line in timeline(decisions, min(console.width, _WIDEST)):
         console.print(visible(line), soft_wrap=True)
     console.print(verdict(decisions), soft_wrap=True)

@@ -13,13 +13,13 @@ from truedraft.cli.plan_pictures import PlanOutput
 from truedraft.cli.prompts import HELDOUT, PromptOptions, read_prompts
 from truedraft.cli.session import DRAFTER_HELP, ReportOptions, seeded
 from truedraft.cli.streams import json_line, say
+from truedraft.cli.terminal import Terminal, print_table
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, check_not_negative, check_share, flag, group, option
 
 if TYPE_CHECKING:
     from truedraft.bench import Group, Results
-    from truedraft.cli.terminal import Terminal
     from truedraft.models.base import LanguageModel
     from truedraft.planning import Interval, Plan, Prediction, WhatIf
 
@@ -123,7 +123,6 @@ def _check_ways(options: PlanOptions) -> None:
 
 
 def _closed(options: PlanOptions) -> int:
-    from truedraft.cli.terminal import Terminal
     from truedraft.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
 
     alpha, cost = options.closed.alpha or 0.0, options.closed.cost or 0.0
@@ -158,7 +157,7 @@ def _closed(options: PlanOptions) -> int:
     }
     terminal = Terminal()
     titles = ("drafted tokens", "tokens per call", "speed-up", "operations")
-    _print_table(titles, [_numbers(row.values()) for row in rows], terminal)
+    print_table(titles, [_numbers(row.values()) for row in rows], terminal.out)
     for line in _closed_lines(record):
         terminal.out.print(line, soft_wrap=True)
     if options.report.out is not None:
@@ -196,7 +195,6 @@ def _numbers(values: Any) -> tuple[str, ...]:
 
 
 def _simulate(options: PlanOptions, file: Path) -> int:
-    from truedraft.cli.terminal import Terminal
     from truedraft.planning import WhatIf, prediction_record, read_plan
 
     with errors_about("simulate"):
@@ -219,7 +217,7 @@ def _simulate(options: PlanOptions, file: Path) -> int:
     terminal = Terminal()
     then = f"memory {what_if.bandwidth:g} times as fast, batch {batch}, drafting {what_if.draft_cost:g} times as dear"
     terminal.out.print(f"{made.model.get('model')}: {then}", style="dim", soft_wrap=True)
-    _print_table(("drafter", "tokens per call", "as planned", "speed-up then", "no gain from batch"), rows, terminal)
+    print_table(("drafter", "tokens per call", "as planned", "speed-up then", "no gain from batch"), rows, terminal.out)
     terminal.out.print(f"recommended then: {recommended}", style="bold", soft_wrap=True)
     record = {
         "command": "plan",
@@ -248,7 +246,6 @@ def _simulate(options: PlanOptions, file: Path) -> int:
 
 def _plan(options: PlanOptions) -> int:
     from truedraft.cli.session import quiet_hub, sampling_of_each, set_threads, waiting
-    from truedraft.cli.terminal import Terminal
     from truedraft.models.loading import load_model
 
     terminal, params = Terminal(), seeded(options.sampling)
@@ -436,7 +433,7 @@ def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> N
     terminal.out.print()
     terminal.out.print(about, style="dim", soft_wrap=True)
     titles = ("drafter, best size", "tokens per call", "predicted speed-up", "no gain from batch")
-    _print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal)
+    print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal.out)
     terminal.out.print(f"recommended: {made.recommended()}", style="bold", soft_wrap=True)
 
 
@@ -455,7 +452,7 @@ def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
         style="dim",
         soft_wrap=True,
     )
-    _print_table(("", "predicted", "measured"), rows, terminal)
+    print_table(("", "predicted", "measured"), rows, terminal.out)
     high = None if measured is None else measured["high"]
     if high is not None and high < checked["predicted_at_measured_tokens"]:
         terminal.out.print(
@@ -539,20 +536,3 @@ def _break_even(made: Plan, prediction: Prediction, what_if: WhatIf | None = Non
 
     found = made.break_even(prediction, what_if)
     return f"above {BATCHES[-1]}" if found is None else str(found)
-
-
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], terminal: Terminal) -> None:
-    """A table without cut cells: a terminal that is too narrow breaks the lines instead."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    endless = Console(width=10_000)
-    width = max(terminal.out.width, Measurement.get(endless, endless.options, table).maximum)
-    Console(highlight=False, markup=False, emoji=False, width=width).print(table)

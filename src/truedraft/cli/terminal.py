@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.color import ColorSystem
 from rich.console import Console
+from rich.measure import Measurement
 from rich.style import Style
+from rich.table import Table
 
 from truedraft.cli.streams import json_line, visible
 from truedraft.progress import Progress, progress_bar
@@ -73,3 +77,15 @@ class Terminal:
         """
         wanted = self.err.is_terminal and not (beside_output and self.out.is_terminal)
         return progress_bar(self.err, what, total, wanted=wanted, patience_s=self.patience_s)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], to: Console) -> None:
+    """Print a table without cutting cells: a terminal that is too narrow breaks the lines instead."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    endless = Console(width=10_000)
+    width = max(to.width, Measurement.get(endless, endless.options, table).maximum)
+    Console(file=to.file, highlight=False, markup=False, emoji=False, width=width).print(table)
