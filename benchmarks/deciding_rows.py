@@ -96,6 +96,7 @@ class Lab:
             self._target, self._fixed = None, {}
             gc.collect()
             self._target = load_model("embedded:target", dtype="bfloat16", pad_to=None if size == "own" else size)
+            gc.freeze()  # a full collection would look through all that is loaded, in the turn of whoever it meets
             self._size = size
         return self._target
 

@@ -64,6 +64,18 @@ def test_the_worked_example() -> None:
     assert (best.tokens, best.seconds, best.rows) == (pytest.approx(1.9), pytest.approx(0.013), 3)
 
 
+def test_what_starting_to_draft_costs_beside_rows() -> None:
+    """A second row takes 2 ms, further ones a quarter of 0.4 ms: 1.9 ms are for drafting at all, 0.19 tokens' time."""
+    allocator = Allocator(Times([0.0, 0.010, 0.012, 0.0121, 0.0122, 0.0123, 0.0124], {"a": 0.001}), [0], greedy=True)
+    assert allocator.start_tokens() == pytest.approx(0.19)
+    plain = allocator.plain()
+    assert allocator.surplus(plain, None) == 0.0
+    share = Candidate("a", CHAIN, [0.6, 0.3]), 2
+    assert allocator.surplus(plain, share) == pytest.approx(0.9 - 0.01 * 2 - 0.2)
+    late = Candidate("a", CHAIN, [0.6, 0.3], catch_up_s=0.004, steps=4), 2
+    assert allocator.surplus(plain, late) == pytest.approx(0.9 - 0.01 * 2 - 0.2 - 0.1)
+
+
 def test_budgets_of_candidates() -> None:
     tree = Candidate("a", Budget(3, 4, 9, 0.2), [0.5] * 9)
     assert tree.budget(0) == NO_DRAFT
@@ -81,8 +93,8 @@ def test_nothing_to_choose_from_is_plain_decoding() -> None:
 
 def test_catching_up_is_paid_for() -> None:
     allocator = Allocator(WORKED, [0], greedy=True)
-    assert shares(allocator.best([[Candidate("a", CHAIN, [0.3, 0.1], setup_s=0.0)]])) == [("a", 1)]
-    assert shares(allocator.best([[Candidate("a", CHAIN, [0.3, 0.1], setup_s=0.002)]])) == [None]
+    assert shares(allocator.best([[Candidate("a", CHAIN, [0.3, 0.1], catch_up_s=0.0)]])) == [("a", 1)]
+    assert shares(allocator.best([[Candidate("a", CHAIN, [0.3, 0.1], catch_up_s=0.002)]])) == [None]
 
 
 # ------------------------------------------------------------------------------------------ against all there are
@@ -148,12 +160,12 @@ def test_alone_a_request_pays_what_its_rows_and_its_drafter_cost() -> None:
     assert allocator.alone(drafting, [Candidate("a", CHAIN, [0.1])]) is None
     better = [Candidate("a", CHAIN, [0.5]), Candidate("b", CHAIN, [0.9])]
     assert allocator.alone(plain, better) == (better[1], 1)
-    assert allocator.alone(plain, [Candidate("a", CHAIN, [0.3], setup_s=0.002)]) is None
+    assert allocator.alone(plain, [Candidate("a", CHAIN, [0.3], catch_up_s=0.002)]) is None
 
 
 def test_what_is_priced_counts_each_drafter_once_at_its_deepest() -> None:
     times = Times([0.01 * rows for rows in range(20)], {"a": 0.001, "b": 0.003})
-    one, other = Candidate("a", CHAIN, [0.5, 0.2]), Candidate("b", CHAIN, [0.9], setup_s=0.004)
+    one, other = Candidate("a", CHAIN, [0.5, 0.2]), Candidate("b", CHAIN, [0.9], catch_up_s=0.004)
     found = Allocator(times, [0] * 4, greedy=True).priced([(one, 2), None, (one, 1), (other, 1)])
     assert found.rows == 4 + 4
     assert found.tokens == pytest.approx(4 + 0.7 + 0.5 + 0.9)

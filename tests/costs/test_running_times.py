@@ -105,25 +105,58 @@ def test_curves_first_and_then_what_steps_take() -> None:
     assert times.drafting_s("a", 1, 3, True) == pytest.approx(3 * DRAFT_S)
     assert times.drafting_s("a", 3, 3, True) == pytest.approx(3 * DRAFT_S * 1.4)
     spent = DraftTime("a", 1, 4, 4, 1, 8 * DRAFT_S)
-    times.observe(record(1.5 * machine.step_s(5) + spent.seconds, 5, [spent]))
+    for _ in range(2):  # the first one behind another kind is passed over
+        times.observe(record(1.5 * machine.step_s(5) + spent.seconds, 5, [spent]))
     assert times.step_s(5, [100], True) == pytest.approx(1.5 * machine.step_s(5)), (
         "all that surrounds the forward counts"
     )
     assert times.drafting_s("a", 1, 3, True) == pytest.approx(6 * DRAFT_S)
 
 
-def test_deciding_and_prompts_and_steps_right_behind_another_are_not_counted() -> None:
-    times, clock, machine = times_of()
+def test_prompts_and_what_is_decided_for_plain_steps_are_not_counted() -> None:
+    times, _, machine = times_of()
     plain = machine.step_s(1)
     times.observe(record(50 * plain, 64, prefill=True))
+    for _ in range(3):
+        times.observe(record(plain + 0.5, decide_s=0.5))
     assert times.step_s(1, [100], True) == pytest.approx(plain)
-    times.observe(record(plain + 0.5, decide_s=0.5))
+
+
+def test_deciding_is_a_price_of_drafting() -> None:
+    times, _, machine = times_of()
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
+    for _ in range(2):
+        times.observe(record(machine.step_s(5) + 0.002, 5, decide_s=0.002))
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5) + 0.002)
+
+
+def test_of_many_steps_alike_some_are_looked_at() -> None:
+    times, clock, machine = times_of()
+    plain = machine.step_s(1)
     assert times.step_s(1, [100], True) == pytest.approx(plain)
-    times.observe(record(5 * plain))
-    assert times.step_s(1, [100], True) == pytest.approx(plain), "a hundredth of a second has not passed"
-    clock.now += 0.011
-    times.observe(record(1.5 * plain))
-    assert times.step_s(1, [100], True) > plain
+    for _ in range(5):
+        times.observe(record(plain))
+    for _ in range(90):
+        times.observe(record(5 * plain))
+    assert times.step_s(1, [100], True) == pytest.approx(plain), "a fiftieth of a second has not passed"
+    for _ in range(5):
+        clock.now += 0.021
+        times.observe(record(5 * plain))
+    assert times.step_s(1, [100], True) > 4 * plain
+
+
+def test_steps_behind_one_of_another_kind_are_passed_over_but_for_every_eighth() -> None:
+    times, _, machine = times_of()
+    plain, drafted = machine.step_s(1), machine.step_s(5)
+    assert times.step_s(1, [100], True) == pytest.approx(plain)
+    for _ in range(7):
+        times.observe(record(3 * plain))
+        times.observe(record(3 * drafted, 5))
+    assert times.step_s(1, [100], True) == pytest.approx(plain)
+    times.observe(record(3 * plain))
+    times.observe(record(3 * drafted, 5))
+    assert times.step_s(1, [100], True) == pytest.approx(3 * plain)
+    assert times.step_s(5, [100], True) == pytest.approx(3 * drafted)
 
 
 def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from truedraft import Engine, SamplingParams
-from truedraft.core.budget import NO_DRAFT, Budget, Decision
+from truedraft.control import FixedBudget
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.stats import StepRecord
 from truedraft.core.verdict import Origin
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
@@ -509,3 +511,46 @@ def test_a_controller_learns_what_a_step_counted_and_cost(target: MarkovModel) -
 def test_max_batch_is_checked(target: MarkovModel) -> None:
     with pytest.raises(OptionError, match="max_batch"):
         Engine(target, max_batch=0)
+
+
+# ------------------------------------------------------------------------------------------ controllers that rest
+
+
+class Resting(FixedBudget):
+    """Drafts nothing, rests three steps, then says what it was asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_DRAFT)
+        self.asked: list[tuple[int, ...]] = []
+        self.told = 0
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        self.asked.append(tuple(view.id for view in views))
+        self.rests = 3
+        return super().decide(views)
+
+    def observe(self, record: StepRecord) -> None:
+        self.told += not record.prefill
+
+
+def test_a_controller_that_rests_is_asked_and_told_of_every_fourth_step() -> None:
+    controller = Resting()
+    engine = Engine(MarkovModel.random(5, 1), ScriptedDrafter(lambda tokens: []), controller=controller)
+    records: list[StepRecord] = []
+    engine.listeners.append(records.append)
+    engine.generate([[1, 2]], SamplingParams(max_tokens=14))
+    decoding = [record for record in records if not record.prefill]
+    assert len(decoding) == 13
+    assert (len(controller.asked), controller.told) == (4, 4)
+    decisions = [record.requests[0].decision for record in decoding]
+    assert all(decision is not None and decision.is_zero for decision in decisions), "listeners see them all"
+
+
+def test_a_controller_that_rests_is_asked_as_soon_as_other_requests_run() -> None:
+    controller = Resting()
+    engine = Engine(MarkovModel.random(5, 1), ScriptedDrafter(lambda tokens: []), controller=controller)
+    engine.generate([[1, 2], [1, 3]], [SamplingParams(max_tokens=7), SamplingParams(max_tokens=20)])
+    both, one = controller.asked[0], controller.asked[-1]
+    assert len(both) == 2 and len(one) == 1
+    # Six steps together, of which the first and the fifth are asked; then the other one alone, thirteen.
+    assert controller.asked == [both] * 2 + [one] * 4

@@ -119,6 +119,9 @@ class Machine:
         share = self._context_share
         return lambda rows, contexts: self._believed * self.step_s(rows) * (1.0 + share * sum(contexts))
 
+    def judge(self, ratio: float) -> None:
+        """Where a kept curve would be doubted."""
+
     def drafting(self, drafter: SimulatedDrafter, params: SamplingParams) -> Callable[[int], float]:
         return lambda depth: self._drafting_believed * drafter.token_s * depth
 
@@ -155,7 +158,9 @@ class Simulation:
         self.machine = machine or Machine()
         self.requests = [SimulatedRequest(0)]
         self.began = clock.now
-        self._views: dict[int, RequestView] = {}
+        self._rests = 0  # steps in which the controller is not asked
+        self._asked_for: list[int] = []
+        self._decisions: list[Decision] = []
         self._jitter = jitter
         self._chance = random.Random(seed)
         self.times = RunningTimes(self.machine, drafters, clock)  # type: ignore[arg-type]
@@ -192,8 +197,15 @@ class Simulation:
     def step(self) -> StepRecord:
         """One step of all requests."""
         views = [self._view(request) for request in self.requests]
-        decisions = self.controller.decide(views)
+        running = [request.id for request in self.requests]
+        rests = self._rests > 0 and running == self._asked_for
+        if not rests:
+            self._decisions = list(self.controller.decide(views))
+            self._rests, self._asked_for = self.controller.rests + 1, running
+        self._rests -= 1
+        decisions = self._decisions
         assert len(decisions) == len(views)
+        assert not rests or all(decision.is_zero for decision in decisions)
         now = self.elapsed
         steps = [self._judged(*each, now) for each in zip(self.requests, views, decisions, strict=True)]
         record = self._record(steps, now)
@@ -203,7 +215,8 @@ class Simulation:
         self.best_tokens += record.total_s * max(self.rates(now).values())
         self.plain_tokens += record.total_s * self.rates(now)["", 0]
         self.lengths.append(sum(step.nodes for step in steps))
-        self.controller.observe(record)
+        if not rests:
+            self.controller.observe(record)
         return record
 
     def _view(self, request: SimulatedRequest) -> RequestView:

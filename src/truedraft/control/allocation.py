@@ -11,7 +11,7 @@ drafting one token and 2 ms for two. Plain decoding emits 100 tokens a second, o
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -32,7 +32,8 @@ class Candidate:
         drafter: by name.
         limits: of it, cut to what is left of the answer.
         gains: of its nodes, in the order in which a budget takes them, falling.
-        setup_s: seconds of catching up, shared over the steps to come.
+        catch_up_s: seconds that it takes to read what it has not read.
+        steps: over which that must pay.
         hint: kind of what it knows beforehand.
         odds: how its own probabilities tell acceptance; None where it cannot stop by them.
     """
@@ -40,9 +41,15 @@ class Candidate:
     drafter: str
     limits: Budget
     gains: Sequence[float]
-    setup_s: float = 0.0
+    catch_up_s: float = 0.0
+    steps: int = 1
     hint: int = 0
     odds: tuple[float, float] | None = None
+
+    @property
+    def setup_s(self) -> float:
+        """Seconds of catching up that one step is charged."""
+        return self.catch_up_s / self.steps
 
     def budget(self, nodes: int, floor: float = 0.0) -> Budget:
         """The budget that drafts so many nodes; with a floor of survival, as many as pay, about so many."""
@@ -155,6 +162,12 @@ class Allocator:
             rate: that must be beaten, else there is none.
         """
         count, found = len(candidates), None
+        own = [each for each in candidates if each is not None and each.gains]
+        if not own:
+            return None
+        most = count + math.fsum(sum(each.gains) for each in own)
+        if most <= rate * (self.step_s(count + 1) + self.drafting_s(own[0], 1, 1)):
+            return None
         # What brings much less than a row costs cannot pay.
         least = 0.25 * rate * self._row_s(2 * count)
         nodes = [
@@ -164,12 +177,6 @@ class Allocator:
             for place, gain in enumerate(candidate.gains)
             if gain > least
         ]
-        if not nodes:
-            return None
-        first = nodes[0][3]
-        most = (count - sum(node[0] for node in nodes)) / (self.step_s(count + 1) + self.drafting_s(first, 1, 1))
-        if most <= rate:
-            return None
         nodes.sort(key=lambda node: node[:3])
         tokens, deepest, setup_s, drafted = float(count), 0, 0.0, 0
         for filled, (loss, place, _, candidate) in enumerate(nodes, 1):
@@ -203,6 +210,23 @@ class Allocator:
         level_s = self.drafting_s(candidate, together, nodes + 1) - self.drafting_s(candidate, together, nodes)
         return allocation.rate * (row_s + max(level_s, 0.0) / together)
 
+    def start_tokens(self) -> float:
+        """What plain decoding would emit in the time that drafting anything at all adds to a step, rows apart."""
+        count, plain = len(self._contexts), self.plain()
+        return plain.rate * max(self.step_s(count + 1) - plain.seconds - self._row_s(count + 1), 0.0)
+
+    def surplus(self, allocation: Allocation, share: Share) -> float:
+        """Tokens that a share brings beyond what plain decoding would emit in the time that it takes.
+
+        Those of all requests must add up to more than `start_tokens`, or the step had better draft nothing.
+        """
+        if share is None:
+            return 0.0
+        candidate, nodes = share
+        shared = any(each is not None and each[0].drafter == candidate.drafter for each in allocation.shares)
+        seconds = self._row_s(allocation.rows) * nodes + self._added_s(candidate, shared, nodes) + candidate.setup_s
+        return sum(candidate.gains[:nodes]) - self.plain().rate * seconds
+
     def alone(self, allocation: Allocation, candidates: Sequence[Candidate]) -> Share:
         """What one request would draft at the prices of an allocation.
 
@@ -213,20 +237,28 @@ class Allocator:
             allocation: sets the prices.
             candidates: of the request.
         """
-        row_s = self._row_s(allocation.rows)
+        row_s, rate = self._row_s(allocation.rows), allocation.rate
         drafting = {share[0].drafter for share in allocation.shares if share is not None}
         best: Share = None
         most = 0.0
         for candidate in candidates:
             shared = candidate.drafter in drafting
-            for nodes, gain in enumerate(itertools.accumulate(candidate.gains), 1):
-                seconds = self.drafting_s(candidate, 1 + shared, nodes)
-                if shared:
-                    seconds -= self.drafting_s(candidate, 1, nodes)
-                value = gain - allocation.rate * (row_s * nodes + seconds + candidate.setup_s)
+            brought = 0.0
+            if sum(candidate.gains) - most <= rate * (row_s + candidate.setup_s + self._added_s(candidate, shared, 1)):
+                continue
+            for nodes, gain in enumerate(candidate.gains, 1):
+                brought += gain
+                value = brought - rate * (row_s * nodes + candidate.setup_s + self._added_s(candidate, shared, nodes))
                 if value > most:
                     best, most = (candidate, nodes), value
+                if gain <= rate * row_s:  # those behind it bring less and cost as much
+                    break
         return best
+
+    def _added_s(self, candidate: Candidate, shared: bool, nodes: int) -> float:
+        """Seconds of drafting for one more request: by a drafter that drafts for others as well, or for nobody."""
+        seconds = self.drafting_s(candidate, 1 + shared, nodes)
+        return seconds - self.drafting_s(candidate, 1, nodes) if shared else seconds
 
     def priced(self, shares: list[Share]) -> Allocation:
         """The allocation with these shares."""
@@ -269,6 +301,7 @@ class Allocator:
             seconds = self.step_s(rows) - plan_s + self.drafting_s(candidate, 1, nodes) + candidate.setup_s - spared_s
             value = total - brings - allocation.rate * seconds
             if best is None or value > best[0]:
-                best = value, nodes, max(seconds + brings / allocation.rate, 0.0)
+                late_s = candidate.catch_up_s - candidate.setup_s  # which this step alone takes
+                best = value, nodes, max(seconds + late_s + brings / allocation.rate, 0.0)
         assert best is not None
         return best

@@ -12,6 +12,7 @@ credit of its own. What is left of it for others is time.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,14 @@ from truedraft.core.stats import RequestStep, StepRecord
 _PRIOR_WEIGHT, _POOL_MEMORY = 4.0, 200.0  # verdicts
 _OWN_WEIGHT, _OWN_MEMORY = 3.0, 12.0
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
-_LOOK_SHARE = 0.005  # of time that deciding may take before decisions are kept for several steps
-_LONGEST_HOLD = 64
-_OTHER_BATCH = 0.25  # change of the number of requests after which prices are others
-_IDLE_HINTS = 8  # steps after which a request that drafts nothing is looked at again
+_LOOK_SHARE = 0.003  # of time that deciding may take before decisions are kept for several steps
+_LONGEST_HOLD = 96
+_OTHER_BATCH = 0.34  # change of the number of requests after which prices are others
+_LOOKS, _LOOKS_S = 8, 0.02  # steps, or seconds, after which requests that draft nothing are looked at again
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
-_PLAIN_AGE_S = 0.25  # after which what a plain step takes is measured again
+_PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is measured again, and by how many
+_PROBED_AT_MOST = 4  # requests that are looked at before one is probed with
 _SLOW = 0.1  # share by which one step moves what steps are known to take
 
 Kind: TypeAlias = tuple[str, int]
@@ -87,9 +89,12 @@ class _Own:
         hints: kinds of hints at the last decision, of the drafters that give any.
         share: what the joint allocation gave it.
         decision: the last, probes apart.
+        drafts: whether it drafted in the last step, probes apart.
         stale: whether it must choose again, whatever the hints.
         expected: gains of first nodes at the last decision.
-        by_hints: decisions at the prices of the last allocation, by kinds of hints.
+        surplus: tokens that its decision brings beyond its price, see `Allocator.surplus`.
+        by_hints: decisions at the prices of the last allocation, and their surplus, by kinds of hints.
+        unhinted: candidates at that allocation, of the drafters that give no hints.
     """
 
     shaping: object
@@ -99,9 +104,12 @@ class _Own:
     hints: dict[str, int] = field(default_factory=dict)
     share: tuple[str, int] | None = None
     decision: Decision | None = None
+    drafts: bool = False
     stale: bool = False
     expected: dict[Kind, float] = field(default_factory=dict)
-    by_hints: dict[tuple[int, ...], Decision] = field(default_factory=dict)
+    surplus: float = 0.0
+    by_hints: dict[tuple[int, ...], tuple[Decision, float]] = field(default_factory=dict)
+    unhinted: dict[str, Candidate] = field(default_factory=dict)
 
 
 class Goodput(Controller):
@@ -136,10 +144,16 @@ class Goodput(Controller):
         self._joint: tuple[Allocator, Allocation] | None = None
         self._batch: tuple[int, ...] = ()  # requests of that allocation
         self._speedup = 1.0  # that is expected of it
+        self._start_tokens = 0.0  # see `Allocator.start_tokens`
         self._probes = 0  # that the running step makes
+        self._turn = 0  # whose turn it is to be probed with
         self._privates = False  # whether there may be private requests
         self._step = 0
         self._left = 0  # steps for which the allocation is kept
+        self._plain_left = 0  # plain steps to come before it is followed
+        self._idle = 0  # steps until requests that draft nothing are looked at
+        self._rested = 0  # steps since the one that was last observed
+        self._observed = clock()
         self._look_s = 0.0  # that deciding takes
         self._steps_s = 0.0  # that a step takes
 
@@ -149,22 +163,52 @@ class Goodput(Controller):
     # ------------------------------------------------------------------------------------ deciding
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        self._rested, self.rests = self.rests, 0
+        decisions = self._decided(views)
+        kept = self._left > 0 and self._idle > 1 and not (self._probes or self._plain_left)
+        if kept and all(each.budget.nodes == 0 for each in decisions):
+            self.rests = min(self._idle - 1, self._left)
+            self._left -= self.rests
+        return decisions
+
+    def _decided(self, views: Sequence[RequestView]) -> list[Decision]:
         if self._probes:  # of a step that failed
             self._probes = 0
             for own in self._own.values():
                 own.probing.request = None
+        if self._plain_left and self._batch == tuple([view.id for view in views]):
+            self._plain_left -= 1
+            return [self._plain(view, "probe") for view in views]
         owns = [self._own_of(view) for view in views]
         joint = self._joint
         if joint is None or self._left <= 0 or not self._still_fits(views):
             return self._renew(views, owns)
         self._left -= 1
-        look = not self._left % _IDLE_HINTS
+        self._idle -= 1 + self._rested
+        look = self._idle <= 0
+        if look:
+            self._idle = self._look_again()
         for view, own in zip(views, owns, strict=True):
-            drafts = own.decision is not None and not own.decision.is_zero
-            own.stale |= own.decision is None or (drafts and own.decision.drafter not in view.limits)
-            if own.stale or (own.hints and (drafts or look)):
+            gone = own.decision is not None and not own.decision.is_zero and own.decision.drafter not in view.limits
+            own.stale |= own.decision is None or gone
+            if own.stale or (own.hints and (own.drafts or look)):
                 self._choose_again(view, own, joint)
-        return [own.decision for own in owns if own.decision is not None]
+        return self._worth_starting(views, owns)
+
+    def _worth_starting(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
+        """The decisions of requests, if together they bring more than a step with drafts takes longer than without."""
+        start = self._start_tokens
+        together = math.fsum(own.surplus for own in owns if len(owns) == 1 or not own.private) > start
+        decisions = []
+        for view, own in zip(views, owns, strict=True):
+            assert own.decision is not None
+            own.drafts = not own.decision.is_zero and (together or (own.private and own.surplus > start))
+            decisions.append(own.decision if own.drafts or own.decision.is_zero else self._plain(view))
+        return decisions
+
+    def _look_again(self) -> int:
+        """Steps until requests that draft nothing are looked at."""
+        return max(1, min(_LOOKS, int(_LOOKS_S / self._steps_s))) if self._steps_s else 1
 
     def _still_fits(self, views: Sequence[RequestView]) -> bool:
         """Whether the last allocation says anything of a batch: of about as many requests, and alone the same one."""
@@ -181,21 +225,24 @@ class Goodput(Controller):
         elif hints == tuple(own.hints.values()):
             return
         own.hints = dict(zip(own.hints, hints, strict=True))
-        decision = own.by_hints.get(hints)
-        if decision is None:
+        known = own.by_hints.get(hints)
+        if known is None:
             share = joint[0].alone(joint[1], self._candidates(view, own))
             decision = self._decision(view, share, joint[0].floor(joint[1], share))
-            own.by_hints[tuple(own.hints.values())] = decision
+            known = own.by_hints[tuple(own.hints.values())] = decision, joint[0].surplus(joint[1], share)
             if not own.private:
                 own.share = None if share is None else (share[0].drafter, share[1])
-        own.decision, own.stale = decision, False
+        (own.decision, own.surplus), own.stale = known, False
 
     def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
         """Decisions from scratch, and for how many steps they are kept."""
         began = self._clock()
+        self._idle, self._plain_left = self._look_again(), 0
+        for own in owns:
+            own.unhinted.clear()
         private = [own.private and len(views) > 1 for own in owns]
         contexts = [_told_context(*each) for each in zip(views, private, strict=True)]
-        allocator = Allocator(self._timing, contexts, views[0].params.greedy)
+        allocator = Allocator(self._timing, contexts, all(view.params.greedy for view in views))
         known = [
             self._standing_for(view, own) if kept_apart else self._candidates(view, own)
             for view, own, kept_apart in zip(views, owns, private, strict=True)
@@ -204,6 +251,7 @@ class Goodput(Controller):
         if self._still_fits(views):  # what a private request drafted alone hung on its verdicts
             best = self._settled(allocator, best, known, owns)
         self._speedup = best.rate / allocator.plain().rate
+        self._start_tokens = allocator.start_tokens()
         every = list(known)
         for number, (view, own) in enumerate(zip(views, owns, strict=True)):
             share = best.shares[number]
@@ -211,8 +259,9 @@ class Goodput(Controller):
             if private[number]:
                 every[number] = self._candidates(view, own)
                 share = allocator.alone(best, every[number])
-            own.decision = self._decision(view, share, allocator.floor(best, share))
-            own.by_hints, own.stale = {tuple(own.hints.values()): own.decision}, False
+            own.decision, own.stale = self._decision(view, share, allocator.floor(best, share)), False
+            own.surplus, own.drafts = allocator.surplus(best, share), share is not None
+            own.by_hints = {tuple(own.hints.values()): (own.decision, own.surplus)}
         decisions = self._with_probes(views, owns, allocator, best, every)
         self._joint, self._batch = (allocator, best), tuple([view.id for view in views])
         took = self._clock() - began
@@ -221,12 +270,14 @@ class Goodput(Controller):
         return decisions
 
     def _decision(self, view: RequestView, share: Share, floor: float) -> Decision:
-        speedup = self._speedup
         if share is None:
-            return Decision(next(iter(view.limits)), NO_DRAFT, (), "plain", 1.0, speedup)
+            return self._plain(view)
         candidate, nodes = share
         tokens = 1.0 + sum(candidate.gains[:nodes])
-        return Decision(candidate.drafter, candidate.budget(nodes, floor), (), "pays", tokens, speedup)
+        return Decision(candidate.drafter, candidate.budget(nodes, floor), (), "pays", tokens, self._speedup)
+
+    def _plain(self, view: RequestView, reason: str = "plain") -> Decision:
+        return Decision(next(iter(view.limits)), NO_DRAFT, (), reason, 1.0, self._speedup)
 
     def _own_of(self, view: RequestView) -> _Own:
         own = self._own.get(view.id)
@@ -245,6 +296,9 @@ class Goodput(Controller):
         for drafter, limits in view.limits.items():
             if limits.is_zero or room < 1:
                 continue
+            if drafter in own.unhinted:
+                found.append(own.unhinted[drafter])
+                continue
             hint = view.hints[drafter]() if drafter in view.hints else Hint()
             if hint.kind or not hint.finds or drafter in own.hints:
                 own.hints[drafter] = _kind_of(hint)
@@ -253,12 +307,14 @@ class Goodput(Controller):
             kind: Kind = drafter, hint.kind
             gains = self._gains_of(view, own, kind, limits)
             most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
-            setup_s = self._timing.catch_up_s(drafter, hint.behind) / max(1, min(room, _AHEAD) // 2)
-            candidate = Candidate(drafter, limits.cut(room), gains.gains(most), setup_s, hint.kind)
+            late_s, ahead = self._timing.catch_up_s(drafter, hint.behind), max(1, min(room, _AHEAD) // 2)
+            candidate = Candidate(drafter, limits.cut(room), gains.gains(most), late_s, ahead, hint.kind)
             if hint.confident:
                 candidate.odds = self._odds_of(own, drafter).odds
             own.expected[kind] = candidate.gains[0]
             found.append(candidate)
+            if drafter not in own.hints:
+                own.unhinted[drafter] = candidate
         return found
 
     def _standing_for(self, view: RequestView, own: _Own) -> list[Candidate]:
@@ -326,9 +382,17 @@ class Goodput(Controller):
         if plain is not None:
             return plain
         hopes: dict[int, tuple[float, int, Candidate, int, float]] = {}  # by the probing that pays: the most hopeful
-        for number, (own, candidates) in enumerate(zip(owns, every, strict=True)):
+        looks = _PROBED_AT_MOST
+        self._turn += looks
+        for place in range(len(owns)):
+            number = (self._turn + place) % len(owns)
+            own, candidates = owns[number], every[number]
             if own.probing.credit_s <= 0.0 or own.probing.request is not None:
                 continue
+            if own.probing is self._probing:
+                looks -= 1
+                if looks < 0:
+                    continue
             drafting = decisions[number].drafter if not decisions[number].is_zero else None
             for candidate in candidates:
                 hoped = self._hoped(own, candidate) if candidate.drafter != drafting else 0.0
@@ -351,20 +415,21 @@ class Goodput(Controller):
     def _plain_probe(
         self, views: Sequence[RequestView], owns: Sequence[_Own], best: Allocation
     ) -> list[Decision] | None:
-        """Plain decoding in a step for which drafting is best, lest what it takes be known from long ago alone."""
+        """Plain decoding for some steps although drafting is best, lest what it takes be known from long ago alone.
+
+        The first of them takes longer than those that follow: the processor's caches hold what drafting needs.
+        """
         count, probing = len(views), owns[0].probing
         drafted = best.tokens - count
         if not drafted or any(own.probing is not probing for own in owns) or probing.request is not None:
             return None
-        stake_s = drafted / best.rate
+        stake_s = _PLAIN_STEPS * drafted / best.rate
         if stake_s > probing.credit_s or self._clock() - probing.plain_at < _PLAIN_AGE_S:
             return None
         probing.stake(views[0].id, best.rate, stake_s)
         self._probes += 1
-        return [
-            Decision(next(iter(view.limits)), NO_DRAFT, (), "probe", 1.0, self._speedup)
-            for view, own in zip(views, owns, strict=True)
-        ]
+        self._plain_left = _PLAIN_STEPS - 1
+        return [self._plain(view, "probe") for view in views]
 
     def _hoped(self, own: _Own, candidate: Candidate) -> float:
         """The gain to hope for of a candidate's first node; 0 where there is no more to hope for than is expected."""
@@ -378,15 +443,18 @@ class Goodput(Controller):
     # ------------------------------------------------------------------------------------ learning
 
     def observe(self, record: StepRecord) -> None:
-        self._step += 1
+        steps, now = 1 + self._rested, self._clock()
+        self._step += steps
         if self._times is not None:
             self._times.observe(record)
         if not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
-            seconds, most_s = self._share * record.total_s, _CREDIT_STEPS * self._steps_s
+            took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
+            seconds, most_s = self._share * took, _CREDIT_STEPS * self._steps_s
             # Whether a private request drafted hangs on its verdicts.
             hidden = self._privates and any(self._is_private(step.id) for step in record.requests)
             self._probing.earn(seconds, most_s, drafted=hidden or record.nodes > 0, now=self._clock)
+        self._observed = now
         for step in record.requests:
             if (step.shares or self._probes or self._privates) and step.id in self._own:
                 self._observe_one(self._own[step.id], step, record)
@@ -420,6 +488,7 @@ class Goodput(Controller):
                 own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
                     own.stale = True  # it chooses again, at the prices that are
+                    own.unhinted.pop(share.drafter, None)
                     if len(self._batch) == 1:
                         self._left = 0
                 if not own.private:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
@@ -173,7 +174,7 @@ class StepCosts:
             ModelError: the model failed.
         """
         if self._forwards is None and not self._refresh:
-            self._forwards = self._store.load(target_key(self.target), TargetCost.from_dict)[0]
+            self._forwards = self._store.load(self._target_key, TargetCost.from_dict)[0]
         if self._forwards is None:
             found = target_cost(
                 self.target,
@@ -216,16 +217,23 @@ class StepCosts:
     def check(self) -> CurveCheck | None:
         """A listener for `Engine.listeners`: where steps part from V, it is measured again at its next use.
 
-        None on a device, where forwards are only queued and the host does not see what they take.
+        None on a device, see `judge`.
         """
         if self.target.device.type != "cpu":
             return None
         return CurveCheck(self.forwards(), self.judge)
 
     def judge(self, ratio: float) -> None:
-        """Take note that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`."""
-        for store in (self._store, self._short):
-            store.judge(target_key(self.target), ratio, parts(ratio))
+        """Take note that the target's steps take `ratio` times what kept curves say; see `CostStore.judge`.
+
+        Not on a device, where forwards are only queued and the host does not see what they take.
+        """
+        for store in (self._store, self._short) if self.target.device.type == "cpu" else ():
+            store.judge(self._target_key, ratio, parts(ratio))
+
+    @cached_property
+    def _target_key(self) -> CostKey:
+        return target_key(self.target)
 
 
 class CurveCheck:

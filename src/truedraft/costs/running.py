@@ -13,7 +13,7 @@ from statistics import median
 from truedraft.core.budget import RequestView
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
-from truedraft.costs.kept import StepCosts
+from truedraft.costs.kept import STEPS, StepCosts
 from truedraft.drafters.base import Drafter
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -23,7 +23,8 @@ _MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that
 _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
 _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with something
 _LEARN = 0.2
-_PAUSE_S = 0.01  # between steps that are looked at: of faster ones some will do
+_UNLIKE = 8  # of steps behind one of another kind so many are passed over, where no others come
+_PAUSE_S, _ALL_OF = 0.02, 3  # between steps that are looked at, behind the first ones: of faster ones some will do
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -110,8 +111,12 @@ class RunningTimes:
         self._drafting = {name: Corrected(clock) for name in drafters}
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._next = 0.0
+        self._kind: tuple[bool, bool] | None = None  # of the last step, as in `_steps`; None of a part of a prompt
+        self._alike = 0  # steps of that kind before it
+        self._unlike = dict.fromkeys(self._steps, 0)  # steps of each kind, behind others, since one was looked at
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
         self._forwards: dict[tuple[int, int, int], float] = {}  # seconds by rows, requests and context
+        self._forward_ratios: list[float] = []  # of forwards, measured over V
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         drafted = rows > len(contexts)
@@ -159,17 +164,35 @@ class RunningTimes:
             self._proposals_s(drafter, 1, 1, greedy)
 
     def observe(self, record: StepRecord) -> None:
-        now = self._clock()
         asked = self._forwards or self._proposals or self._read_s  # who never asked needs no answers
-        if record.prefill or now < self._next or not asked:
+        if record.prefill or not asked:
+            self._kind = None
             return
-        self._next = now + _PAUSE_S
-        measured = record.total_s - record.draft_s - record.decide_s
-        greedy = all(step.greedy for step in record.requests)
-        steps = self._steps[record.rows > len(record.requests), greedy]
-        steps.learn(record.rows, measured, self._forward_s(record.rows, record.contexts))
+        rows, requests = record.rows, record.requests
+        kind = rows > len(requests), all(step.greedy for step in requests)
+        # A step behind one of another kind finds the caches of the processor cold: plain steps among drafted ones were
+        # seen to take 1.3 times what they take among their own kind.
+        self._alike, self._kind = (self._alike + 1 if kind == self._kind else 0), kind
+        self._unlike[kind] += not self._alike
+        now = self._clock()
+        if (not self._alike and self._unlike[kind] < _UNLIKE) or (self._alike > _ALL_OF and now < self._next):
+            return
+        self._next, self._unlike[kind] = now + _PAUSE_S, 0
+        drafted, greedy = kind
+        # Deciding is a price of drafting: plain steps are decided for long beforehand.
+        measured = record.total_s - record.draft_s - (0.0 if drafted else record.decide_s)
+        forward_s = self._forward_s(rows, record.contexts)
+        self._steps[kind].learn(rows, measured, forward_s)
+        self._judge(record.target_s / forward_s)
         for each in record.drafting:
             self._observe_drafting(each, greedy)
+
+    def _judge(self, ratio: float) -> None:
+        """Take note how forwards stand to V; a kept curve that they part from is measured again at its next use."""
+        self._forward_ratios.append(ratio)
+        if len(self._forward_ratios) == STEPS:
+            self._costs.judge(median(self._forward_ratios))
+            self._forward_ratios.clear()
 
     def _observe_drafting(self, spent: DraftTime, greedy: bool) -> None:
         if not spent.depth:

@@ -269,6 +269,7 @@ class NoDrafter(Drafter):
 
     name: ClassVar[str] = "none"
     limits: Budget = NO_DRAFT
+    told_late = True
 
     @property
     def kinds(self) -> frozenset[DrawKind]:

@@ -38,13 +38,16 @@ class Drafting:
         }
         self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
-        self._whole = drafter if list(drafter.members.values()) != [drafter] else None  # is told of merged proposals
         shown = joint_features(drafter)
         self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
-        self._keeps_output = any(member.told_late and member.features for member in drafter.members.values())
+        self._kept = [each.features for each in drafter.members.values() if each.told_late and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
+        self._told_at_once = [member for member in self._members.values() if not member.drafter.told_late]
         self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
+        self._resting = False  # whether the controller is not asked in this step
+        self._rests = 0  # that and the steps to come of which it is true
+        self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
 
@@ -59,8 +62,6 @@ class Drafting:
         for name, member in self._members.items():
             if name not in request.no_room:
                 member.begin(request)
-        if self._whole is not None:
-            self._whole.begin(request.draft)
 
     def give_room(self, request: Request, name: str) -> None:
         """A drafter gives back what it holds for a request; others draft for it until there is memory again."""
@@ -79,6 +80,10 @@ class Drafting:
         decisions: list[Decision | None] = [None] * len(batch)
         if not self._drafts:
             return decisions
+        self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
+        self._resting = self._rests > 0
+        if self._resting:
+            return self._last[1]
         asked = [number for number, item in enumerate(batch) if not item.prefill and not self._is_undrafted(item)]
         if not asked:
             return decisions
@@ -95,6 +100,9 @@ class Drafting:
                 decisions[number] = (
                     decision if most is None else _cut_to(decision, most - view.context - 1, self._limits)
                 )
+        if self._controller.rests and len(asked) == len(batch):
+            self._rests = 1 + self._controller.rests
+            self._last = [item.request for item in batch], decisions
         return decisions
 
     def _is_undrafted(self, item: StepItem) -> bool:
@@ -212,17 +220,16 @@ class Drafting:
             outcomes: of each item, without what drafters want to see of the forward.
             output: of the target's forward.
         """
-        if self._keeps_output and self._on_device:  # where the next forward may write over it
-            output = ForwardOutput(output.logits, output.hidden.clone(), output.layers)
+        if self._kept and self._on_device:  # where the next forward may write over it
+            logits = output.logits.clone() if any(each.logits for each in self._kept) else output.logits
+            output = ForwardOutput(logits, output.hidden.clone(), tuple(layer.clone() for layer in output.layers))
         for item, outcome in zip(batch, outcomes, strict=True):
             item.request.last_step = item, outcome, output
-        for name, member in self._members.items():
-            if not member.drafter.told_late:
-                self._tell(member, [item.request for item in batch])
-            elif name in self._asked:
-                self._tell(member, [item.request for item in batch if name in item.drafted.parts])
-        if self._whole is not None:
-            self._whole.observe([item.request.draft for item in batch], outcomes)
+        for member in self._told_at_once:
+            self._tell(member, [item.request for item in batch])
+        for name in self._asked:
+            if self._members[name].drafter.told_late:
+                self._tell(self._members[name], [item.request for item in batch if name in item.drafted.parts])
 
     def _tell(self, member: GuardedDrafter, requests: Sequence[Request]) -> None:
         """Tell a drafter of the last step of some requests, if it was not."""
@@ -239,7 +246,7 @@ class Drafting:
 
     def record(self, batch: Batch, record: StepRecord) -> None:
         """Tell the controller what a step did."""
-        if not self._drafts:
+        if self._resting or not self._drafts:
             return
         try:
             self._controller.observe(record)
@@ -253,8 +260,6 @@ class Drafting:
         for name, member in self._members.items():
             if name not in request.no_room:
                 member.end(request)
-        if self._whole is not None:
-            self._whole.end(request.draft)
 
     def _give_up(self, request: Request, error: Exception) -> None:
         self._failures.log("the controller", error)
