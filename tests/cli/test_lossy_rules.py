@@ -25,7 +25,7 @@ LOSSY = ["typical,epsilon=0.01,delta=0.01", "speculative,lenience=0.01"]
 
 @pytest.fixture
 def base(target: str, draft: str) -> tuple[str, ...]:
-    return ("generate", "hello", "--model", target, "--drafter", f"draft:{draft}", *WORDS)
+    return ("generate", "hello", "--model", target, "--drafter", f"draft:{draft}", "--controller", "fixed", *WORDS)
 
 
 # ------------------------------------------------------------------------------- words

@@ -38,6 +38,8 @@ class Drafting:
         }
         self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
+        has_others = list(drafter.members.values()) != [drafter]
+        self._whole = drafter if has_others and not drafter.told_late else None  # is told of merged proposals
         shown = joint_features(drafter)
         self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
@@ -230,6 +232,8 @@ class Drafting:
         for name in self._asked:
             if self._members[name].drafter.told_late:
                 self._tell(self._members[name], [item.request for item in batch if name in item.drafted.parts])
+        if self._whole is not None:
+            self._whole.observe([item.request.draft for item in batch], outcomes)
 
     def _tell(self, member: GuardedDrafter, requests: Sequence[Request]) -> None:
         """Tell a drafter of the last step of some requests, if it was not."""

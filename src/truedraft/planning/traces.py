@@ -161,6 +161,8 @@ class _Watcher(NoDrafter):
         probs: by request, what the target gave to each token that it drew, where chance decides.
     """
 
+    told_late = False
+
     def __init__(self, wanted: Sequence[Features], drawn: bool) -> None:
         self._keeps_logits = any(each.logits for each in wanted)
         self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))

@@ -193,6 +193,8 @@ class _VectorKeeper(NoDrafter):
 
     features: ClassVar[Features | None] = Features()
 
+    told_late = False
+
     def __init__(self, width: int) -> None:
         self._width = width
         self._kept: dict[int, list[Tensor]] = {}
