@@ -31,7 +31,7 @@ _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.003  # of time that deciding may take before decisions are kept for several steps
 _LONGEST_HOLD = 96
 _OTHER_BATCH = 0.34  # change of the number of requests after which prices are others
-_LOOKS, _LOOKS_S = 8, 0.02  # steps, or seconds, after which requests that draft nothing are looked at again
+_LOOKS, _LOOKS_S = (8, 32), 0.02  # steps, at first and at most, or seconds, until who drafts nothing is looked at
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
 _PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is measured again, and by how many
@@ -151,7 +151,8 @@ class Goodput(Controller):
         self._step = 0
         self._left = 0  # steps for which the allocation is kept
         self._plain_left = 0  # plain steps to come before it is followed
-        self._idle = 0  # steps until requests that draft nothing are looked at
+        self._every = _LOOKS[0]  # steps between looks at requests that draft nothing; more, the longer nothing changes
+        self._idle = 0  # until the next one
         self._rested = 0  # steps since the one that was last observed
         self._observed = clock()
         self._look_s = 0.0  # that deciding takes
@@ -185,14 +186,15 @@ class Goodput(Controller):
             return self._renew(views, owns)
         self._left -= 1
         self._idle -= 1 + self._rested
-        look = self._idle <= 0
-        if look:
-            self._idle = self._look_again()
+        look, news = self._idle <= 0, False
         for view, own in zip(views, owns, strict=True):
             gone = own.decision is not None and not own.decision.is_zero and own.decision.drafter not in view.limits
             own.stale |= own.decision is None or gone
             if own.stale or (own.hints and (own.drafts or look)):
-                self._choose_again(view, own, joint)
+                news |= self._choose_again(view, own, joint) and (len(owns) == 1 or not own.private)
+        if look:
+            self._every = _LOOKS[0] if news else min(2 * self._every, _LOOKS[1])
+            self._idle = self._look_again()
         return self._worth_starting(views, owns)
 
     def _worth_starting(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
@@ -208,7 +210,7 @@ class Goodput(Controller):
 
     def _look_again(self) -> int:
         """Steps until requests that draft nothing are looked at."""
-        return max(1, min(_LOOKS, int(_LOOKS_S / self._steps_s))) if self._steps_s else 1
+        return max(1, min(self._every, int(_LOOKS_S / self._steps_s))) if self._steps_s else 1
 
     def _still_fits(self, views: Sequence[RequestView]) -> bool:
         """Whether the last allocation says anything of a batch: of about as many requests, and alone the same one."""
@@ -217,13 +219,16 @@ class Goodput(Controller):
             return now == then and views[0].id == self._batch[0]
         return abs(now - then) <= _OTHER_BATCH * then
 
-    def _choose_again(self, view: RequestView, own: _Own, joint: tuple[Allocator, Allocation]) -> None:
-        """Choose at the prices of an allocation that is kept, where a request is new or drafters know other things."""
+    def _choose_again(self, view: RequestView, own: _Own, joint: tuple[Allocator, Allocation]) -> bool:
+        """Choose at the prices of an allocation that is kept, where a request is new or drafters know other things.
+
+        Returns whether there was anything to choose.
+        """
         hints = tuple([_kind_of(view.hints[drafter]()) for drafter in own.hints])
         if own.stale:
             own.by_hints.clear()
         elif hints == tuple(own.hints.values()):
-            return
+            return False
         own.hints = dict(zip(own.hints, hints, strict=True))
         known = own.by_hints.get(hints)
         if known is None:
@@ -233,11 +238,13 @@ class Goodput(Controller):
             if not own.private:
                 own.share = None if share is None else (share[0].drafter, share[1])
         (own.decision, own.surplus), own.stale = known, False
+        return True
 
     def _renew(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
         """Decisions from scratch, and for how many steps they are kept."""
         began = self._clock()
-        self._idle, self._plain_left = self._look_again(), 0
+        self._every, self._plain_left = _LOOKS[0], 0
+        self._idle = self._look_again()
         for own in owns:
             own.unhinted.clear()
         private = [own.private and len(views) > 1 for own in owns]
