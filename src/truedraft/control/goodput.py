@@ -52,6 +52,7 @@ class _Probing:
         request: that the running step probes with; None where it does not.
         rate: tokens a second that the step was expected to emit without the probe.
         staked_s: seconds taken from the credit for it.
+        wanted_s: that a hopeful probe would take which there was too little for; 0 where there was none.
     """
 
     plain_at: float
@@ -59,10 +60,11 @@ class _Probing:
     request: int | None = None
     rate: float = 0.0
     staked_s: float = 0.0
+    wanted_s: float = 0.0
 
     def earn(self, seconds: float, most: float, *, drafted: bool, now: Callable[[], float]) -> None:
-        """A step was made, of which so many seconds may be lost later; at `most` that many in all."""
-        self.credit_s = min(self.credit_s + seconds, most)
+        """A step was made, of which so many seconds may be lost later; at `most` that many in all, or one probe."""
+        self.credit_s = min(self.credit_s + seconds, max(most, self.wanted_s))
         if not drafted:
             self.plain_at = now()
 
@@ -193,6 +195,9 @@ class Goodput(Controller):
             if own.stale or (own.hints and (own.drafts or look)):
                 news |= self._choose_again(view, own, joint) and (len(owns) == 1 or not own.private)
         if look:
+            probing = owns[0].probing if len(owns) == 1 else self._probing
+            if 0.0 < probing.wanted_s <= probing.credit_s:
+                self._left = 0
             self._every = _LOOKS[0] if news else min(2 * self._every, _LOOKS[1])
             self._idle = self._look_again()
         return self._worth_starting(views, owns)
@@ -388,6 +393,8 @@ class Goodput(Controller):
         plain = self._plain_probe(views, owns, best)
         if plain is not None:
             return plain
+        for own in owns:
+            own.probing.wanted_s = 0.0
         hopes: dict[int, tuple[float, int, Candidate, int, float]] = {}  # by the probing that pays: the most hopeful
         looks = _PROBED_AT_MOST
         self._turn += looks
@@ -411,7 +418,9 @@ class Goodput(Controller):
                     hopes[key] = value, number, candidate, nodes, stake_s
         for _, number, candidate, nodes, stake_s in hopes.values():
             view, own = views[number], owns[number]
-            if stake_s <= own.probing.credit_s:
+            if stake_s > own.probing.credit_s:
+                own.probing.wanted_s = stake_s
+            else:
                 own.probing.stake(view.id, best.rate, stake_s)
                 self._probes += 1
                 tokens = 1.0 + sum(candidate.gains[:nodes])

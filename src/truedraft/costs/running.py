@@ -18,6 +18,7 @@ from truedraft.drafters.base import Drafter
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # that say how busy the machine is: at most, at least, and for how long
+_FADES_S = 5.0  # in which what was measured counts 1 / e as much, where nothing more was
 _SHAPE = 0.04  # share by which one step moves what holds for one size
 _MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that the system interrupted
 _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
@@ -36,17 +37,29 @@ class Corrected:
 
     Args:
         clock: seconds.
+
+    Attributes:
+        common: log of measured over expected seconds that all sizes share.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # when, and log of measured / expected
-        self._common = 0.0  # their median
+        self.common = 0.0  # their median
         self._shape = [0.0] * len(_KNOTS)
 
-    def factor(self, size: float) -> float:
-        """Measured over expected seconds at a size (rows, or requests)."""
-        return math.exp(self._common + self._shape_at(size))
+    def factor(self, size: float, otherwise: float = 0.0) -> float:
+        """Measured over expected seconds at a size (rows, or requests).
+
+        Args:
+            size: of what is asked about.
+            otherwise: log of what sizes have in common where nothing was measured for long, so that nothing is thought
+                slow for ever that nobody tries any more.
+        """
+        if not self._recent:
+            return math.exp(otherwise)
+        fresh = math.exp(min(self._recent[-1][0] - self._clock(), 0.0) / _FADES_S)
+        return math.exp(otherwise + fresh * (self.common - otherwise) + self._shape_at(size))
 
     def _shape_at(self, size: float) -> float:
         left, share = _between(size)
@@ -66,14 +79,14 @@ class Corrected:
         ratio = math.log(measured_s / expected_s) - self._shape_at(size)
         left, share = _between(size)
         if recent:
-            error = max(-_MOST, min(_MOST, ratio - self._common)) * _SHAPE
+            error = max(-_MOST, min(_MOST, ratio - self.common)) * _SHAPE
             self._shape[left] += error * (1.0 - share)
             if share:
                 self._shape[left + 1] += error * share
         recent.append((now, ratio))
         while len(recent) > _FEWEST and now - recent[0][0] > _LONGEST_S:
             recent.popleft()
-        self._common = median(each[1] for each in recent)
+        self.common = median(each[1] for each in recent)
 
 
 def _between(size: float) -> tuple[int, float]:
@@ -120,11 +133,10 @@ class RunningTimes:
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         drafted = rows > len(contexts)
-        steps = self._steps[drafted, greedy]
-        if not steps.known:  # until one was made, as those of the other kinds
-            others = (self._steps[not drafted, greedy], self._steps[drafted, not greedy])
-            steps = next((each for each in others if each.known), steps)
-        return self._forward_s(rows, contexts) * steps.factor(rows)
+        # Until such a step was made, and where the last one was long ago, as those of the other kinds.
+        others = (self._steps[not drafted, greedy], self._steps[drafted, not greedy])
+        otherwise = next((each.common for each in others if each.known), 0.0)
+        return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
 
     def _forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         """V by the curve, for contexts to the nearest 64 tokens of their mean."""
