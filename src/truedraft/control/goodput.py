@@ -35,6 +35,7 @@ _LOOKS, _LOOKS_S = (8, 32), 0.02  # steps, at first and at most, or seconds, unt
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
 _PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is measured again, and by how many
+_READY_WITHIN = 48  # tokens
 _PROBED_AT_MOST = 4  # requests that are looked at before one is probed with
 _SLOW = 0.1  # share by which one step moves what steps are known to take
 
@@ -188,7 +189,7 @@ class Goodput(Controller):
             return self._renew(views, owns)
         self._left -= 1
         self._idle -= 1 + self._rested
-        look, news = self._idle <= 0, False
+        look, news = self._idle <= 0 or self._rested > 0, False  # the engine breaks a rest where hints change
         for view, own in zip(views, owns, strict=True):
             gone = own.decision is not None and not own.decision.is_zero and own.decision.drafter not in view.limits
             own.stale |= own.decision is None or gone
@@ -196,7 +197,7 @@ class Goodput(Controller):
                 news |= self._choose_again(view, own, joint) and (len(owns) == 1 or not own.private)
         if look:
             probing = owns[0].probing if len(owns) == 1 else self._probing
-            if 0.0 < probing.wanted_s <= probing.credit_s:
+            if _are_ready(views) and 0.0 < probing.wanted_s <= probing.credit_s:
                 self._left = 0
             self._every = _LOOKS[0] if news else min(2 * self._every, _LOOKS[1])
             self._idle = self._look_again()
@@ -295,7 +296,7 @@ class Goodput(Controller):
         own = self._own.get(view.id)
         if own is None:
             params = view.params
-            private = not (params.greedy or params.coupled or params.seed is None)
+            private = params.private
             probing = _Probing(self._clock()) if private else self._probing
             self._privates |= private
             own = self._own[view.id] = _Own((params.probs_key, params.coupled), probing, private)
@@ -418,7 +419,7 @@ class Goodput(Controller):
                     hopes[key] = value, number, candidate, nodes, stake_s
         for _, number, candidate, nodes, stake_s in hopes.values():
             view, own = views[number], owns[number]
-            if stake_s > own.probing.credit_s:
+            if stake_s > own.probing.credit_s or not _are_ready(views):
                 own.probing.wanted_s = stake_s
             else:
                 own.probing.stake(view.id, best.rate, stake_s)
@@ -491,8 +492,16 @@ class Goodput(Controller):
         if own.probing.request == step.id:
             own.probing.settle(step)
             self._probes -= 1
+            self._choose_anew(own)
         if step.shares:
             self._learn(own, step)
+
+    def _choose_anew(self, own: _Own) -> None:
+        """Let a request choose again, at the prices that are; alone, at new ones."""
+        own.stale = True
+        own.unhinted.clear()
+        if len(self._batch) == 1:
+            self._left = 0
 
     def _learn(self, own: _Own, step: RequestStep) -> None:
         for share in step.shares:
@@ -503,10 +512,7 @@ class Goodput(Controller):
                 stopped = stopped and budget.floor > 0.0
                 own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
-                    own.stale = True  # it chooses again, at the prices that are
-                    own.unhinted.pop(share.drafter, None)
-                    if len(self._batch) == 1:
-                        self._left = 0
+                    self._choose_anew(own)
                 if not own.private:
                     self._pool[own.shaping, kind].learn(share, self._step, stopped)
                     if share.confidence:
@@ -526,6 +532,15 @@ def _kind_of(hint: Hint) -> int:
 def _told_context(view: RequestView, kept_apart: bool) -> int:
     """Cached tokens; of a private request among others what they would be if nothing had been accepted."""
     return view.context - (view.counters.emitted_tokens - view.counters.target_calls if kept_apart else 0)
+
+
+def _are_ready(views: Sequence[RequestView]) -> bool:
+    """Whether it is time to probe: with one request from one of its tokens on, another one for each request.
+
+    The first steps of an answer say little of those that follow: of far-fetched prompts the first drafts are rejected
+    nearly always, and once the answer has found its way nearly never.
+    """
+    return len(views) > 1 or views[0].counters.emitted_tokens >= views[0].id * 29 % _READY_WITHIN
 
 
 def _rate_of(hint: int) -> float:

@@ -76,6 +76,12 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def private(self) -> bool:
+        """Whether others may share its noise, sampled, with a seed that somebody chose: what becomes of its drafts must
+        decide nothing about them (DESIGN section 2, predictable choice)."""
+        return not (self.greedy or self.coupled or self.seed is None)
+
+    @property
     def probs_key(self) -> tuple[float, int, float, float]:
         """What the distribution of a node depends on, beside its logits: equal keys share one computation."""
         return self.temperature, self.top_k, self.top_p, self.min_p

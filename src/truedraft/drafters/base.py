@@ -176,6 +176,7 @@ class Drafter(ABC):
         features: what `observe` must be given of the target's forward; None is the tokens alone.
         told_late: whether it need not be told of every step in which it proposed nothing: only, before it next
             proposes, of the last of them.
+        hints_change: whether what `hint` tells changes while it drafts nothing, `behind` apart.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         request_bytes: that it holds for each request beside these caches.
@@ -185,6 +186,7 @@ class Drafter(ABC):
     limits: Budget
     features: ClassVar[Features | None] = None
     told_late: bool = False
+    hints_change: bool = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
     request_bytes: int = 0

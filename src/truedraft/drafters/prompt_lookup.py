@@ -33,6 +33,7 @@ class PromptLookup(Drafter):
 
     name: ClassVar[str] = "prompt-lookup"
     told_late = True
+    hints_change = True
 
     def __init__(self, num_speculative_tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
         if num_speculative_tokens < 1:

@@ -49,6 +49,8 @@ class Drafting:
         self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
+        self._watched = [(name, member) for name, member in self._members.items() if member.drafter.hints_change]
+        self._seen: list[Hint] = []  # what these knew then
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
@@ -83,6 +85,8 @@ class Drafting:
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
+        if self._rests and self._rests % max(len(batch) // 2, 1) == 0 and self._watched_hints(batch) != self._seen:
+            self._rests = 0
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1]
@@ -104,8 +108,18 @@ class Drafting:
                 )
         if self._controller.rests and len(asked) == len(batch):
             self._rests = 1 + self._controller.rests
-            self._last = [item.request for item in batch], decisions
+            self._last, self._seen = ([item.request for item in batch], decisions), self._watched_hints(batch)
         return decisions
+
+    def _watched_hints(self, batch: Batch) -> list[Hint]:
+        """What drafters know whose hints change; not of requests of which others may learn nothing."""
+        return [
+            member.drafter.hint(item.request.draft)
+            for item in batch
+            if len(batch) == 1 or not item.request.params.private
+            for name, member in self._watched
+            if name not in item.request.failed and name not in item.request.no_room
+        ]
 
     def _is_undrafted(self, item: StepItem) -> bool:
         failed, no_room = item.request.failed, item.request.no_room
