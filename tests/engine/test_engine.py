@@ -10,11 +10,11 @@ import torch
 
 from truedraft import Engine, SamplingParams
 from truedraft.control import FixedBudget
-from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.core.verdict import Origin
-from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.drafters import Drafter, DraftModel, DraftRequest, PromptLookup
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 
@@ -554,3 +554,39 @@ def test_a_controller_that_rests_is_asked_as_soon_as_other_requests_run() -> Non
     assert len(both) == 2 and len(one) == 1
     # Six steps together, of which the first and the fifth are asked; then the other one alone, thirteen.
     assert controller.asked == [both] * 2 + [one] * 4
+
+
+class Failing(PromptLookup):
+    """Its hints fail from the third call on."""
+
+    calls = 0
+
+    def hint(self, request: DraftRequest) -> Hint:
+        self.calls += 1
+        if self.calls > 2:
+            raise RuntimeError("no hint")
+        return super().hint(request)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize("controller", ["fixed", "resting", "goodput"])
+def test_hints_that_fail_cost_no_answer(controller: str) -> None:
+    target, params = MarkovModel.random(5, 1), SamplingParams(max_tokens=12)
+    plain = Engine(target).generate([[1, 2], [1, 3]], params)
+    drafter = Failing(4, min_ngram=1)
+    engine = Engine(target, drafter, controller=Resting() if controller == "resting" else controller)
+    answers = engine.generate([[1, 2], [1, 3]], params)
+    assert drafter.calls > 2
+    assert [answer.error for answer in answers] == [None, None]
+    for answer in answers:
+        assert answer.warnings == (
+            "drafter 'prompt-lookup' failed (RuntimeError: no hint); the answer went on undrafted",
+        )
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+
+
+def test_a_rest_is_broken_where_a_drafter_finds_something_else() -> None:
+    controller = Resting()
+    engine = Engine(MarkovModel.random(3, 1), PromptLookup(4, min_ngram=1), controller=controller)
+    engine.generate([[1, 2]], SamplingParams(max_tokens=25))
+    assert len(controller.asked) > 6, "24 steps, of which each fourth would be asked"

@@ -53,7 +53,7 @@ class _Probing:
         request: that the running step probes with; None where it does not.
         rate: tokens a second that the step was expected to emit without the probe.
         staked_s: seconds taken from the credit for it.
-        wanted_s: that a hopeful probe would take which there was too little for; 0 where there was none.
+        wanted_s: that a hopeful probe would take which had to wait, for credit or for its time; 0 without one.
     """
 
     plain_at: float
@@ -295,8 +295,7 @@ class Goodput(Controller):
     def _own_of(self, view: RequestView) -> _Own:
         own = self._own.get(view.id)
         if own is None:
-            params = view.params
-            private = params.private
+            params, private = view.params, view.params.private
             probing = _Probing(self._clock()) if private else self._probing
             self._privates |= private
             own = self._own[view.id] = _Own((params.probs_key, params.coupled), probing, private)

@@ -182,8 +182,7 @@ class RunningTimes:
             return
         rows, requests = record.rows, record.requests
         kind = rows > len(requests), all(step.greedy for step in requests)
-        # A step behind one of another kind finds the caches of the processor cold: plain steps among drafted ones were
-        # seen to take 1.3 times what they take among their own kind.
+        # A step behind one of another kind finds the processor's caches cold, and takes longer than among its own.
         self._alike, self._kind = (self._alike + 1 if kind == self._kind else 0), kind
         self._unlike[kind] += not self._alike
         now = self._clock()

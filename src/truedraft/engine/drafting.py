@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from truedraft.control import Controller
 from truedraft.core import transfers
@@ -18,8 +19,6 @@ from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
 from truedraft.models.base import ForwardOutput, LanguageModel
-
-_NOTHING_TO_PROPOSE = Hint(finds=False)
 
 
 class Drafting:
@@ -49,8 +48,8 @@ class Drafting:
         self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
-        self._watched = [(name, member) for name, member in self._members.items() if member.drafter.hints_change]
-        self._seen: list[Hint] = []  # what these knew then
+        self._watched = [member for member in self._members.values() if member.drafter.hints_change]
+        self._seen: list[Hint] = []  # what these knew when the controller was asked
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
@@ -85,8 +84,8 @@ class Drafting:
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
-        if self._rests and self._rests % max(len(batch) // 2, 1) == 0 and self._watched_hints(batch) != self._seen:
-            self._rests = 0
+        if self._rests and self._rests % max(len(batch) // 2, 1) == 0:
+            self._rests = self._rests if self._watched_hints(batch) == self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1]
@@ -113,13 +112,8 @@ class Drafting:
 
     def _watched_hints(self, batch: Batch) -> list[Hint]:
         """What drafters know whose hints change; not of requests of which others may learn nothing."""
-        return [
-            member.drafter.hint(item.request.draft)
-            for item in batch
-            if len(batch) == 1 or not item.request.params.private
-            for name, member in self._watched
-            if name not in item.request.failed and name not in item.request.no_room
-        ]
+        items = [item for item in batch if len(batch) == 1 or not item.request.params.private]
+        return [member.hint(item.request) for item in items for member in self._watched]
 
     def _is_undrafted(self, item: StepItem) -> bool:
         failed, no_room = item.request.failed, item.request.no_room
@@ -128,14 +122,7 @@ class Drafting:
     def _view(self, item: StepItem) -> RequestView:
         request, view = item.request, item.request.view
         if view is None:
-            hints = {
-                name: (
-                    lambda member=member: (
-                        _NOTHING_TO_PROPOSE if member.name in request.no_room else member.drafter.hint(request.draft)
-                    )
-                )
-                for name, member in self._members.items()
-            }
+            hints = {name: partial(member.hint, request) for name, member in self._members.items()}
             view = request.view = RequestView(
                 request.id, request.params, request.seed, 0, 0, self._limits, request.counters, hints
             )

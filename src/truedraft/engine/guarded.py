@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from truedraft.core import transfers
-from truedraft.core.budget import Budget
+from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import Proposal, check_draws
 from truedraft.core.stats import DraftTime
@@ -19,6 +19,8 @@ from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
+
+_NOTHING_TO_PROPOSE = Hint(finds=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,19 @@ class GuardedDrafter:
         except Exception as error:
             self.give_up(request, error)
 
+    def hint(self, request: Request) -> Hint:
+        """What it knows before it drafts for a request; nothing where it drafts for it no more, or has no room."""
+        if self.name in request.failed or self.name in request.no_room:
+            return _NOTHING_TO_PROPOSE
+        try:
+            return self.drafter.hint(request.draft)
+        except Exception as error:
+            self.give_up(request, error)
+            return _NOTHING_TO_PROPOSE
+
     def propose(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
         """Checked proposals by request, each within its budget; none for those that it fails for."""
-        behind = 0 if self._on_device else sum(self.drafter.hint(each.request.draft).behind for each in asked)
+        behind = 0 if self._on_device else sum(self.hint(each.request).behind for each in asked)
         began = time.perf_counter()
         try:
             made = self._ask(asked)
