@@ -8,40 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from support.fake_times import FakeTimes
 from truedraft.control.allocation import Allocation, Allocator, Candidate, Share
-from truedraft.control.base import StepTimes
-from truedraft.core.budget import NO_DRAFT, Budget, RequestView
-from truedraft.core.stats import StepRecord
+from truedraft.core.budget import NO_DRAFT, Budget
 
 CHAIN = Budget(4, 1, 4)
 WORST = {"even": 0.94, "jumping": 0.87}
 """Of the rate of the best of all allocations, what is found at least: where each row costs the same, and where one may
 cost nothing and the next a third of a step; the mean lies above 0.99 in both."""
-
-
-class Times(StepTimes):
-    """Seconds of steps by rows, and of a drafted token by drafter; a further request costs a fifth of the first."""
-
-    def __init__(self, steps: Sequence[float], tokens: dict[str, float]) -> None:
-        self.steps, self.tokens = steps, tokens
-
-    def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
-        return self.steps[min(rows, len(self.steps) - 1)]
-
-    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
-        return self.tokens[drafter] * depth * (1.0 + 0.2 * (requests - 1))
-
-    def catch_up_s(self, drafter: str, behind: int) -> float:
-        return 0.0
-
-    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
-        return ()
-
-    def observe(self, record: StepRecord) -> None:
-        pass
-
-    def measure(self, greedy: bool) -> None:
-        pass
 
 
 def shares(allocation: Allocation) -> list[tuple[str, int] | None]:
@@ -50,7 +24,7 @@ def shares(allocation: Allocation) -> list[tuple[str, int] | None]:
 
 # ------------------------------------------------------------------------------------------ by hand
 
-WORKED = Times([0.0, 0.010, 0.011, 0.011], {"a": 0.001})
+WORKED = FakeTimes([0.0, 0.010, 0.011, 0.011], {"a": 0.001})
 
 
 def test_the_worked_example() -> None:
@@ -66,7 +40,9 @@ def test_the_worked_example() -> None:
 
 def test_what_starting_to_draft_costs_beside_rows() -> None:
     """A second row takes 2 ms, further ones a quarter of 0.4 ms: 1.9 ms are for drafting at all, 0.19 tokens' time."""
-    allocator = Allocator(Times([0.0, 0.010, 0.012, 0.0121, 0.0122, 0.0123, 0.0124], {"a": 0.001}), [0], greedy=True)
+    allocator = Allocator(
+        FakeTimes([0.0, 0.010, 0.012, 0.0121, 0.0122, 0.0123, 0.0124], {"a": 0.001}), [0], greedy=True
+    )
     assert allocator.start_tokens() == pytest.approx(0.19)
     plain = allocator.plain()
     assert allocator.surplus(plain, None) == 0.0
@@ -116,7 +92,7 @@ def random_case(rows: str, seed: int) -> tuple[Allocator, list[list[Candidate]]]
     even = chance.choice(costs)
     for _ in range(20):
         steps.append(steps[-1] + (even if rows == "even" else chance.choice(costs)))
-    times = Times(steps, {"a": chance.choice([0.0, 0.0005, 0.002]), "b": chance.choice([0.0, 0.0005, 0.002])})
+    times = FakeTimes(steps, {"a": chance.choice([0.0, 0.0005, 0.002]), "b": chance.choice([0.0, 0.0005, 0.002])})
     candidates = []
     for _ in range(requests):
         own = []
@@ -146,7 +122,7 @@ def test_no_allocation_is_much_better_than_the_one_that_is_found(rows: str) -> N
 
 def test_alone_a_request_pays_what_its_rows_and_its_drafter_cost() -> None:
     """At 100 tokens a second and no dearer rows, a token of 2 ms must bring 0.2; shared drafting costs it a fifth."""
-    even = Times([0.0] + [0.010] * 20, {"a": 0.002, "b": 0.002})
+    even = FakeTimes([0.0] + [0.010] * 20, {"a": 0.002, "b": 0.002})
     allocator = Allocator(even, [0], greedy=True)
     plain = allocator.plain()
     assert allocator.alone(plain, []) is None
@@ -164,7 +140,7 @@ def test_alone_a_request_pays_what_its_rows_and_its_drafter_cost() -> None:
 
 
 def test_what_is_priced_counts_each_drafter_once_at_its_deepest() -> None:
-    times = Times([0.01 * rows for rows in range(20)], {"a": 0.001, "b": 0.003})
+    times = FakeTimes([0.01 * rows for rows in range(20)], {"a": 0.001, "b": 0.003})
     one, other = Candidate("a", CHAIN, [0.5, 0.2]), Candidate("b", CHAIN, [0.9], catch_up_s=0.004)
     found = Allocator(times, [0] * 4, greedy=True).priced([(one, 2), None, (one, 1), (other, 1)])
     assert found.rows == 4 + 4
@@ -174,7 +150,7 @@ def test_what_is_priced_counts_each_drafter_once_at_its_deepest() -> None:
 
 def test_hope_by_hand() -> None:
     """Drafting nothing now: a hoped first gain of 0.8 scales those below, and a failure costs drafting and rows."""
-    times = Times([0.0, 0.010, 0.011, 0.012, 0.020], {"a": 0.001})
+    times = FakeTimes([0.0, 0.010, 0.011, 0.012, 0.020], {"a": 0.001})
     allocator = Allocator(times, [0], greedy=True)
     candidate = Candidate("a", CHAIN, [0.4, 0.2, 0.1])
     value, nodes, lost_s = allocator.hope(allocator.plain(), 0, candidate, 0.8)
@@ -184,7 +160,7 @@ def test_hope_by_hand() -> None:
 
 
 def test_hope_in_place_of_another_drafter_stakes_what_that_one_would_bring() -> None:
-    times = Times([0.0] + [0.010] * 10, {"a": 0.001, "b": 0.001})
+    times = FakeTimes([0.0] + [0.010] * 10, {"a": 0.001, "b": 0.001})
     allocator = Allocator(times, [0], greedy=True)
     now = allocator.priced([(Candidate("b", CHAIN, [0.5]), 1)])
     value, nodes, lost_s = allocator.hope(now, 0, Candidate("a", CHAIN, [0.1]), 0.9)

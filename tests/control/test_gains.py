@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from truedraft.control.exploration import Thompson, UpperBound
-from truedraft.control.survival import LEAST_GAIN, ChainGains, Gains, TreeGains
+from truedraft.control.survival import LEAST_GAIN, ChainGains, Gains, Thompson, TreeGains, UpperBound
 from truedraft.core.stats import DraftShare
 
 

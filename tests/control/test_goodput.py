@@ -25,7 +25,7 @@ from support.simulated_drafting import (
     steady,
 )
 from truedraft.control import Budget, Goodput, Hint, Thompson, UpperBound
-from truedraft.control.exploration import Exploration
+from truedraft.control.survival import Exploration
 
 EXPLORATIONS: list[Callable[[], Exploration]] = [UpperBound, Thompson]
 

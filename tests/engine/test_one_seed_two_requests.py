@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from support.chi_square import p_value
+from support.fake_times import FakeTimes
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.control import (
@@ -84,33 +85,11 @@ def counts_of(controller: Controller, ahead: int, pairs: int) -> tuple[np.ndarra
     return counts[0], counts[1], drafted
 
 
-class EvenTimes:
-    """Rows cost a little, drafting a little; nothing depends on how long anything took."""
-
-    def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
-        return 1.0 + 0.002 * rows
-
-    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
-        return 0.05 * depth
-
-    def catch_up_s(self, drafter: str, behind: int) -> float:
-        return 0.0
-
-    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
-        return ()
-
-    def observe(self, record: StepRecord) -> None:
-        pass
-
-    def measure(self, greedy: bool) -> None:
-        pass
-
-
 class LearningGoodput(Goodput):
     """Goodput at even costs, so that what it decides hangs on verdicts alone."""
 
     def begin(self, times: StepTimes) -> None:
-        super().begin(EvenTimes())
+        super().begin(FakeTimes([1.0 + 0.002 * rows for rows in range(2_000)], {}, token_s=0.05))
 
 
 class Mixing(Controller):

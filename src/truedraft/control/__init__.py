@@ -1,9 +1,9 @@
 """Controllers: numbers in, decisions out. They never see a tensor."""
 
 from truedraft.control.base import Controller, FixedBudget, StepTimes
-from truedraft.control.exploration import Exploration, Thompson, UpperBound
 from truedraft.control.goodput import Goodput
 from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
+from truedraft.control.survival import Exploration, Thompson, UpperBound
 from truedraft.core.budget import Budget, Decision, Hint, RequestView
 from truedraft.core.stats import StepRecord
 

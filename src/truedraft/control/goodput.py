@@ -20,8 +20,7 @@ from typing import ClassVar, TypeAlias
 
 from truedraft.control.allocation import STOPS, Allocation, Allocator, Candidate, Share
 from truedraft.control.base import Controller, StepTimes
-from truedraft.control.exploration import Exploration, UpperBound
-from truedraft.control.survival import UNKNOWN_RATE, ChainGains, Gains, Odds, TreeGains
+from truedraft.control.survival import UNKNOWN_RATE, ChainGains, Exploration, Gains, Odds, TreeGains, UpperBound
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.stats import RequestStep, StepRecord
 

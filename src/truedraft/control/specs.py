@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from truedraft.control.base import Controller, FixedBudget
-from truedraft.control.exploration import Exploration, Thompson, UpperBound
 from truedraft.control.goodput import Goodput
 from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
+from truedraft.control.survival import Exploration, Thompson, UpperBound
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number, read_whole
 

@@ -2,7 +2,8 @@
 
 A node's gain is the probability that it is accepted, so gains of all drafted nodes add up to the tokens that drafting
 brings. Estimates start from a prior and follow what is observed, older verdicts counting less and less. How sure they
-are falls with every step in which nothing was tried, so that what stands still is tried again.
+are falls with every step in which nothing was tried, so that what stands still is tried again; how much to hope of what
+is known little of, upper bounds or draws say.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Self
@@ -185,3 +187,39 @@ class TreeGains(Gains):
 
     def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
         return share.nodes, share.path
+
+
+class Exploration(ABC):
+    """What to hope of an uncertain acceptance rate. Hopes that turn out wrong are paid for out of a bounded credit."""
+
+    @abstractmethod
+    def hoped(self, rate: float, doubt: float) -> float:
+        """The rate to hope for, from its estimate and standard error, fractions."""
+
+
+class UpperBound(Exploration):
+    """The estimate and so many standard errors: discounted UCB (Garivier and Moulines, arXiv 0805.3415).
+
+    Args:
+        width: standard errors.
+    """
+
+    def __init__(self, width: float = 1.5) -> None:
+        self._width = width
+
+    def hoped(self, rate: float, doubt: float) -> float:
+        return min(1.0, rate + self._width * doubt)
+
+
+class Thompson(Exploration):
+    """A draw from a normal distribution about the estimate: discounted Thompson sampling.
+
+    Args:
+        seed: of the draws, which share nothing with the noise of requests.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def hoped(self, rate: float, doubt: float) -> float:
+        return min(1.0, max(0.0, self._random.gauss(rate, doubt)))

@@ -1,0 +1,38 @@
+"""Step times that nothing measures: for tests in which decisions hang on nothing but what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from truedraft.control import RequestView, StepRecord, StepTimes
+
+
+class FakeTimes(StepTimes):
+    """Seconds of steps by rows, and of a drafted token by drafter; a further request costs a fifth of the first.
+
+    Args:
+        steps: by rows, the last of them for all that follow.
+        tokens: by drafter; one that is not named takes `token_s`.
+        token_s: of other drafters.
+    """
+
+    def __init__(self, steps: Sequence[float], tokens: Mapping[str, float], token_s: float = 0.0) -> None:
+        self.steps, self.tokens, self.token_s = steps, tokens, token_s
+
+    def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
+        return self.steps[min(rows, len(self.steps) - 1)]
+
+    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+        return self.tokens.get(drafter, self.token_s) * depth * (1.0 + 0.2 * (requests - 1))
+
+    def catch_up_s(self, drafter: str, behind: int) -> float:
+        return 0.0
+
+    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
+        return ()
+
+    def observe(self, record: StepRecord) -> None:
+        pass
+
+    def measure(self, greedy: bool) -> None:
+        pass
