@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.tiny import Result
+from truedraft.control import Goodput
 from truedraft.costs import Effort, kept
 from truedraft.planning.candidates import LONGEST
 
@@ -103,8 +104,10 @@ def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, 
 
 
 def test_generate_and_bench_draft_as_planned(
-    run: Run, target: str, prompts: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
+    run: Run, target: str, prompts: str, written: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[Mapping[str, Sequence[float]]] = []
+    monkeypatch.setattr(Goodput, "expect", lambda self, survival: told.append(survival))
     file = written[0] / "plan.json"
     plan = json.loads(file.read_text())
     plan["drafters"][0]["options"] = plan["drafters"][0]["options"][2:3]
@@ -116,6 +119,8 @@ def test_generate_and_bench_draft_as_planned(
     assert (result.record["drafter"], result.record["drafter_kind"]) == (words, "prompt-lookup")
     bench = ("bench", "--model", target, "--plan", str(file), "--prompts", prompts, "--limit", "1", "--max-tokens", "4")
     assert run(*bench, "--json").record["drafters"] == [words]
+    # The controllers of generate, of plain decoding and of the drafter start from what the plan found.
+    assert told == [{"prompt-lookup": tuple(plan["drafters"][0]["survival"])}] * 3
 
 
 def test_a_plan_is_refused(run: Run, target: str, draft: str, written: tuple[Path, dict[str, Any]]) -> None:

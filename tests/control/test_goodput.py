@@ -81,13 +81,19 @@ def test_it_comes_near_the_best_length(rate: float, explore: Callable[[], Explor
         assert sum(length == 8 for length in simulation.lengths) > 0.95 * len(simulation.lengths)
 
 
-def test_what_was_measured_before_is_where_it_starts() -> None:
-    """The first five steps, over 40 seeds: gains that are right are worth something, of good drafters and bad ones."""
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_was_measured_before_is_where_it_starts(planned: bool) -> None:
+    """The first five steps, over 40 seeds: gains that are right are worth something, of good drafters and bad ones.
+
+    They come with a drafter, or from a plan, which goes before them.
+    """
     for rate, gained in ((0.95, 1.02), (0.02, 1.05)):
         rates = []
         for known in ((), [rate**place for place in range(1, 9)]):
-            drafter = SimulatedDrafter(steady(rate), known=known)
+            drafter = SimulatedDrafter(steady(rate), known=() if planned else known)
             runs = [simulated(drafters=[drafter], seed=seed) for seed in range(40)]
+            for run in runs:
+                run.controller.expect({"a": known} if planned and known else {"b": (0.5,)})
             for run, _ in itertools.product(runs, range(5)):
                 run.step()
             rates.append(sum(run.tokens for run in runs) / sum(run.seconds for run in runs))

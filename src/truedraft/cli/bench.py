@@ -95,7 +95,7 @@ class BenchOptions:
 def bench(options: BenchOptions) -> int:
     """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
     from truedraft.bench import OutputFolder
-    from truedraft.cli.session import as_chat, check_plan, check_rule, encoded, planned_drafter, quiet_hub, set_threads
+    from truedraft.cli.session import as_chat, check_rule, encoded, plan_for, planned_drafter, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
     from truedraft.peers import check_peer
 
@@ -117,7 +117,10 @@ def bench(options: BenchOptions) -> int:
         folder = None if out is None else stack.enter_context(OutputFolder(out))
         with quiet_hub(), errors_about("model"):
             suite = _load(options, terminal)
-        check_plan(options.what.plan, suite.target)
+        plan = plan_for(options.what.plan, suite.target)
+        if plan is not None:
+            for each in suite.ours:
+                each.engine.controller.expect(plan.survival)
         if options.prompt.chat:
             asked = as_chat(suite.target, asked)
         groups, failures = encoded(suite.target, asked, options.runs.batch)

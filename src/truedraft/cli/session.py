@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from truedraft.bench import Failure, Group
     from truedraft.engine import Engine
     from truedraft.models.base import LanguageModel
-    from truedraft.planning import NodeBudget
+    from truedraft.planning import NodeBudget, Plan
 
 RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
@@ -131,17 +131,20 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
     return found.recommended()
 
 
-def check_plan(plan: Path | None, target: LanguageModel) -> None:
-    """Refuse a plan that was made for another model, machine or version.
+def plan_for(file: Path | None, target: LanguageModel) -> Plan | None:
+    """The plan in a file, if one is named.
 
     Raises:
-        CompositionError: says which.
+        CompositionError: it was made for another model, machine or version; says which.
     """
-    if plan is not None:
-        from truedraft.planning import read_plan
+    if file is None:
+        return None
+    from truedraft.planning import read_plan
 
-        with errors_about("plan"):
-            read_plan(plan).check(target)
+    with errors_about("plan"):
+        plan = read_plan(file)
+        plan.check(target)
+    return plan
 
 
 def load_engine(
@@ -179,12 +182,14 @@ def load_engine(
 
         with quiet_hub(), errors_about("model"):
             target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
-            check_plan(stack.plan, target)
+            plan = plan_for(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring what steps take on this machine")
         budgets: Mapping[str, NodeBudget] = {}
         if not (controller.weighs_costs or controller.takes_all_sizes):
             drafter, budgets = sized(drafter, target, params, requests=requests)
+        if plan is not None:
+            controller.expect(plan.survival)
         engine = Engine(target, drafter, rule, controller, max_cache_bytes=most)
         engine.measure(params)
     _tell_sizes(engine, budgets, console)

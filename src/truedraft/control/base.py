@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from truedraft.core.budget import Budget, Decision, RequestView
@@ -69,6 +69,13 @@ class Controller(ABC):
 
     def begin(self, times: StepTimes) -> None:  # noqa: B027 - optional
         """An engine takes it on; one controller serves one engine."""
+
+    def expect(self, survival: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - optional
+        """What somebody measured beforehand, such as a plan; what is observed outweighs it soon.
+
+        Args:
+            survival: by drafter, the share of steps in which the first 1, 2, ... tokens of a chain are accepted.
+        """
 
     @abstractmethod
     def decide(self, views: Sequence[RequestView]) -> Sequence[Decision]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
@@ -139,6 +139,7 @@ class Goodput(Controller):
         self._hysteresis = hysteresis
         self._clock = clock
         self._times: StepTimes | None = None
+        self._expected: dict[str, Sequence[float]] = {}  # gains of chains by drafter
         self._pool: dict[tuple[object, Kind], Gains] = {}
         self._odds: dict[tuple[object, str], Odds] = {}
         self._own: dict[int, _Own] = {}
@@ -162,6 +163,9 @@ class Goodput(Controller):
 
     def begin(self, times: StepTimes) -> None:
         self._times = times
+
+    def expect(self, survival: Mapping[str, Sequence[float]]) -> None:
+        self._expected.update(survival)
 
     # ------------------------------------------------------------------------------------ deciding
 
@@ -350,8 +354,10 @@ class Goodput(Controller):
     def _pooled(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
         key = own.shaping, kind
         if key not in self._pool:
-            known = [gain for gain in self._timing.acceptance(kind[0], view) if gain > 0.0]
-            if limits.width == 1:
+            chain = limits.width == 1
+            told = self._expected.get(kind[0]) if chain and not kind[1] else None
+            known = [gain for gain in told or self._timing.acceptance(kind[0], view) if gain > 0.0]
+            if chain:
                 rates = [after / before for before, after in itertools.pairwise([1.0, *known])] or [_rate_of(kind[1])]
                 self._pool[key] = ChainGains(rates, _PRIOR_WEIGHT, _POOL_MEMORY)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -87,6 +88,13 @@ class Plan:
         """The words of the drafter that is predicted to gain most; `none` where none gains."""
         found = self.best(batch, what_if)
         return found[0].option.words if found and found[0].speedup.value > 1.0 else NONE
+
+    @property
+    def survival(self) -> dict[str, tuple[float, ...]]:
+        """Of the drafter that is recommended, by its name, for `Controller.expect`; empty where none is."""
+        chosen = self.recommended()
+        of = (each for each in self.drafters if any(option.words == chosen for option in each.options))
+        return {each.name: each.survival for each in itertools.islice(of, 1)}
 
     def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
         """The predicted speed-up of one option by the number of requests answered together."""
