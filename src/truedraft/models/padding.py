@@ -102,9 +102,10 @@ def pad_model(
     """The same function at the cost of a larger model; the model itself stays as it is.
 
     Its logits are the model's bit for bit where the width becomes 4, 16, ... times as large and sums are made in the
-    same order, within rounding otherwise. On a CPU with AVX-512 BF16, in bfloat16 and float32, it is for the embedded
-    target at 500M and at the width of 7B; kernels for other shapes may split sums elsewhere. The first entries of the
-    hidden state are the model's, the others are zero. It is built layer by layer in the model's dtype, on its device.
+    same order, within rounding otherwise. On CPUs with AVX-512 BF16 it is in bfloat16 for the embedded target at 500M
+    and at the width of 7B, in float32 on an AMD one; an Intel one adds up float32 products in an order that hangs on
+    the width. The first entries of the hidden state are the model's, the others are zero. It is built layer by layer in
+    the model's dtype, on its device.
 
     Args:
         model: of the Llama architecture.
