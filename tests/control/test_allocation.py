@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -148,14 +149,18 @@ def test_what_is_priced_counts_each_drafter_once_at_its_deepest() -> None:
     assert found.seconds == pytest.approx(0.08 + 0.001 * 2 * 1.2 + 0.003 + 0.004)
 
 
-def test_hope_by_hand() -> None:
-    """Drafting nothing now: a hoped first gain of 0.8 scales those below, and a failure costs drafting and rows."""
+@pytest.mark.parametrize(("width", "second"), [(1, 0.8 * 0.8), (2, 0.4)])
+def test_hope_by_hand(width: int, second: float) -> None:
+    """Drafting nothing now: a failure costs drafting and rows.
+
+    If the first token of a chain is accepted with 0.8 so is the second; of a tree the first gain scales those below.
+    """
     times = FakeTimes([0.0, 0.010, 0.011, 0.012, 0.020], {"a": 0.001})
     allocator = Allocator(times, [0], greedy=True)
-    candidate = Candidate("a", CHAIN, [0.4, 0.2, 0.1])
+    candidate = Candidate("a", replace(CHAIN, width=width), [0.4, 0.2, 0.1])
     value, nodes, lost_s = allocator.hope(allocator.plain(), 0, candidate, 0.8)
     assert nodes == 2
-    assert value == pytest.approx(0.8 + 0.4 - 100.0 * (0.002 + 0.002))
+    assert value == pytest.approx(0.8 + second - 100.0 * (0.002 + 0.002))
     assert lost_s == pytest.approx(0.004)
 
 
@@ -164,6 +169,6 @@ def test_hope_in_place_of_another_drafter_stakes_what_that_one_would_bring() -> 
     allocator = Allocator(times, [0], greedy=True)
     now = allocator.priced([(Candidate("b", CHAIN, [0.5]), 1)])
     value, nodes, lost_s = allocator.hope(now, 0, Candidate("a", CHAIN, [0.1]), 0.9)
-    assert nodes == 1
-    assert value == pytest.approx(0.9 - 0.5)
-    assert lost_s == pytest.approx(0.5 / now.rate)
+    assert nodes == 4
+    assert value == pytest.approx(0.9 + 0.9**2 + 0.9**3 + 0.9**4 - 0.5 - now.rate * 3 * 0.001)
+    assert lost_s == pytest.approx(3 * 0.001 + 0.5 / now.rate)

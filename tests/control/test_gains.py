@@ -88,22 +88,55 @@ def test_trees_count_each_node_and_expect_as_much_of_those_they_did_not_draft() 
 
 def test_a_requests_own_estimates_start_from_the_pool_and_leave_it() -> None:
     pool = learnt(ChainGains([0.65], 4.0, 200.0), 0.9, 300)
-    own = pool.of_one(3.0, 12.0)
+    own = pool.of_one(12.0)
     assert own.gains(4) == pytest.approx(pool.gains(4))
     learnt(own, 0.0, 12)
     assert own.gains(1)[0] < 0.3
     assert pool.gains(1)[0] > 0.8
 
 
+def verdict(accepted: bool) -> DraftShare:
+    """Of a chain of one token."""
+    return DraftShare("a", 1, 1, (0,) if accepted else (), 1)
+
+
+@pytest.mark.parametrize(("alike", "after_three"), [(True, 0.53), (False, 0.75)])
+def test_how_much_a_request_counts_against_all_is_learnt(alike: bool, after_three: float) -> None:
+    """Half of all drafts are accepted: of every request half, or of every second request all."""
+    pool, draw = ChainGains([0.5], 4.0, 200.0), random.Random(0)
+    for request in range(60):
+        own = pool.of_one(12.0)
+        for _ in range(12):
+            accepted = draw.random() < 0.5 if alike else request % 2 == 0
+            pool.judge(own, verdict(accepted))
+            own.learn(verdict(accepted), 0)
+            pool.learn(verdict(accepted), 0)
+    lucky = pool.of_one(1e9)
+    for _ in range(3):
+        lucky.learn(verdict(accepted=True), 0)
+    assert lucky.gains(1)[0] == pytest.approx(after_three, abs=0.05)
+
+
 def test_doubt_falls_with_verdicts_and_grows_without() -> None:
     gains = ChainGains([0.65], 4.0, 200.0)
-    before = gains.doubt(0)
-    assert before == pytest.approx(math.sqrt(0.65 * 0.35 / 4))
+    rate, before = gains.outlook(0)
+    assert (rate, before) == pytest.approx((0.65, math.sqrt(0.65 * 0.35 / 4)))
     learnt(gains, 0.0, 300)
-    assert gains.doubt(300) < 0.1 * before
-    assert gains.doubt(300) > 0.0, "a rate of 0 is doubted, too"
-    later = [gains.doubt(step) for step in (300, 1000, 3000, 10_000)]
-    assert later == sorted(later) and later[-1] > 0.05
+    _, sure = gains.outlook(300)
+    assert 0.0 < sure < 0.1 * before, "a rate of 0 is doubted, too"
+    later = [gains.outlook(step) for step in (300, 1000, 3000, 10_000)]
+    assert later == sorted(later) and later[-1] == pytest.approx((rate, before), rel=0.01)
+
+
+def test_others_verdicts_make_a_request_sure_for_as_long_as_they_are_new() -> None:
+    pool = ChainGains([0.5], 4.0, 200.0)
+    own = pool.of_one(12.0)
+    for step in range(100):
+        stranger = learnt(pool.of_one(12.0), 1.0, 2)
+        pool.judge(stranger, verdict(step % 2 == 0))
+        pool.learn(verdict(step % 2 == 0), step)
+    assert own.outlook(100)[1] < 0.5 * math.sqrt(0.25 / 3)
+    assert own.outlook(10_000)[1] == pytest.approx(math.sqrt(0.25 / 3), rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------ hopes

@@ -283,7 +283,8 @@ class Allocator:
             allocation: as it is without it.
             number: of the request.
             candidate: to draft in its place.
-            first: the gain to hope for of its first node; those below are hoped for in proportion.
+            first: the gain to hope for of its first node; those below are hoped for in proportion, and of a chain each
+                token is hoped to fare as the first.
 
         Returns:
             Tokens that it would add, with how many nodes, and the seconds that are lost if it brings nothing.
@@ -294,9 +295,12 @@ class Allocator:
         brings = 0.0 if now is None else sum(now[0].gains[: now[1]])
         best: tuple[float, int, float] | None = None
         total = 0.0
-        scale = first / max(candidate.gains[0], 1e-9)
-        for nodes, gain in enumerate(candidate.gains[:4], 1):
-            total += min(gain * scale, first)
+        if candidate.limits.width == 1:
+            hoped = [first**place for place in range(1, min(candidate.limits.nodes, candidate.limits.depth, 4) + 1)]
+        else:
+            hoped = [min(gain * first / max(candidate.gains[0], 1e-9), first) for gain in candidate.gains[:4]]
+        for nodes, gain in enumerate(hoped, 1):
+            total += gain
             rows = allocation.rows + nodes - (0 if now is None else now[1])
             seconds = self.step_s(rows) - plan_s + self.drafting_s(candidate, 1, nodes) + candidate.setup_s - spared_s
             value = total - brings - allocation.rate * seconds

@@ -25,7 +25,7 @@ from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.stats import RequestStep, StepRecord
 
 _PRIOR_WEIGHT, _POOL_MEMORY = 4.0, 200.0  # verdicts
-_OWN_WEIGHT, _OWN_MEMORY = 3.0, 12.0
+_OWN_MEMORY = 12.0  # verdicts
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.003  # of time that deciding may take before decisions are kept for several steps
 _LONGEST_HOLD = 96
@@ -34,6 +34,7 @@ _LOOKS, _LOOKS_S = (8, 32), 0.02  # steps, at first and at most, or seconds, unt
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
 _PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is measured again, and by how many
+_LEAST_LOST = 0.1  # of a plain step, for the first of them finds caches cold
 _READY_WITHIN = 48  # tokens
 _PROBED_AT_MOST = 4  # requests that are looked at before one is probed with
 _SLOW = 0.1  # share by which one step moves what steps are known to take
@@ -47,7 +48,8 @@ class _Probing:
     """What probing may still lose, of a private request or of all others together.
 
     Attributes:
-        credit_s: seconds.
+        credit_s: seconds, by drafting.
+        plain_credit_s: by plain decoding where drafting is best, which would leave nothing for the other.
         plain_at: when a step was last plain decoding.
         request: that the running step probes with; None where it does not.
         rate: tokens a second that the step was expected to emit without the probe.
@@ -57,6 +59,7 @@ class _Probing:
 
     plain_at: float
     credit_s: float = 0.0
+    plain_credit_s: float = 0.0
     request: int | None = None
     rate: float = 0.0
     staked_s: float = 0.0
@@ -64,7 +67,9 @@ class _Probing:
 
     def earn(self, seconds: float, most: float, *, drafted: bool, now: Callable[[], float]) -> None:
         """A step was made, of which so many seconds may be lost later; at `most` that many in all, or one probe."""
-        self.credit_s = min(self.credit_s + seconds, max(most, self.wanted_s))
+        plain = min(seconds / 2.0, max(most - self.plain_credit_s, 0.0))
+        self.plain_credit_s += plain
+        self.credit_s = min(self.credit_s + seconds - plain, max(most, self.wanted_s))
         if not drafted:
             self.plain_at = now()
 
@@ -185,6 +190,8 @@ class Goodput(Controller):
                 own.probing.request = None
         if self._plain_left and self._batch == tuple([view.id for view in views]):
             self._plain_left -= 1
+            if not self._plain_left:
+                self._left = 0  # what they took may change all
             return [self._plain(view, "probe") for view in views]
         owns = [self._own_of(view) for view in views]
         joint = self._joint
@@ -345,7 +352,7 @@ class Goodput(Controller):
         gains = own.gains.get(kind)
         if gains is None:
             pool = self._pooled(view, own, kind, limits)
-            gains = own.gains[kind] = pool.of_one(_OWN_WEIGHT, _OWN_MEMORY)
+            gains = own.gains[kind] = pool.of_one(_OWN_MEMORY)
         return gains
 
     def _odds_of(self, own: _Own, drafter: str) -> Odds:
@@ -395,7 +402,7 @@ class Goodput(Controller):
     ) -> list[Decision]:
         """The decisions of a step, some of them changed to learn something where credit and hope suffice."""
         decisions = [own.decision for own in owns if own.decision is not None]
-        plain = self._plain_probe(views, owns, best)
+        plain = self._plain_probe(views, owns, allocator, best)
         if plain is not None:
             return plain
         for own in owns:
@@ -434,20 +441,23 @@ class Goodput(Controller):
         return decisions
 
     def _plain_probe(
-        self, views: Sequence[RequestView], owns: Sequence[_Own], best: Allocation
+        self, views: Sequence[RequestView], owns: Sequence[_Own], allocator: Allocator, best: Allocation
     ) -> list[Decision] | None:
         """Plain decoding for some steps although drafting is best, lest what it takes be known from long ago alone.
 
         The first of them takes longer than those that follow: the processor's caches hold what drafting needs.
         """
-        count, probing = len(views), owns[0].probing
-        drafted = best.tokens - count
-        if not drafted or any(own.probing is not probing for own in owns) or probing.request is not None:
+        probing, plain = owns[0].probing, allocator.plain()
+        drafts = best.tokens > plain.tokens
+        if not drafts or any(own.probing is not probing for own in owns) or probing.request is not None:
             return None
-        stake_s = _PLAIN_STEPS * drafted / best.rate
-        if stake_s > probing.credit_s or self._clock() - probing.plain_at < _PLAIN_AGE_S:
+        # They are worth their tokens. Where drafting hardly pays little is lost, and what plain steps take counts most.
+        lost_s = max(plain.seconds - plain.tokens / best.rate, _LEAST_LOST * plain.seconds)
+        stake_s = _PLAIN_STEPS * lost_s
+        if stake_s > probing.plain_credit_s or self._clock() - probing.plain_at < _PLAIN_AGE_S:
             return None
-        probing.stake(views[0].id, best.rate, stake_s)
+        probing.plain_credit_s -= stake_s
+        probing.stake(views[0].id, best.rate, 0.0)
         self._probes += 1
         self._plain_left = _PLAIN_STEPS - 1
         return [self._plain(view, "probe") for view in views]
@@ -457,9 +467,8 @@ class Goodput(Controller):
         estimate = own.gains.get((candidate.drafter, candidate.hint))
         if estimate is None or not candidate.gains:
             return 0.0
-        first = candidate.gains[0]
-        hoped = self._exploration.hoped(first, estimate.doubt(self._step))
-        return hoped if hoped > first else 0.0
+        hoped = self._exploration.hoped(*estimate.outlook(self._step))
+        return hoped if hoped > candidate.gains[0] else 0.0
 
     # ------------------------------------------------------------------------------------ learning
 
@@ -514,6 +523,8 @@ class Goodput(Controller):
                 budget = step.decision.budget if step.decision is not None else NO_DRAFT
                 stopped = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
                 stopped = stopped and budget.floor > 0.0
+                if not own.private:
+                    self._pool[own.shaping, kind].judge(own.gains[kind], share)
                 own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
                     self._choose_anew(own)

@@ -23,8 +23,9 @@ UNKNOWN_RATE = 0.65
 """Acceptance of a drafted token of which nobody knows anything; a few verdicts outweigh it."""
 LEAST_GAIN = 0.02
 """Nodes that bring less are not looked at."""
+_WEIGHTS = (3.0, 12.0, 48.0)  # verdicts that what is known of all requests may be worth for one of them
 _RATE = 0.05  # of learning odds
-_FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much for doubt
+_FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much for what may be hoped
 
 
 class Gains(ABC):
@@ -34,13 +35,14 @@ class Gains(ABC):
         prior: what is expected before anything is observed.
         weight: verdicts that the prior is worth.
         memory: verdicts after which one counts 1 / e as much.
-        others: estimates to which these are drawn, in place of the prior.
+        others: estimates to which these are drawn, in place of the prior; they also know how strongly.
     """
 
     def __init__(self, prior: Sequence[float], weight: float, memory: float, others: Self | None = None) -> None:
         self._prior = prior
         self._others = others
-        self._weight = weight
+        self._own_weight = weight
+        self._errors = [0.0] * len(_WEIGHTS)  # of what estimates for one would have foretold, by weight
         self._keep = math.exp(-1.0 / memory)
         self._accepted: list[float] = []
         self._tried: list[float] = []
@@ -81,8 +83,11 @@ class Gains(ABC):
             self._tried.append(0.0)
             self._accepted.append(0.0)
         # Places that were not tried are forgotten as well: few verdicts from long ago must not keep a budget short.
-        self._tried = [self._keep * each for each in self._tried]
-        self._accepted = [self._keep * each for each in self._accepted]
+        # So is what became of one request long ago, for which others stand; all of them together are not, or whatever
+        # nobody tries would seem worth drafting after a while.
+        keep = self._keep if self._others is None else self._keep * self._fresh(step)
+        self._tried = [keep * each for each in self._tried]
+        self._accepted = [keep * each for each in self._accepted]
         for place in range(tried):
             self._tried[place] += 1.0
         for place in accepted:
@@ -90,18 +95,57 @@ class Gains(ABC):
         self._step = step
         self._known_to = 0
 
-    def doubt(self, step: int) -> float:
-        """Standard error of the first node's gain at a step, a fraction."""
-        first = self.gains(1)
-        rate = first[0] if first else 0.0
-        tried = self._tried[0] * math.exp((self._step - step) / _FORGETS) if self._tried else 0.0
-        # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
-        spread = max(rate * (1.0 - rate), 0.5 / (self._weight + tried + 1.0))
-        return math.sqrt(spread / (self._weight + tried))
+    def outlook(self, step: int) -> tuple[float, float]:
+        """The first node's gain at a step, a fraction, and its standard error.
 
-    def of_one(self, weight: float, memory: float) -> Self:
+        Verdicts fade with the steps since the last one, toward what was expected before there were any: what was of no
+        use long ago may have become another since.
+        """
+        fresh = self._fresh(step)
+        tried, accepted = (fresh * self._tried[0], fresh * self._accepted[0]) if self._tried else (0.0, 0.0)
+        weight, others = self._own_weight, self._others
+        if others is not None:
+            expected, _ = others.outlook(step)
+            weight += (self._weight - weight) * others._fresh(step)
+        else:
+            expected = self._prior[0] if len(self._prior) else UNKNOWN_RATE
+        known = weight + tried
+        rate = (weight * expected + accepted) / known
+        # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
+        return rate, math.sqrt(max(rate * (1.0 - rate), 0.5 / (known + 1.0)) / known)
+
+    def _fresh(self, step: int) -> float:
+        """How much verdicts count at a step."""
+        return math.exp((self._step - step) / _FORGETS)
+
+    def of_one(self, memory: float) -> Self:
         """Estimates for one request, which start from these and follow them where it has no verdicts of its own."""
-        return type(self)((), weight, memory, self)
+        return type(self)((), _WEIGHTS[0], memory, self)
+
+    @property
+    def _weight(self) -> float:
+        """Verdicts that the prior is worth, or the others are: as many as foretold best how requests fare."""
+        if self._others is None:
+            return self._own_weight
+        errors = self._others._errors
+        return _WEIGHTS[errors.index(min(errors))]
+
+    def judge(self, one: Self, share: DraftShare) -> None:
+        """Take note what estimates for a request would have foretold of a proposal's first node, were they drawn here.
+
+        Where requests are alike what one of them adds is noise, and where they are not it is all that counts.
+
+        Worked example: of all requests half are accepted, of this one 3 of 3 were. With a weight of 3 that is 0.75,
+        with one of 12 it is 0.6 and with one of 48 it is 0.53; if the next one is rejected the last is least wrong.
+        """
+        tried, accepted = self._verdicts(share)
+        if not tried:
+            return
+        came, rate = float(0 in accepted), self.gains(1)[0]
+        own_tried, own_accepted = (one._tried[0], one._accepted[0]) if one._tried else (0.0, 0.0)
+        for number, weight in enumerate(_WEIGHTS):
+            foretold = (weight * rate + own_accepted) / (weight + own_tried)
+            self._errors[number] = self._keep * self._errors[number] + (foretold - came) ** 2
 
 
 class ChainGains(Gains):

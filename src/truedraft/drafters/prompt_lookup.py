@@ -73,9 +73,7 @@ class PromptLookup(Drafter):
         return _NOTHING if start is None else _FOUND[min(size, len(_FOUND) - 1)]
 
     def _find(self, request: DraftRequest) -> tuple[int | None, int]:
-        index = self._indexes[request.id]
-        index.extend(request.tokens)
-        return index.follows(request.tokens)
+        return self._indexes[request.id].find(request.tokens)
 
     def end(self, request: DraftRequest) -> None:
         self._indexes.pop(request.id, None)
@@ -100,24 +98,35 @@ class _NgramIndex:
         self._sizes = sizes
         self._places: dict[tuple[int, ...], int] = {}
         self._known = 0
+        self._found: tuple[int | None, int] = None, 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        """The place that followed the latest occurrence of the longest known ending, and that ending's length.
+
+        Args:
+            tokens: the text, which was only added to since it was last looked at.
+        """
+        if self._known != len(tokens):
+            self._extend(tokens)
+            self._found = self._follows(tokens)
+        return self._found
+
+    def _extend(self, tokens: Sequence[int]) -> None:
         """Read tokens not yet read; the n-gram that ends the text has no follower yet and stays out."""
-        if self._known == len(tokens):
-            return
-        before = max(self._known - self._sizes[0], 0)
-        ids, places = tokens[before:], self._places  # a list of its own, which is faster to cut
-        for place in range(max(self._known, 1), len(tokens)):
+        known, self._known = self._known, len(tokens)
+        before = max(known - self._sizes[0], 0)
+        ids, places = tuple(tokens[before:]), self._places
+        for place in range(max(known, 1), self._known):
             end = place - before
             for size in self._sizes:
                 if size <= end:
-                    places[tuple(ids[end - size : end])] = place
-        self._known = len(tokens)
+                    places[ids[end - size : end]] = place
 
-    def follows(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The place that followed the latest occurrence of the longest known ending, and that ending's length."""
-        for size in self._sizes:
+    def _follows(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        found: tuple[int | None, int] = None, 0
+        for size in reversed(self._sizes):
             place = self._places.get(tuple(tokens[-size:]))
-            if place is not None:
-                return place, size
-        return None, 0
+            if place is None:
+                break  # what occurred before did so with all its endings
+            found = place, size
+        return found

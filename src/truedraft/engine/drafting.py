@@ -84,7 +84,7 @@ class Drafting:
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
-        if self._rests and self._rests % max(len(batch) // 2, 1) == 0:
+        if self._rests and self._rests % max(len(batch) // 2, 2) == 0:
             self._rests = self._rests if self._watched_hints(batch) == self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
