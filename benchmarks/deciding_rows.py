@@ -32,6 +32,7 @@ from truedraft.errors import ModelError, TruedraftError
 from truedraft.models.base import LanguageModel
 
 PLAIN, DEFAULT, HEURISTIC, PORTFOLIO = "plain", "default", "heuristic", "portfolio"
+LONG_DRAFT = "draft,num_speculative_tokens=12"
 MEMBERS = ("draft", "prompt-lookup")
 _WARM_UP_TOKENS = 8
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
@@ -217,9 +218,9 @@ def default_against_best(lab: Lab, cell: Cell, before: Mapping[str, Any] | None)
 
 
 def default_against_heuristic(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
-    """Row c."""
-    heuristic = lab.learning(cell.size, "draft", HEURISTIC, "heuristic")
-    return contest(lab, cell, lab.learning(cell.size, "draft", DEFAULT), [heuristic])
+    """Row c; the heuristic starts at 5 tokens and knows no end, so the draft may be long."""
+    heuristic = lab.learning(cell.size, LONG_DRAFT, HEURISTIC, "heuristic")
+    return contest(lab, cell, lab.learning(cell.size, LONG_DRAFT, DEFAULT), [heuristic])
 
 
 def portfolio_against_members(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:

@@ -37,6 +37,7 @@ _PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is m
 _LEAST_LOST = 0.1  # of a plain step, for the first of them finds caches cold
 _READY_WITHIN = 48  # tokens
 _PROBED_AT_MOST = 4  # requests that are looked at before one is probed with
+_DEAR_LEVEL_S = 5e-4  # of a token drafted, from which it pays to look how likely tokens are: a tenth of it, measured
 _SLOW = 0.1  # share by which one step moves what steps are known to take
 
 Kind: TypeAlias = tuple[str, int]
@@ -331,13 +332,17 @@ class Goodput(Controller):
             most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
             late_s, ahead = self._timing.catch_up_s(drafter, hint.behind), max(1, min(room, _AHEAD) // 2)
             candidate = Candidate(drafter, limits.cut(room), gains.gains(most), late_s, ahead, hint.kind)
-            if hint.confident:
+            if hint.confident and self._level_s(drafter, view.params.greedy) >= _DEAR_LEVEL_S:
                 candidate.odds = self._odds_of(own, drafter).odds
             own.expected[kind] = candidate.gains[0]
             found.append(candidate)
             if drafter not in own.hints:
                 own.unhinted[drafter] = candidate
         return found
+
+    def _level_s(self, drafter: str, greedy: bool) -> float:
+        """Seconds that a drafter takes for one more token of one request."""
+        return self._timing.drafting_s(drafter, 1, 2, greedy) - self._timing.drafting_s(drafter, 1, 1, greedy)
 
     def _standing_for(self, view: RequestView, own: _Own) -> list[Candidate]:
         """What other requests may know of a private one: nothing of its text or verdicts."""
