@@ -531,7 +531,7 @@ class Goodput(Controller):
                 if not own.private:
                     self._pool[own.shaping, kind].judge(own.gains[kind], share)
                 own.gains[kind].learn(share, self._step, stopped)
-                if abs(own.gains[kind].gains(1)[0] - own.expected.get(kind, 0.0)) > _SURPRISE:
+                if abs(own.gains[kind].first - own.expected.get(kind, 0.0)) > _SURPRISE:
                     self._choose_anew(own)
                 if not own.private:
                     self._pool[own.shaping, kind].learn(share, self._step, stopped)

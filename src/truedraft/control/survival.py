@@ -43,6 +43,7 @@ class Gains(ABC):
         self._others = others
         self._own_weight = weight
         self._errors = [0.0] * len(_WEIGHTS)  # of what estimates for one would have foretold, by weight
+        self._of_all = _WEIGHTS[0]  # that with the least error
         self._keep = math.exp(-1.0 / memory)
         self._accepted: list[float] = []
         self._tried: list[float] = []
@@ -59,6 +60,15 @@ class Gains(ABC):
             least = next((place for place, gain in enumerate(found) if gain < LEAST_GAIN), len(found))
             self._known, self._known_to = found[: max(least, 1)], count
         return self._known if count >= len(self._known) else self._known[:count]
+
+    @property
+    def first(self) -> float:
+        """The first node's gain, without a look at the others."""
+        others, weight = self._others, self._weight
+        expected = others.first if others is not None else (self._prior[0] if len(self._prior) else UNKNOWN_RATE)
+        if not self._tried:
+            return expected
+        return (weight * expected + self._accepted[0]) / (weight + self._tried[0])
 
     @abstractmethod
     def _estimated(self, count: int) -> list[float]:
@@ -125,10 +135,7 @@ class Gains(ABC):
     @property
     def _weight(self) -> float:
         """Verdicts that the prior is worth, or the others are: as many as foretold best how requests fare."""
-        if self._others is None:
-            return self._own_weight
-        errors = self._others._errors
-        return _WEIGHTS[errors.index(min(errors))]
+        return self._own_weight if self._others is None else self._others._of_all
 
     def judge(self, one: Self, share: DraftShare) -> None:
         """Take note what estimates for a request would have foretold of a proposal's first node, were they drawn here.
@@ -141,11 +148,12 @@ class Gains(ABC):
         tried, accepted = self._verdicts(share)
         if not tried:
             return
-        came, rate = float(0 in accepted), self.gains(1)[0]
+        came, rate = float(0 in accepted), self.first
         own_tried, own_accepted = (one._tried[0], one._accepted[0]) if one._tried else (0.0, 0.0)
         for number, weight in enumerate(_WEIGHTS):
             foretold = (weight * rate + own_accepted) / (weight + own_tried)
             self._errors[number] = self._keep * self._errors[number] + (foretold - came) ** 2
+        self._of_all = _WEIGHTS[self._errors.index(min(self._errors))]
 
 
 class ChainGains(Gains):
@@ -164,14 +172,15 @@ class ChainGains(Gains):
             expected = others.rates(count)
         else:
             expected = [prior[min(place, len(prior) - 1)] for place in range(count)]
-        measured_sum = expected_sum = self._weight
+        weight = measured_sum = expected_sum = self._weight
         found = []
-        for place, before in enumerate(expected):
-            tried, accepted = (self._tried[place], self._accepted[place]) if place < len(self._tried) else (0.0, 0.0)
+        for before, tried, accepted in zip(expected, self._tried, self._accepted, strict=False):
             likely = min(before * measured_sum / expected_sum, 1.0)
-            found.append((self._weight * likely + accepted) / (self._weight + tried))
+            found.append((weight * likely + accepted) / (weight + tried))
             measured_sum += accepted
             expected_sum += before * tried
+        scale = measured_sum / expected_sum
+        found += [min(before * scale, 1.0) for before in expected[len(found) :]]
         return found
 
     def _estimated(self, count: int) -> list[float]:
