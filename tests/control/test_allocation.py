@@ -145,7 +145,7 @@ def test_what_is_priced_counts_each_drafter_once_at_its_deepest() -> None:
     one, other = Candidate("a", CHAIN, [0.5, 0.2]), Candidate("b", CHAIN, [0.9], catch_up_s=0.004)
     found = Allocator(times, [0] * 4, greedy=True).priced([(one, 2), None, (one, 1), (other, 1)])
     assert found.rows == 4 + 4
-    assert found.tokens == pytest.approx(4 + 0.7 + 0.5 + 0.9)
+    assert found.tokens == pytest.approx(4 * (1.7 * 1.5 * 1.9) ** 0.25)
     assert found.seconds == pytest.approx(0.08 + 0.001 * 2 * 1.2 + 0.003 + 0.004)
 
 

@@ -1,12 +1,17 @@
 """Which nodes of which requests a step drafts: the allocation with the most expected tokens per second.
 
-Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. Tokens are one for each
-request and the gains of all nodes that are drafted for it; seconds are those of the step with so many rows and of the
-drafting. Nothing drafted is an allocation like any other: plain decoding.
+Goodput of a step (Liu et al., arXiv 2406.14066) is expected tokens over expected seconds. Tokens of a request are one
+and the gains of all nodes that are drafted for it; seconds are those of the step with so many rows and of the drafting.
+Nothing drafted is an allocation like any other: plain decoding.
+
+Of several requests the geometric mean of their tokens counts. Their sum would let one request wait through long steps
+because others guess well; with the mean, a step that takes twice as long must double what they emit on balance. What a
+request is worth grows by the logarithm of its tokens, so the next node goes to whom it makes faster most.
 
 Worked example: one request, gains 0.6 and 0.3, a step of 10 ms with one row and 11 ms with two or three, 1 ms for
 drafting one token and 2 ms for two. Plain decoding emits 100 tokens a second, one drafted token 1.6 / 12 ms = 133, two
-1.9 / 13 ms = 146: two it is.
+1.9 / 13 ms = 146: two it is. Of two requests of which one emits 4 tokens and the other 1, the geometric mean is 2, so
+together they count as 4 tokens and not as 5.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from truedraft.core.budget import NO_DRAFT, Budget
 STOPS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Numbers of nodes at which an allocation may end; steps cost about the same in between."""
 _AT_STOP = frozenset(STOPS)
+_ROUNDS = 3  # of choices at the prices of those before
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +83,7 @@ class Allocation:
 
     Attributes:
         shares: one for each request.
-        tokens: expected, of all requests.
+        tokens: as many as there are requests, times the geometric mean of what each is expected to emit.
         seconds: expected.
     """
 
@@ -149,13 +155,15 @@ class Allocator:
             own = [next((each for each in of_one if each.drafter == name), None) for of_one in candidates]
             found = self._filled(own, best.rate)
             best = found if found is not None else best
-        if len(candidates) > 1 and len(names) > 1:
+        for _ in range(_ROUNDS if len(candidates) > 1 and len(names) > 1 else 0):
             mixed = self.priced([self.alone(best, own) for own in candidates])
-            best = mixed if mixed.rate > best.rate else best
+            if mixed.rate <= best.rate:
+                break
+            best = mixed  # at whose prices more may pay
         return best
 
     def _filled(self, candidates: Sequence[Candidate | None], rate: float) -> Allocation | None:
-        """The best allocation to one drafter: nodes of all requests by falling gain, as many as pay.
+        """The best allocation to one drafter: nodes by the share that each adds to its request, as many as pay.
 
         Args:
             candidates: that drafter's, of each request.
@@ -170,23 +178,25 @@ class Allocator:
             return None
         # What brings much less than a row costs cannot pay.
         least = 0.25 * rate * self._row_s(2 * count)
-        nodes = [
-            (-gain, place, number, candidate)
-            for number, candidate in enumerate(candidates)
-            if candidate is not None
-            for place, gain in enumerate(candidate.gains)
-            if gain > least
-        ]
+        nodes = []
+        for number, candidate in enumerate(candidates):
+            before = 1.0
+            for place, gain in enumerate(candidate.gains if candidate is not None else ()):
+                if gain <= least:
+                    break
+                nodes.append((-gain / before, place, number, candidate))
+                before += gain
         nodes.sort(key=lambda node: node[:3])
-        tokens, deepest, setup_s, drafted = float(count), 0, 0.0, 0
+        mean, deepest, setup_s, drafted = 0.0, 0, 0.0, 0  # of logarithms
         for filled, (loss, place, _, candidate) in enumerate(nodes, 1):
-            tokens -= loss
+            mean += math.log1p(-loss) / count
             if place == 0:
                 drafted += 1
                 setup_s += candidate.setup_s
             deepest = max(deepest, place + 1)
             if filled not in _AT_STOP and filled != len(nodes):
                 continue
+            tokens = count * math.exp(mean)
             seconds = self.step_s(count + filled) + setup_s + self.drafting_s(candidate, drafted, deepest)
             if tokens > rate * seconds:
                 rate, found = tokens / seconds, (filled, tokens, seconds)
@@ -208,7 +218,14 @@ class Allocator:
         row_s = self._row_s(allocation.rows)
         together = sum(each is not None and each[0].drafter == candidate.drafter for each in allocation.shares) or 1
         level_s = self.drafting_s(candidate, together, nodes + 1) - self.drafting_s(candidate, together, nodes)
-        return allocation.rate * (row_s + max(level_s, 0.0) / together)
+        worth = 1.0
+        if len(self._contexts) > 1:
+            worth = allocation.tokens / len(self._contexts) / (1.0 + sum(candidate.gains[:nodes]))
+        return allocation.rate * (row_s + max(level_s, 0.0) / together) / worth
+
+    def _worth(self, tokens: float, each: float) -> float:
+        """What a request's tokens beyond its first are worth, in tokens of the batch, where `each` is its mean."""
+        return tokens if len(self._contexts) == 1 else each * math.log1p(tokens)
 
     def start_tokens(self) -> float:
         """What plain decoding would emit in the time that drafting anything at all adds to a step, rows apart."""
@@ -225,7 +242,7 @@ class Allocator:
         candidate, nodes = share
         shared = any(each is not None and each[0].drafter == candidate.drafter for each in allocation.shares)
         seconds = self._row_s(allocation.rows) * nodes + self._added_s(candidate, shared, nodes) + candidate.setup_s
-        return sum(candidate.gains[:nodes]) - self.plain().rate * seconds
+        return self._worth(sum(candidate.gains[:nodes]), 1.0) - self.plain().rate * seconds
 
     def alone(self, allocation: Allocation, candidates: Sequence[Candidate]) -> Share:
         """What one request would draft at the prices of an allocation.
@@ -238,20 +255,22 @@ class Allocator:
             candidates: of the request.
         """
         row_s, rate = self._row_s(allocation.rows), allocation.rate
+        each = allocation.tokens / len(self._contexts)
         drafting = {share[0].drafter for share in allocation.shares if share is not None}
         best: Share = None
         most = 0.0
         for candidate in candidates:
             shared = candidate.drafter in drafting
-            brought = 0.0
-            if sum(candidate.gains) - most <= rate * (row_s + candidate.setup_s + self._added_s(candidate, shared, 1)):
+            least_s = row_s + candidate.setup_s + self._added_s(candidate, shared, 1)
+            if self._worth(sum(candidate.gains), each) - most <= rate * least_s:
                 continue
+            brought = worth = 0.0
             for nodes, gain in enumerate(candidate.gains, 1):
-                brought += gain
-                value = brought - rate * (row_s * nodes + candidate.setup_s + self._added_s(candidate, shared, nodes))
+                brought, before, worth = brought + gain, worth, self._worth(brought + gain, each)
+                value = worth - rate * (row_s * nodes + candidate.setup_s + self._added_s(candidate, shared, nodes))
                 if value > most:
                     best, most = (candidate, nodes), value
-                if gain <= rate * row_s:  # those behind it bring less and cost as much
+                if worth - before <= rate * row_s:  # those behind it bring less and cost as much
                     break
         return best
 
@@ -262,17 +281,17 @@ class Allocator:
 
     def priced(self, shares: list[Share]) -> Allocation:
         """The allocation with these shares."""
-        tokens, seconds = float(len(shares)), 0.0
+        mean, seconds = 0.0, 0.0
         largest: dict[str, tuple[Candidate, int, int]] = {}  # by drafter: one of its candidates, requests, most nodes
         for share in shares:
             if share is not None:
                 candidate, nodes = share
-                tokens += sum(candidate.gains[:nodes])
+                mean += math.log1p(sum(candidate.gains[:nodes])) / len(shares)
                 seconds += candidate.setup_s
                 _, requests, most = largest.get(candidate.drafter, (candidate, 0, 0))
                 largest[candidate.drafter] = candidate, requests + 1, max(most, nodes)
         seconds += sum(self.drafting_s(*each) for each in largest.values())
-        allocation = Allocation(shares, tokens, seconds)
+        allocation = Allocation(shares, len(shares) * math.exp(mean), seconds)
         allocation.seconds += self.step_s(allocation.rows)
         return allocation
 
@@ -293,6 +312,7 @@ class Allocator:
         plan_s = self.step_s(allocation.rows)
         spared_s = 0.0 if now is None else self.drafting_s(now[0], 1, now[1])
         brings = 0.0 if now is None else sum(now[0].gains[: now[1]])
+        each = allocation.tokens / len(self._contexts)
         best: tuple[float, int, float] | None = None
         total = 0.0
         if candidate.limits.width == 1:
@@ -303,7 +323,7 @@ class Allocator:
             total += gain
             rows = allocation.rows + nodes - (0 if now is None else now[1])
             seconds = self.step_s(rows) - plan_s + self.drafting_s(candidate, 1, nodes) + candidate.setup_s - spared_s
-            value = total - brings - allocation.rate * seconds
+            value = self._worth(total, each) - self._worth(brings, each) - allocation.rate * seconds
             if best is None or value > best[0]:
                 late_s = candidate.catch_up_s - candidate.setup_s  # which this step alone takes
                 best = value, nodes, max(seconds + late_s + brings / allocation.rate, 0.0)
