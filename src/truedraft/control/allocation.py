@@ -178,10 +178,12 @@ class Allocator:
             return None
         # What brings much less than a row costs cannot pay.
         least = 0.25 * rate * self._row_s(2 * count)
-        nodes = []
+        nodes: list[tuple[float, int, int, Candidate]] = []
         for number, candidate in enumerate(candidates):
+            if candidate is None:
+                continue
             before = 1.0
-            for place, gain in enumerate(candidate.gains if candidate is not None else ()):
+            for place, gain in enumerate(candidate.gains):
                 if gain <= least:
                     break
                 nodes.append((-gain / before, place, number, candidate))
