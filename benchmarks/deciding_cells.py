@@ -22,6 +22,7 @@ ROWS = {
     "e": "measured over predicted speed-up of what `truedraft plan` chose",
     "f": "the default against plain decoding while a neighbour takes half of the memory's bandwidth, and leaves again",
     "g": "time spent on deciding",
+    "s": "the default against plain decoding, four times as many requests as run together, one after the other",
     "h": "the draft under the default controller against plain decoding, batches of 8 and 16",
 }
 """What each row measures."""
@@ -36,6 +37,7 @@ _SHARES: Mapping[str, tuple[float, float, float]] = {
     "e": (60.0, 60.0, 60.0),
     "f": (210.0, 210.0, 210.0),
     "g": (4.0, 6.0, 25.0),
+    "s": (20.0, 60.0, 120.0),
     "h": (120.0, 120.0, 120.0),
 }
 _LONGEST = 3.0  # times its share
@@ -90,7 +92,9 @@ def _of_size(size: str) -> list[Cell]:
     if size != "own":
         cells += [Cell("f", size, name, 1) for name in ("code", "prose")]
     cells += [Cell("g", size, name, batch) for batch in BATCHES for name in ("code", MIX)]
-    if size == "500M":
+    if size != "500M":
+        cells += [Cell("s", size, name, batch) for batch in (4, 16) for name in ("code", "prose", MIX)]
+    else:
         cells += [Cell("h", size, "code", batch, temperature) for batch in (8, 16) for temperature in (0.0, 0.8)]
     return cells
 

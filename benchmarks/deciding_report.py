@@ -17,7 +17,7 @@ from deciding_sets import MIX, SETS
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 _DRAWS = 1_000
-_RATIO_ROWS = ("a", "b", "c", "d", "e", "h")
+_RATIO_ROWS = ("a", "b", "c", "d", "e", "s", "h")
 _LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
 _LEAST_OF_BEST = 0.95  # of row b
 _MIX_GAIN, _HEURISTIC_LOSS, _PORTFOLIO_LOSS = 1.05, 0.98, 0.97  # of rows c and d

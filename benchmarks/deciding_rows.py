@@ -35,6 +35,8 @@ PLAIN, DEFAULT, HEURISTIC, PORTFOLIO = "plain", "default", "heuristic", "portfol
 LONG_DRAFT = "draft,num_speculative_tokens=12"
 MEMBERS = ("draft", "prompt-lookup")
 _WARM_UP_TOKENS = 8
+_MOST_SLOTS = 32
+_WAITING = 4  # times as many requests as run together, of row s
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
 _MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
 _PLAN_S = 600.0
@@ -129,15 +131,24 @@ class Lab:
             self._fixed[words] = EngineSystem(words, Engine(target, words, controller=FixedBudget()))
         return EngineSystem(name or words, self._fixed[words].engine)
 
-    def learning(self, size: str, words: str, name: str, controller: Any = None) -> EngineSystem:
+    def learning(
+        self, size: str, words: str, name: str, controller: Any = None, slots: int = _MOST_SLOTS
+    ) -> EngineSystem:
         """An engine that nobody used before, whose controller learns from this cell alone.
+
+        Args:
+            size: of the target.
+            words: for its drafter.
+            name: of the system.
+            controller: None is the default.
+            slots: requests that run together; others wait.
 
         Raises:
             UnavailableError: there is no such drafter or controller yet.
         """
         target = self.target(size)
         try:
-            return EngineSystem(name, Engine(target, words, None, controller))
+            return EngineSystem(name, Engine(target, words, None, controller, max_batch=slots))
         except TruedraftError as error:
             raise UnavailableError(f"{name} cannot be made ({error})") from error
 
@@ -227,6 +238,15 @@ def portfolio_against_members(lab: Lab, cell: Cell, before: Mapping[str, Any] | 
     """Row d."""
     portfolio = lab.learning(cell.size, f"portfolio({';'.join(MEMBERS)})", PORTFOLIO)
     return contest(lab, cell, portfolio, [lab.learning(cell.size, each, each) for each in MEMBERS])
+
+
+def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
+    """Row s: what a server does, where requests wait for those that run."""
+    asked = lab.asked(cell)
+    group = [asked[number % len(asked)] for number in range(_WAITING * cell.batch)]
+    default = lab.learning(cell.size, "auto", DEFAULT, slots=cell.batch)
+    plain = lab.learning(cell.size, NONE, PLAIN, FixedBudget(), slots=cell.batch)
+    return Contest([default, plain], [group], [(DEFAULT, PLAIN)], Stop(), lab.clock)
 
 
 def large_batches(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
@@ -390,6 +410,7 @@ CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest]]
     "b": default_against_best,
     "c": default_against_heuristic,
     "d": portfolio_against_members,
+    "s": through_slots,
     "h": large_batches,
 }
 """Rows that are ratios, from the models, the cell, and the record of the cell that it needs."""
