@@ -97,7 +97,7 @@ ALL: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{name: value} for name, value in ALL.items()] + [ALL], ids=[*ALL, "all"])
 def test_at_a_node_it_is_what_plain_decoding_comes_to(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """The same bits as at the root, had the node's path been committed; whatever was committed in one go or by steps."""
+    """The same bits as at the root, had the node's path been committed, at once or step by step."""
     tree = TokenTree.from_paths([[7, 3, 3, 1], [7, 3, 9], [5, 5, 5], [2]])
     logits = random_logits(len(tree) + 1).to(dtype)
     params = SamplingParams(max_tokens=9, **options)
@@ -144,7 +144,9 @@ def test_random_options_by_definition() -> None:
         options = {name: value for name, value in ALL.items() if draw.random() < 0.6}
         logits = random_logits(1, seed).double()
         made = shaping(answer, **options | {"max_tokens": 9}).of_paths(logits, [path])[0]
-        expected = by_definition(logits[0].tolist(), [*PROMPT], [*answer, *path], SamplingParams(max_tokens=9, **options))
+        expected = by_definition(
+            logits[0].tolist(), [*PROMPT], [*answer, *path], SamplingParams(max_tokens=9, **options)
+        )
         assert made.tolist() == pytest.approx(expected)
 
 

@@ -111,7 +111,9 @@ class SamplingParams:
         if self.seed is not None and self.seed >= 1 << 64:
             raise OptionError(f"must lie below 2^64, got {self.seed}", field="seed")
         if self.min_tokens > self.max_tokens:
-            raise OptionError(f"must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}", field="min_tokens")
+            raise OptionError(
+                f"must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}", field="min_tokens"
+            )
         if self.logprobs_mode not in ("raw", "processed"):
             raise OptionError(f'must be "raw" or "processed", got {self.logprobs_mode!r}', field="logprobs_mode")
 

@@ -122,7 +122,9 @@ class Shaping:
         """
         own = [(row, token, path.count(token)) for row, path in enumerate(paths) for token in dict.fromkeys(path)]
         if own:
-            at, ids = transfers.upload([*(each[0] for each in own), *(each[1] for each in own)], rows.device).view(2, -1)
+            at, ids = transfers.upload([*(each[0] for each in own), *(each[1] for each in own)], rows.device).view(
+                2, -1
+            )
             ids = ids.clamp(0, self._vocab - 1)  # those that do not exist are found later
             lost = [self._lost(self._counts.get(token, 0) + count) for _, token, count in own]
             fixed = self._repeated(rows[at, ids]) - transfers.upload(lost, rows.device, rows.dtype)

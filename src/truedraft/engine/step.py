@@ -96,8 +96,7 @@ class Step:
                     "allowed_token_ids, bad_words or min_tokens"
                 )
                 if judged.banned
-                else
-                InvalidLogitsError(
+                else InvalidLogitsError(
                     f"the target {self._target.name!r} gave NaN or infinite logits after {len(request.tokens)} tokens; "
                     "check its weights, or load it in float32"
                 )
