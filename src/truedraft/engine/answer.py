@@ -77,12 +77,12 @@ class Piece:
         token_ids: tokens that no stop text can take back any more: joined over all pieces they are the answer's. While
             a stop text may begin, and inside a character of several tokens, they may come later than their text.
         origins: where each of them came from.
-        logprobs: of each of them, where they were asked for.
         answer: the whole answer, on the last piece only.
+        logprobs: of each of `token_ids`, where they were asked for.
     """
 
     text: str
     token_ids: list[int]
     origins: list[Origin]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     answer: Answer | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -182,7 +182,7 @@ class Request:
         """Append a piece with tokens that were not given yet, up to the answer's first `settled`."""
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
-        self.pieces.append(Piece(text, tokens, self.origins[first:settled], self.logprobs[first:settled], answer))
+        self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
 
     def fail(self, error: Exception) -> None:
         """End with an error; what was emitted stays."""
