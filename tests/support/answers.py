@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -75,9 +76,9 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     pieces: dict[int, list[Piece]] = {}
     emit, finish = Request.emit, Request.finish
 
-    def recording_emit(request: Request, verdict: Verdict) -> tuple[tuple[int, ...], bool]:
+    def recording_emit(request: Request, verdict: Verdict, *more: Any) -> tuple[tuple[int, ...], bool]:
         before = len(request.pieces)
-        emitted = emit(request, verdict)
+        emitted = emit(request, verdict, *more)
         pieces.setdefault(request.id, []).extend(request.pieces[before:])
         return emitted
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 
 from truedraft.errors import OptionError
@@ -27,6 +28,23 @@ class SamplingParams:
         stop: texts that end the answer; the answer ends before them.
         stop_token_ids: ids that end the answer; the answer ends before them.
         ignore_eos: go on past the end-of-text token.
+        presence_penalty: taken off the logit of every token that the answer holds; in [-2, 2].
+        frequency_penalty: taken off as often as the answer holds it; in [-2, 2].
+        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
+            (arXiv 1909.05858); above 0, 1 changes nothing.
+        logit_bias: added to the logits of these tokens, in [-100, 100]: a mapping from ids, or pairs.
+        min_tokens: no end-of-text or stop token before so many tokens, and no look at stop texts.
+        bad_words: texts, or lists of ids, that prompt and answer together never end with.
+        allowed_token_ids: no other tokens; empty allows all.
+        logprobs: for each token of the answer its logarithm of probability, and those of so many likeliest ones; None
+            asks for none.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        logprobs_mode: "raw" ones are the model's own; "processed" ones are of the distribution that the token was
+            drawn from, at temperature 0 of the logits that the argmax was taken of.
+
+    Everything from `presence_penalty` to `allowed_token_ids` changes logits before temperature, top-k, top-p and min-p,
+    in this order: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition, frequency and presence penalty. In
+    a token tree the text is that of a node's own path.
 
     Numbers of numpy are taken like Python's own, and kept as these.
 
@@ -50,12 +68,24 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = option((), "End before this token; may be repeated.", "N", name="--stop-token-id")
     ignore_eos: bool = flag("Go on past the end of text.")
+    presence_penalty: float = option(0.0, "Take this off the logits of tokens that the answer holds.", "X")
+    frequency_penalty: float = option(0.0, "Take this off as often as the answer holds a token.", "X")
+    repetition_penalty: float = option(1.0, "Divide the logits of tokens in prompt or answer by this.", "X")
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = option(0, "Write at least so many new tokens.", "N")
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = option(
+        (), "Write no token but this; may be repeated.", "N", name="--allowed-token-id"
+    )
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
 
     def __post_init__(self) -> None:
         """Refuse values out of range; accept one stop text, and lists for tuples."""
         checked = {
             "stop": _texts(self.stop),
-            "stop_token_ids": _ids(self.stop_token_ids),
+            "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
             "max_tokens": check_whole("max_tokens", self.max_tokens, 1),
             "top_k": check_whole("top_k", self.top_k, 0),
             "temperature": _number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more"),
@@ -64,11 +94,28 @@ class SamplingParams:
             "coupled": _truth("coupled", self.coupled),
             "ignore_eos": _truth("ignore_eos", self.ignore_eos),
             "seed": None if self.seed is None else check_whole("seed", self.seed, 0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, _is_penalty, "in [-2, 2]"),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, _is_penalty, "in [-2, 2]"),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, lambda value: 0.0 < value < math.inf, "above 0"
+            ),
+            "logit_bias": _biases(self.logit_bias),
+            "min_tokens": check_whole("min_tokens", self.min_tokens, 0),
+            "bad_words": _words(self.bad_words),
+            "allowed_token_ids": _ids("allowed_token_ids", self.allowed_token_ids),
+            "logprobs": _count("logprobs", self.logprobs),
+            "prompt_logprobs": _count("prompt_logprobs", self.prompt_logprobs),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.seed is not None and self.seed >= 1 << 64:
             raise OptionError(f"must lie below 2^64, got {self.seed}", field="seed")
+        if self.min_tokens > self.max_tokens:
+            raise OptionError(
+                f"must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}", field="min_tokens"
+            )
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise OptionError(f'must be "raw" or "processed", got {self.logprobs_mode!r}', field="logprobs_mode")
 
     @property
     def greedy(self) -> bool:
@@ -85,6 +132,12 @@ class SamplingParams:
     def probs_key(self) -> tuple[float, int, float, float]:
         """What the distribution of a node depends on, beside its logits: equal keys share one computation."""
         return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before a distribution is made of them: see `truedraft.core.shaping`."""
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalised or self.logit_bias or self.min_tokens or self.bad_words or self.allowed_token_ids)
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], expected: str) -> float:
@@ -109,8 +162,39 @@ def _texts(given: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _ids(given: object) -> tuple[int, ...]:
-    """Stop ids as a tuple."""
+def _ids(name: str, given: object) -> tuple[int, ...]:
+    """A list of token ids as a tuple."""
     if not isinstance(given, tuple | list | set | frozenset):
-        raise OptionError(f"must be a list of token ids, got {given!r}", field="stop_token_ids")
-    return tuple(check_whole("stop_token_ids", token, 0) for token in given)
+        raise OptionError(f"must be a list of token ids, got {given!r}", field=name)
+    return tuple(check_whole(name, token, 0) for token in given)
+
+
+def _is_penalty(value: float) -> bool:
+    return -2.0 <= value <= 2.0
+
+
+def _count(name: str, given: object) -> int | None:
+    """How many of the likeliest tokens are told; None asks for nothing."""
+    return None if given is None else check_whole(name, given, 0)
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...]:
+    """Ids and what is added to their logits, by rising id."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        found = {check_whole("logit_bias", int(token), 0): value for token, value in pairs}  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"must be a mapping from token ids to numbers, got {given!r}", field="logit_bias") from error
+    check = partial(_number, "logit_bias", valid=lambda value: -100.0 <= value <= 100.0, expected="in [-100, 100]")
+    return tuple((token, check(value)) for token, value in sorted(found.items()))
+
+
+def _words(given: object) -> tuple[str | tuple[int, ...], ...]:
+    """Texts and lists of ids as tuples; one text stands for itself."""
+    words = (given,) if isinstance(given, str) else given
+    if not isinstance(words, tuple | list):
+        raise OptionError(f"must be a list of texts or of lists of token ids, got {given!r}", field="bad_words")
+    found = tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
+    if "" in found or () in found:
+        raise OptionError("holds an empty text, which every answer ends with; remove it", field="bad_words")
+    return found

@@ -16,6 +16,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.shaping import Shaping
 from truedraft.models.base import LanguageModel
 from truedraft.theory import AcceptanceCurve
 
@@ -72,11 +73,14 @@ class DraftRequest:
         id: unique in its engine.
         params: sampling options.
         tokens: prompt and answer so far, to be read only; all but the last are in the target's cache.
+        shaping: what its options do to logits before a distribution is made of them; None where they do nothing. A
+            draft that does the same is accepted more often, and is judged as exactly without it.
     """
 
     id: int
     params: SamplingParams
     tokens: Sequence[int] = ()
+    shaping: Shaping | None = None
 
 
 @dataclass(frozen=True, slots=True)

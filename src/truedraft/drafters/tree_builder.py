@@ -54,7 +54,7 @@ class TreeBuilder:
         self.request = request
         self.budget = budget
         self.drawing = drawing_for(request.params, max(branching))
-        self.on_device = transfers.waits(device) and is_fixed_chain(budget, branching)
+        self.on_device = transfers.waits(device) and is_fixed_chain(budget, branching) and not _reads_paths(request)
         self.draws_alike = (self.on_device, *request.params.probs_key, request.params.coupled)
         self._noise = noise
         self._branching = branching
@@ -87,6 +87,20 @@ class TreeBuilder:
             OpenNode(self._noise, self._depth, first + before, max(0, min(width, left - before)))
             for before in range(0, len(self._open) * width, width)
         ]
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Logits `[open nodes, vocab]` as the request's options change them behind the nodes' paths."""
+        shaping = self.request.shaping
+        if shaping is None:
+            return logits
+        paths = []
+        for node in self._open:
+            path: list[int] = []
+            while node >= 0:
+                path.append(0 if self.on_device else self._tokens[node])  # then only how many there are matters
+                node = self._parents[node]
+            paths.append(tuple(reversed(path)))
+        return shaping.of_paths(logits, paths)
 
     def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
         """Hang children below the open nodes; those that may grow become open.
@@ -146,6 +160,11 @@ class TreeBuilder:
         return torch.cat(tokens) if len(tokens) > 1 else tokens[0]
 
 
+def _reads_paths(request: DraftRequest) -> bool:
+    """Whether its options look at the tokens of a path."""
+    return request.shaping is not None and request.shaping.reads_paths
+
+
 def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
     """Whether a tree within a budget is a chain whose length no number decides."""
     widths = branching[: budget.depth]
@@ -174,6 +193,9 @@ def draw_level(builders: Sequence[TreeBuilder], logits: Tensor) -> list[TreeBuil
 def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNode]], logits: Tensor) -> None:
     """Draw the open nodes of each builder, from logits `[nodes, vocab]`, in one computation."""
     first, together = builders[0], list(itertools.chain.from_iterable(nodes))
+    if any(builder.request.shaping is not None for builder in builders):
+        parts = logits.split(list(map(len, nodes)))
+        logits = torch.cat([builder.shaped(own) for builder, own in zip(builders, parts, strict=True)])
     tokens, probs = first.drawing.draw(logits, first.request.params, together)  # [nodes, draws], [nodes, vocab]
     children: Sequence[Sequence[tuple[int | Tensor, float]]]
     if first.on_device:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.stats import Counters
 from truedraft.core.verdict import Origin
 
@@ -43,6 +44,8 @@ class Answer:
             the distributions of the emitted tokens were from the target's; it is None when the answer is lossless.
         origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the first
             token comes from the prefill and counts as a bonus.
+        logprobs: for each of `token_ids`, where `SamplingParams.logprobs` asked for them.
+        prompt_logprobs: for each token of the prompt but the first, likewise.
         seed: what keyed the noise; the same seed gives the same answer again.
         prompt_tokens: tokens of the prompt.
         timing: when it happened.
@@ -60,6 +63,8 @@ class Answer:
     timing: Timing
     error: str | None = None
     warnings: tuple[str, ...] = ()
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,11 @@ class Piece:
             a stop text may begin, and inside a character of several tokens, they may come later than their text.
         origins: where each of them came from.
         answer: the whole answer, on the last piece only.
+        logprobs: of each of `token_ids`, where they were asked for.
     """
 
     text: str
     token_ids: list[int]
     origins: list[Origin]
     answer: Answer | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

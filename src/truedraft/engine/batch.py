@@ -94,7 +94,8 @@ class Batch:
             assert request.cache is not None
             ids = request.tokens[item.context : item.context + fed]
             if fed > 1 or not item.judged:
-                wanted = 0 if features is None else (fed if features.rows == "all" else 1)
+                all_wanted = request.params.prompt_logprobs is not None or (features and features.rows == "all")
+                wanted = fed if all_wanted else int(features is not None)
                 asked = max(wanted, int(item.judged))
                 own = Segment(request.cache, torch.tensor(ids), chain_shape(fed), range(fed - asked, fed))
             else:

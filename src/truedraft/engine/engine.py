@@ -232,7 +232,8 @@ class Engine:
         target = self.target
         ids = encode_prompt(target, prompt)
         rule = self._verifier.rule_for(params)
-        request = Request(ids, params, rule, target.tokenizer, target.eos_token_ids, target.context_length)
+        ends, context = target.eos_token_ids, target.context_length
+        request = Request(ids, params, rule, target.tokenizer, ends, context, target.vocab_size)
         self._memory.refuse(request)
         return request
 

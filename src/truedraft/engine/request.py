@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from truedraft.cache import RequestCache
 from truedraft.core.budget import RequestView
+from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
+from truedraft.core.shaping import Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
+from truedraft.errors import OptionError
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
@@ -42,6 +45,10 @@ class Request:
         tokenizer: None when ids go out.
         eos_ids: ids that end the answer unless the options ignore them.
         context_length: most tokens of prompt and answer together.
+        vocab_size: of the target.
+
+    Raises:
+        OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
     """
 
     def __init__(
@@ -52,13 +59,21 @@ class Request:
         tokenizer: Tokenizer | None,
         eos_ids: Sequence[int],
         context_length: int,
+        vocab_size: int,
     ) -> None:
         self.params = params
         self.rule = rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.tokens = list(prompt)  # prompt and answer so far
-        self.draft = DraftRequest(next(_numbers), params, TokenView(self.tokens))
         self.prompt_tokens = len(prompt)
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self.shaping: Shaping | None = None  # what its options do to logits
+        if params.shapes_logits:
+            banned = ids_of_words(params.bad_words, tokenizer)
+            _check_ids(params, banned, vocab_size)
+            ends = [token for token in self._stop_ids if token < vocab_size]
+            self.shaping = Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size)
+        self.draft = DraftRequest(next(_numbers), params, TokenView(self.tokens), self.shaping)
         self.cache: RequestCache | None = None
         self.counters = Counters()
         self.failed: set[str] = set()  # drafters that failed for it
@@ -72,14 +87,15 @@ class Request:
         self.warnings: list[str] = []
         self.origins: list[Origin] = []
         self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
+        self.logprobs: list[TokenLogprobs] = []  # of each emitted token, where they are asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
         self.pieces: list[Piece] = []  # not yet taken by a stream
         self._given = 0  # tokens that went into pieces
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, params.stop)
-        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self._text = TextStream(tokenizer, params.stop, params.min_tokens)
         self._limit = min(self.prompt_tokens + params.max_tokens, context_length)
         self._steps = 0
         self._submitted = time.perf_counter()
@@ -115,8 +131,12 @@ class Request:
         """The noise of the next step: its keys never occur in another step of this request."""
         return KeyedNoise(self.seed, len(self.tokens), self._steps, greedy=self.params.greedy)
 
-    def emit(self, verdict: Verdict) -> tuple[tuple[int, ...], bool]:
+    def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
+
+        Args:
+            verdict: of the step.
+            logprobs: of its tokens, where they are asked for.
 
         Returns:
             The tokens, and whether an end-of-text or stop token ended the answer behind them.
@@ -144,6 +164,7 @@ class Request:
             self._first_token = time.perf_counter()
         self.tokens.extend(tokens)
         self.origins.extend(verdict.origins[: len(tokens)])
+        self.logprobs.extend(logprobs[: len(tokens)])
         if verdict.divergence is not None:
             emitted = verdict.divergence[: len(tokens)]
             self.divergences.extend(emitted)
@@ -161,7 +182,7 @@ class Request:
         """Append a piece with tokens that were not given yet, up to the answer's first `settled`."""
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
-        self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer))
+        self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
 
     def fail(self, error: Exception) -> None:
         """End with an error; what was emitted stays."""
@@ -217,9 +238,45 @@ class Request:
             finish_reason=self.finish_reason or "cancelled",
             stats=self.counters,
             origins=self.origins[:kept],
+            logprobs=None if self.params.logprobs is None else self.logprobs[:kept],
+            prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
             seed=self.seed,
             prompt_tokens=self.prompt_tokens,
             timing=Timing(first, end - self._submitted),
             error=None if self.error is None else str(self.error),
             warnings=tuple(self.warnings),
         )
+
+
+def _check_ids(params: SamplingParams, banned: Sequence[tuple[int, ...]], vocab_size: int) -> None:
+    """Refuse options about ids that do not exist.
+
+    Raises:
+        OptionError: names the first one.
+    """
+    named = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "bad_words": [token for word in banned for token in word],
+    }
+    for field, ids in named.items():
+        wrong = next((token for token in ids if token >= vocab_size), None)
+        if wrong is not None:
+            raise OptionError(f"names token id {wrong}, and the model's ids end at {vocab_size - 1}", field=field)
+
+
+def ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """Token ids of texts as they stand in a text, at its beginning and behind a space; lists of ids are themselves.
+
+    Raises:
+        OptionError: a text, and there is no tokenizer.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            found.append(word)
+        elif tokenizer is None:
+            raise OptionError(f"{word!r} needs a tokenizer, and this model has none; give token ids", field="bad_words")
+        else:
+            found += tokenizer.word_ids(word)
+    return found

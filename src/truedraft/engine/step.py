@@ -12,7 +12,7 @@ from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.clock import StepClock
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.verifier import Judged, Verifier
-from truedraft.errors import InvalidLogitsError
+from truedraft.errors import InvalidLogitsError, OptionError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 
@@ -82,7 +82,7 @@ class Step:
     def _emit(self, item: StepItem, judged: Judged, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append what a verdict emits to the answer; returns the accepted path, cut where the answer ended, and it."""
         request, verdict, shape = item.request, judged.verdict, item.proposal.tree.shape
-        tokens, ended_by_id = request.emit(verdict)
+        tokens, ended_by_id = request.emit(verdict, judged.logprobs)
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed
         step.emitted = len(tokens)
         step.accepted = min(len(tokens), len(verdict.path))
@@ -91,7 +91,12 @@ class Step:
         step.shares = item.drafted.shares(verdict.path[: step.accepted], step.rejected)
         if judged.broken and request.finish_reason is None:
             request.fail(
-                InvalidLogitsError(
+                OptionError(
+                    f"the options leave no token that may follow after {len(request.tokens)} tokens; loosen "
+                    "allowed_token_ids, bad_words or min_tokens"
+                )
+                if judged.banned
+                else InvalidLogitsError(
                     f"the target {self._target.name!r} gave NaN or infinite logits after {len(request.tokens)} tokens; "
                     "check its weights, or load it in float32"
                 )

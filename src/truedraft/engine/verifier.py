@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.logprobs import TokenLogprobs, token_logprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
-from truedraft.core.probs import batch_probs
+from truedraft.core.probs import batch_probs, probs_from_logits
 from truedraft.core.proposal import DrawCheck, Proposal
 from truedraft.core.verdict import Verdict
 from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
@@ -31,10 +33,14 @@ class Judged:
     Attributes:
         verdict: the accepted path and one more token; cut before the first row that gives no distribution.
         broken: whether there was such a row on its way.
+        banned: whether the request's options left no token there.
+        logprobs: of each of its tokens, where the request asks for them.
     """
 
     verdict: Verdict
     broken: bool = False
+    banned: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -43,12 +49,16 @@ class _Part:
 
     Attributes:
         item: whose proposal is judged.
+        logits: `[rows, vocab]`, the target's own.
+        shaped: likewise, as the request's options change them.
         probs: `[rows, vocab]`, or logits where its rule only looks at the largest entry of a row.
         broken: tree rows whose logits were NaN or infinite.
         verdict: what the rule says.
     """
 
     item: StepItem
+    logits: Tensor
+    shaped: Tensor
     probs: Tensor
     broken: frozenset[int] = frozenset()
     verdict: Verdict | None = None
@@ -56,13 +66,26 @@ class _Part:
     @property
     def judged(self) -> Judged:
         """The verdict up to the first broken tree row on its way: what plain decoding would emit."""
-        assert self.verdict is not None
+        verdict, broken, banned = self.verdict, False, False
+        assert verdict is not None
         if self.broken:
-            rows = (0, *(node + 1 for node in self.verdict.path))
+            rows = (0, *(node + 1 for node in verdict.path))
             place = next((i for i, row in enumerate(rows) if row in self.broken), None)
             if place is not None:
-                return Judged(self.verdict.cut(place), broken=True)
-        return Judged(self.verdict)
+                verdict, broken = verdict.cut(place), True
+                banned = self.shaped is not self.logits and bool(self.logits[rows[place]].amax().isfinite())
+        return Judged(verdict, broken, banned, self._logprobs(verdict))
+
+    def _logprobs(self, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
+        params = self.item.request.params
+        if params.logprobs is None or not verdict.tokens:
+            return ()
+        rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
+        logits = self.logits[rows]
+        if params.logprobs_mode == "processed":
+            logits = self.shaped[rows]
+            logits = logits if params.greedy else probs_from_logits(logits, params).log()
+        return token_logprobs(logits, verdict.tokens, params.logprobs)
 
 
 class Verifier:
@@ -90,12 +113,15 @@ class Verifier:
 
     def verify(self, batch: Batch, output: ForwardOutput) -> list[Judged | None]:
         """Judge what was drafted for each item; None behind a part of a prompt that is not its last."""
+        for item in batch:
+            if item.prefill and item.request.params.prompt_logprobs is not None:
+                _note_prompt(item, output.logits)
         items = [item for item in batch if item.judged]
         if not items:
             return [None] * len(batch)
         logits = output.logits
         sizes = [len(item.proposal.tree) + 1 for item in items]
-        if sum(sizes) < len(logits):  # there are rows of parts of prompts, which a drafter wanted
+        if sum(sizes) < len(logits):  # there are rows of parts of prompts, which somebody wanted
             logits = torch.cat([logits[item.judged_rows] for item in items])
         parts, sound = self._parts(items, sizes, logits)
         self._judge(parts, sizes, sound)
@@ -106,21 +132,27 @@ class Verifier:
         self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor
     ) -> tuple[list[_Part], Tensor | None]:
         """The items with the distributions of their tree rows, and which rows of `logits` `[rows, vocab]` give any."""
+        own = logits.split(list(sizes))
+        if any(item.request.shaping is not None for item in items):
+            logits = _shaped(items, own)
+            shaped: Sequence[Tensor] = logits.split(list(sizes))
+        else:
+            shaped = own
         sound = _sound(logits)
         argmax = [self._takes_argmax(item) for item in items]
         usable = logits if sound is None or all(argmax) else _usable(logits, sound)
         probs: list[Tensor] = []
         first = 0
         for alike, run in itertools.groupby(zip(items, argmax, sizes, strict=True), lambda one: one[1]):
-            group, _, own = zip(*run, strict=True)
-            rows = slice(first, first + sum(own))
+            group, _, counts = zip(*run, strict=True)
+            rows = slice(first, first + sum(counts))
             first = rows.stop
             if alike:
-                probs += logits[rows].split(own)
+                probs += logits[rows].split(counts)
             else:
-                made_by = [(self._params(item), size) for item, size in zip(group, own, strict=True)]
+                made_by = [(self._params(item), size) for item, size in zip(group, counts, strict=True)]
                 probs += batch_probs(usable[rows], made_by)
-        return list(map(_Part, items, probs)), sound
+        return list(map(_Part, items, own, shaped, probs)), sound
 
     def _takes_argmax(self, item: StepItem) -> bool:
         """Whether the rule only looks at the largest entry of a row: then logits do, and no distribution is made."""
@@ -186,6 +218,30 @@ class Verifier:
                 continue
             changed.append(part)
         return changed
+
+
+def _note_prompt(item: StepItem, logits: Tensor) -> None:
+    """Keep what the target gave the tokens of a part of a prompt.
+
+    Args:
+        item: of the part; its rows are those of all its tokens, and the last of the whole prompt has no successor.
+        logits: `[rows, vocab]` of the step.
+    """
+    request = item.request
+    following = request.tokens[item.context + 1 : min(item.context + item.fed + 1, request.prompt_tokens)]
+    del request.prompt_logprobs[item.context :]  # of a step that failed half-way
+    rows = logits[item.rows.start : item.rows.start + len(following)]
+    request.prompt_logprobs += token_logprobs(rows, following, request.params.prompt_logprobs or 0)
+
+
+def _shaped(items: Sequence[StepItem], logits: Sequence[Tensor]) -> Tensor:
+    """The logits of all items `[rows, vocab]`, as the options of their requests change them."""
+    parts = []
+    for item, own in zip(items, logits, strict=True):
+        shaping = item.request.shaping
+        parts.append(own if shaping is None else shaping.of_tree(own, item.proposal.tree))
+    wide = functools.reduce(torch.promote_types, (each.dtype for each in parts))
+    return torch.cat([each.to(wide) for each in parts])
 
 
 def _sound(logits: Tensor) -> Tensor | None:

@@ -77,12 +77,13 @@ class TextStream:
     Args:
         tokenizer: turns ids into text; None leaves the text empty.
         stops: texts that end the answer, which ends before them.
+        least_tokens: of the answer; a stop text that begins before does not count.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.
     """
 
-    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str] = (), least_tokens: int = 0) -> None:
         self._scanner = StopScanner(stops)
         if tokenizer is None and stops:
             raise OptionError(
@@ -92,6 +93,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
         self._scans = bool(stops)
+        self._least = least_tokens
         self._last_bytes = {stop.encode(errors="replace")[-1] for stop in stops}
         self._ids: list[int] = []
         self._pieces: list[str] = []
@@ -163,7 +165,7 @@ class TextStream:
         The answer then ends here, so that nothing can follow and change the held bytes. Only the last byte of a
         stop text can complete it, so that long runs of bytes are rarely looked at.
         """
-        if self._tokenizer is None or self._detokenizer is None:
+        if self._tokenizer is None or self._detokenizer is None or self._is_early:
             return False
         if self._tokenizer.byte_values.get(token_id) not in self._last_bytes:
             return False
@@ -171,7 +173,13 @@ class TextStream:
         # A run of bytes that is unfinished or broken shows as U+FFFD for each: no text yet.
         return not pending.endswith(_BROKEN) and self._scanner.would_stop(text + pending)
 
+    @property
+    def _is_early(self) -> bool:
+        return len(self._ids) <= self._least
+
     def _scan(self, text: str) -> tuple[str, bool]:
+        if self._is_early:
+            return self._emit(text), False
         piece, stopped = self._scanner.push(text)
         self._emit(piece)
         if stopped:

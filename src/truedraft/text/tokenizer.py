@@ -75,6 +75,18 @@ class Tokenizer:
         """Turn text into ids, with the special tokens that the model expects around it (BOS for Llama)."""
         return list(self.backend(text, verbose=False).input_ids)
 
+    def word_ids(self, text: str) -> list[tuple[int, ...]]:
+        """The ids of a word in the middle of a text, without special tokens: as it is, and behind a space.
+
+        The second where it is as long and begins with another token; others are not how a word is usually written.
+        """
+        bare, spaced = (
+            tuple(self.backend(each, add_special_tokens=False, verbose=False).input_ids)
+            for each in (text.lstrip(), " " + text.lstrip())
+        )
+        found = [bare, spaced] if len(spaced) == len(bare) and spaced[:1] != bare[:1] else [bare]
+        return [ids for ids in found if ids]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text; special tokens are left out and spaces stay as the model wrote them."""
         return self._decoder(list(ids))

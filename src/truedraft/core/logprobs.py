@@ -1,0 +1,53 @@
+"""Logarithms of probability of the tokens of an answer, from the very rows that they were judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one token.
+
+    Attributes:
+        token: its id.
+        logprob: its natural logarithm of probability.
+        rank: how many tokens are at least as likely as the likeliest ones up to it: 1 for the likeliest.
+        top: the likeliest tokens with theirs, the likeliest first, as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+    """Of one token a row.
+
+    Args:
+        logits: `[rows, vocab]`, or logarithms of probabilities; not NaN.
+        tokens: one for each of the first rows; further rows are not looked at.
+        count: of the likeliest tokens that are told, at most the vocabulary.
+    """
+    if not tokens:
+        return ()
+    rows = logits[: len(tokens)]
+    rows = torch.log_softmax(rows if rows.dtype == torch.float64 else rows.float(), dim=-1)
+    ids = transfers.upload(list(tokens), rows.device)
+    own = rows.gather(-1, ids[:, None])
+    ranks = (rows > own).sum(dim=-1) + 1
+    top = rows.topk(min(count, rows.shape[-1]), dim=-1)
+    numbers = transfers.fetch([own, ranks, top.indices, top.values])
+    width = top.indices.shape[-1]
+    likeliest = list(zip(map(int, numbers[2]), numbers[3], strict=True))
+    return tuple(
+        TokenLogprobs(token, logprob, int(rank), tuple(likeliest[place * width : (place + 1) * width]))
+        for place, (token, logprob, rank) in enumerate(zip(tokens, numbers[0], numbers[1], strict=True))
+    )

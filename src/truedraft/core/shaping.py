@@ -1,0 +1,207 @@
+"""What a request's options do to logits before a distribution is made of them: bans, biases and penalties.
+
+All of it is a function of the text that a row of logits continues. At a node of a token tree that is the committed text
+and the tokens on the node's own path, so a tree is judged by the very distributions that plain decoding would have
+come to: the same operations on the same numbers give the same bits.
+
+In order: allowed_token_ids, bad_words, min_tokens, logit_bias, then the repetition, frequency and presence penalties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from truedraft.core import transfers
+from truedraft.core.params import SamplingParams
+from truedraft.core.tree import TokenTree
+
+Path: TypeAlias = Sequence[int]
+"""Tokens behind the committed text."""
+
+
+class Shaping:
+    """What one request's options do to logits.
+
+    Args:
+        params: its options.
+        tokens: prompt and answer so far, which somebody else owns and grows.
+        prompt_tokens: how many of these, the first, are the prompt.
+        ends: ids that end the answer.
+        bad_words: token ids of each text that must not be.
+        vocab_size: of the target; a draft may know more ids, whose logits stay as they are.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        prompt_tokens: int,
+        ends: Collection[int],
+        bad_words: Collection[tuple[int, ...]],
+        vocab_size: int,
+    ) -> None:
+        self._params = params
+        self._tokens = tokens
+        self._prompt_tokens = prompt_tokens
+        self._ends = sorted(ends) if params.min_tokens else []
+        self._vocab = vocab_size
+        self._never = sorted(word[0] for word in bad_words if len(word) == 1)
+        self._words = [word for word in bad_words if len(word) > 1]
+        self._repetition = params.repetition_penalty
+        self._subtracts = bool(params.presence_penalty or params.frequency_penalty)
+        self._counts: dict[int, int] = {}  # of the answer's tokens
+        self._counted = prompt_tokens  # so many of `tokens` were looked at
+        self._tables: dict[tuple[torch.device, torch.dtype], _Tables] = {}
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether it looks at which tokens are on a path, and not only at how many."""
+        return bool(self._words or self._subtracts or self._repetition != 1.0)
+
+    def of_tree(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """Logits at the rows of a token tree.
+
+        Args:
+            logits: `[tree rows, vocab]`: row 0 behind the committed text, row i + 1 behind node i.
+            tree: its tokens are read where they matter, so a device is waited for.
+
+        Returns:
+            `[tree rows, vocab]`, float32, or float64 where the logits are; the given ones stay as they are.
+        """
+        depths = (0, *tree.shape.depths)
+        if self.reads_paths:
+            return self.of_paths(logits, [(), *map(tree.path_tokens, range(len(tree)))])
+        return self._shaped(logits, depths, ())
+
+    def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
+        """Logits `[paths, vocab]` behind some paths; likewise."""
+        return self._shaped(logits, [len(path) for path in paths], paths)
+
+    def _shaped(self, logits: Tensor, depths: Sequence[int], paths: Sequence[Path]) -> Tensor:
+        self._count()
+        wide = logits.clone() if logits.dtype == torch.float64 else logits.to(torch.float32, copy=True)
+        rows = wide[:, : self._vocab]
+        tables = self._tables_for(rows)
+        if tables.banned is not None:
+            rows.masked_fill_(tables.banned, -math.inf)
+        self._ban_words(rows, paths)
+        answered = len(self._tokens) - self._prompt_tokens
+        early = [row for row, depth in enumerate(depths) if answered + depth < self._params.min_tokens]
+        if early and self._ends:
+            at, ends = (transfers.upload(each, rows.device) for each in (early, self._ends))
+            rows[at[:, None], ends] = -math.inf
+        if tables.bias is not None:
+            rows.add_(tables.bias)
+        if self._subtracts or self._repetition != 1.0:
+            self._penalise(rows, paths, tables)
+        return wide
+
+    def _ban_words(self, rows: Tensor, paths: Sequence[Path]) -> None:
+        """No last token of a bad word where the others stand right before it."""
+        longest = max(map(len, self._words), default=0) - 1
+        banned: list[tuple[int, int]] = []
+        for row, path in enumerate(paths if self._words else ()):
+            tail = (*self._tokens[-longest:], *path)[-longest:]
+            banned += [(row, word[-1]) for word in self._words if tail[1 - len(word) :] == word[:-1]]
+        if banned:
+            at, ids = transfers.upload([each for pair in zip(*banned, strict=True) for each in pair], rows.device).view(
+                2, -1
+            )
+            rows[at, ids] = -math.inf
+
+    def _penalise(self, rows: Tensor, paths: Sequence[Path], tables: _Tables) -> None:
+        """Penalties for the committed text in all rows, and in each what its own path adds to that.
+
+        Worked example: with a frequency penalty of 1 and an answer "a b", the row behind the path "a" loses 2 at a and
+        1 at b.
+        """
+        own = [(row, token, path.count(token)) for row, path in enumerate(paths) for token in dict.fromkeys(path)]
+        if own:
+            at, ids = transfers.upload([*(each[0] for each in own), *(each[1] for each in own)], rows.device).view(
+                2, -1
+            )
+            ids = ids.clamp(0, self._vocab - 1)  # those that do not exist are found later
+            lost = [self._lost(self._counts.get(token, 0) + count) for _, token, count in own]
+            fixed = self._repeated(rows[at, ids]) - transfers.upload(lost, rows.device, rows.dtype)
+        if tables.seen is not None:
+            rows.copy_(torch.where(tables.seen, self._repeated(rows), rows))
+        if tables.lost is not None:
+            rows.sub_(tables.lost)
+        if own:
+            rows[at, ids] = fixed
+
+    def _repeated(self, logits: Tensor) -> Tensor:
+        """Of tokens that occurred."""
+        if self._repetition == 1.0:
+            return logits
+        return torch.where(logits > 0.0, logits / self._repetition, logits * self._repetition)
+
+    def _lost(self, count: int) -> float:
+        """What a token's logit loses that the answer holds so often."""
+        return self._params.presence_penalty + self._params.frequency_penalty * count
+
+    def _count(self) -> None:
+        """Take note of tokens that were committed since."""
+        new = self._tokens[self._counted :]
+        if not new:
+            return
+        self._counted = len(self._tokens)
+        for token in new:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        for tables in self._tables.values():
+            tables.take(dict.fromkeys(new), lambda token: self._lost(self._counts[token]))
+
+    def _tables_for(self, rows: Tensor) -> _Tables:
+        key = rows.device, rows.dtype
+        if key not in self._tables:
+            params, vocab = self._params, self._vocab
+            tables = self._tables[key] = _Tables()
+            if params.allowed_token_ids or self._never:
+                allowed = [token for token in params.allowed_token_ids or range(vocab) if token not in self._never]
+                tables.banned = torch.ones(vocab, dtype=torch.bool, device=rows.device)
+                tables.banned[transfers.upload(allowed, rows.device)] = False
+            if params.logit_bias:
+                ids, values = zip(*params.logit_bias, strict=True)
+                tables.bias = torch.zeros(vocab, device=rows.device, dtype=rows.dtype)
+                tables.bias[transfers.upload(list(ids), rows.device)] = transfers.upload(
+                    list(values), rows.device, rows.dtype
+                )
+            if self._subtracts:
+                tables.lost = torch.zeros(vocab, device=rows.device, dtype=rows.dtype)
+            if self._repetition != 1.0:
+                tables.seen = torch.zeros(vocab, device=rows.device, dtype=torch.bool)
+                tables.seen[transfers.upload(sorted(set(self._tokens)), rows.device)] = True
+            tables.take(self._counts, lambda token: self._lost(self._counts[token]))
+        return self._tables[key]
+
+
+class _Tables:
+    """By token, what committed text and options alone decide, each `[vocab]`; None where nothing does.
+
+    Attributes:
+        banned: bool.
+        bias: is added.
+        lost: is taken off.
+        seen: bool: whether prompt or answer hold it.
+    """
+
+    def __init__(self) -> None:
+        self.banned: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.lost: Tensor | None = None
+        self.seen: Tensor | None = None
+
+    def take(self, tokens: Collection[int], lost: Callable[[int], float]) -> None:
+        """Tokens were committed."""
+        if not tokens:
+            return
+        if self.lost is not None:
+            ids = transfers.upload(list(tokens), self.lost.device)
+            self.lost[ids] = transfers.upload(list(map(lost, tokens)), self.lost.device, self.lost.dtype)
+        if self.seen is not None:
+            self.seen[transfers.upload(list(tokens), self.seen.device)] = True

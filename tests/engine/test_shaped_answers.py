@@ -1,0 +1,171 @@
+"""Penalties, biases and bans in the engine: answers are those of plain decoding, or follow their law."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.test_shaping import by_definition
+from support.chi_square import p_value
+from truedraft import Engine, SamplingParams
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.shaping import Shaping
+from truedraft.drafters import Drafter, DraftModel, Portfolio, PromptLookup
+from truedraft.testing import MarkovModel
+
+VOCAB = 12  # as in core/test_shaping.py, whose ends are 0 and 11
+PROMPT = [3, 1, 4, 1, 5]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "repetition": {"repetition_penalty": 1.8},
+    "bias": {"logit_bias": {2: 3.0, 7: -100.0}},
+    "bad-words": {"bad_words": ((1, 5), (6,), (2, 2))},
+    "min-tokens": {"min_tokens": 9, "stop_token_ids": (0, 11)},
+    "allowed": {"allowed_token_ids": (0, 1, 2, 3, 5, 8)},
+    "all": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.2,
+        "logit_bias": {2: 1.0},
+        "bad_words": ((1, 5),),
+        "min_tokens": 6,
+        "stop_token_ids": (0, 11),
+        "allowed_token_ids": tuple(range(10)),
+    },
+}
+DRAFTERS: dict[str, Callable[[MarkovModel], Drafter]] = {
+    "lookup": lambda target: PromptLookup(min_ngram=1),
+    "chain": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2)),
+    "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2, 1)),
+    "itself": lambda target: DraftModel(target, num_speculative_tokens=4),
+    "merged": lambda target: Portfolio([DraftModel(target, num_speculative_tokens=3), PromptLookup(min_ngram=1)]),
+}
+
+
+@pytest.fixture
+def target() -> MarkovModel:
+    return MarkovModel.random(VOCAB, seed=4)
+
+
+def engine(target: MarkovModel, drafter: str) -> Engine:
+    return Engine(target, DRAFTERS[drafter](target), controller="in-turn" if drafter == "merged" else "fixed")
+
+
+def greedy_by_definition(target: MarkovModel, params: SamplingParams) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        logits = target.probs_after([*PROMPT, *answer]).log().tolist()
+        changed = by_definition(logits, PROMPT, answer, params)
+        token = max(range(VOCAB), key=lambda each: changed[each])
+        if token in params.stop_token_ids:
+            break
+        answer.append(token)
+    return answer
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_greedy_answers_are_those_of_the_definition(target: MarkovModel, drafter: str, options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=24, **options)
+    answer = engine(target, drafter).generate(PROMPT, params)
+    assert answer.token_ids == greedy_by_definition(target, params)
+    if (
+        drafter == "itself" and answer.finish_reason == "length"
+    ):  # it changes its logits alike, so all that it drafts is accepted
+        assert answer.stats.accepted_tokens == answer.stats.draft_tokens
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_coupled_answers_are_those_of_plain_decoding(
+    target: MarkovModel, drafter: str, options: dict[str, Any]
+) -> None:
+    each = [SamplingParams(max_tokens=24, temperature=1.1, seed=n, coupled=True, **options) for n in range(4)]
+    plain = Engine(target).generate([PROMPT] * 4, each)
+    drafted = engine(target, drafter).generate([PROMPT] * 4, each)
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+    assert drafter == "lookup" or any(answer.stats.accepted_tokens for answer in drafted)
+
+
+def test_penalties_that_forget_the_path_are_caught(target: MarkovModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines do that count committed tokens alone."""
+    monkeypatch.setattr(Shaping, "of_tree", lambda self, logits, tree: self.of_paths(logits, [()] * len(logits)))
+    params = SamplingParams(max_tokens=24, frequency_penalty=0.8)
+    assert engine(target, "itself").generate(PROMPT, params).token_ids != greedy_by_definition(target, params)
+
+
+SMALL = 4
+SAMPLED: dict[str, Any] = {
+    "presence_penalty": 0.8,
+    "repetition_penalty": 1.4,
+    "logit_bias": {1: 0.7},
+    "bad_words": ((2, 3),),
+    "temperature": 0.8,
+    "top_p": 0.95,
+}
+ANSWERS = 12_000
+
+
+def exact_law(target: MarkovModel, params: SamplingParams) -> np.ndarray:
+    """Joint distribution of three tokens, by the definition."""
+    law = np.zeros((SMALL,) * 3)
+    for answer in itertools.product(range(SMALL), repeat=3):
+        mass = 1.0
+        for place in range(3):
+            before = list(answer[:place])
+            logits = by_definition_small(target, before, params)
+            mass *= float(probs_from_logits(logits[None], params)[0, answer[place]])
+        law[answer] = mass
+    return law
+
+
+def by_definition_small(target: MarkovModel, answer: list[int], params: SamplingParams) -> torch.Tensor:
+    logits = target.probs_after([1, 2, *answer]).log().tolist()
+    return torch.tensor(by_definition(logits, [1, 2], answer, params), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "planted"])
+def test_sampled_answers_follow_the_law_of_the_definition(
+    branching: tuple[int, ...], forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correct engine fails with probability 1e-6; one whose penalties forget the path must."""
+    if forgets:
+        monkeypatch.setattr(Shaping, "of_tree", lambda self, logits, tree: self.of_paths(logits, [()] * len(logits)))
+    target, draft = MarkovModel.random(SMALL, seed=4), MarkovModel.random(SMALL, seed=9)
+    made = Engine(target, DraftModel(draft, branching=branching), controller="fixed", max_batch=64)
+    counts = np.zeros((SMALL,) * 3, dtype=np.int64)
+    for start in range(0, ANSWERS, 64):
+        each = [SamplingParams(max_tokens=3, seed=start + number, **SAMPLED) for number in range(64)]
+        for answer in made.generate([[1, 2]] * 64, each):
+            counts[tuple(answer.token_ids)] += 1
+    found = p_value(counts, exact_law(target, SamplingParams(max_tokens=3, **SAMPLED)))
+    assert found < 1e-6 if forgets else found > 1e-6
+
+
+def test_options_that_leave_no_token_fail_their_request_alone(target: MarkovModel) -> None:
+    wanting = SamplingParams(max_tokens=9, allowed_token_ids=(2, 3), bad_words=((2,), (3, 3)))
+    answers = engine(target, "chain").generate([PROMPT, PROMPT], [wanting, SamplingParams(max_tokens=9)])
+    assert answers[0].finish_reason == "error"
+    assert "the options leave no token that may follow after 6 tokens" in str(answers[0].error)
+    assert answers[1].token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=9)).token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"allowed_token_ids": (3, 12)}, "allowed_token_ids names token id 12, and the model's ids end at 11"),
+        ({"logit_bias": {50: 1.0}}, "logit_bias names token id 50"),
+        ({"bad_words": ((1, 99),)}, "bad_words names token id 99"),
+        ({"bad_words": ("spam",)}, "'spam' needs a tokenizer"),
+    ],
+)
+def test_ids_and_words_that_do_not_exist(target: MarkovModel, options: dict[str, Any], told: str) -> None:
+    answer = Engine(target).generate([PROMPT], SamplingParams(**options))[0]
+    assert answer.finish_reason == "error" and told in str(answer.error)
