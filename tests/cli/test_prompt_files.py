@@ -80,7 +80,7 @@ def test_a_line_has_options_of_its_own(run: Run, target: str, write: Callable[..
         ({"prompt": "x", "max_tokens": "5"}, "line 1: max_tokens must be a whole number of 1 or more, got '5'"),
         ({"prompt": "x", "max_token": 5}, "'max_token' is no option of a line; did you mean 'max_tokens'?"),
         ({"prompt": "x", "drafter": "none"}, "'drafter' is no option of a line"),
-        ({"prompt": "x", "repetition_penalty": 1.1}, "'repetition_penalty' is no option of a line"),
+        ({"prompt": "x", "do_sample": 1.1}, "'do_sample' is no option of a line"),
         ({"prompt": [True, 2]}, "(or a list of token ids)"),
         ('{"prompt": ' + "[" * 100_000, "line 1: JSON that nobody can read"),
         ('{"prompt": [' + "9" * 5000 + "]}", "line 1: JSON that nobody can read"),

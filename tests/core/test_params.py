@@ -101,6 +101,16 @@ def test_defaults_are_those_of_the_design() -> None:
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": (),
+        "min_tokens": 0,
+        "bad_words": (),
+        "allowed_token_ids": (),
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "logprobs_mode": "raw",
     }
 
 

@@ -22,7 +22,7 @@ from truedraft.cli.session import (
 )
 from truedraft.cli.streams import say, visible
 from truedraft.control.specs import controller_from_spec, controller_help
-from truedraft.core.params import SamplingParams
+from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
@@ -87,7 +87,7 @@ class BenchOptions:
     what: SuiteOptions = group("What to measure")
     prompt: PromptOptions = group("Prompt", without=("prompt", "prompts"))
     runs: RunOptions = group("Runs")
-    sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids"))
+    sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     report: BenchReport = group("Report")
     machine: MachineOptions = group("Machine")
 

@@ -13,7 +13,7 @@ from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.control.specs import controller_from_spec
-from truedraft.core.params import SamplingParams
+from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import DataError, OptionError
 from truedraft.options import MachineOptions, flag, group, option
 
@@ -50,7 +50,10 @@ class CertifyOptions:
     stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
-        "Answer", without=("stop", "stop_token_ids", "ignore_eos"), max_tokens=64, temperature=1.0
+        "Answer",
+        without=("stop", "stop_token_ids", "ignore_eos", *TEXT_OPTIONS),
+        max_tokens=64,
+        temperature=1.0,
     )
     report: CertifyReport = group("Report")
     machine: MachineOptions = group("Machine")

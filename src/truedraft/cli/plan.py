@@ -14,7 +14,7 @@ from truedraft.cli.prompts import HELDOUT, PromptOptions, read_prompts
 from truedraft.cli.session import DRAFTER_HELP, ReportOptions, seeded
 from truedraft.cli.streams import json_line, say
 from truedraft.cli.terminal import Terminal, print_table
-from truedraft.core.params import SamplingParams
+from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import MachineOptions, ModelOptions, check_not_negative, check_share, flag, group, option
 
@@ -82,7 +82,7 @@ class PlanOptions:
     model: ModelOptions = group("Model and drafter")
     what: WhatToPlan = group("What to plan with")
     prompt: PromptOptions = group("What to plan with", without=("prompt", "prompts"))
-    sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids"))
+    sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     closed: ClosedForms = group("Formulas alone")
     what_if: Simulation = group("What if")
     report: PlanReport = group("Report")

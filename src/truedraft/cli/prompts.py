@@ -23,9 +23,10 @@ _OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 # What a line cannot decide here: options of the command, and options of other programs that it does not have.
 _OF_THE_COMMAND = "model pad_to drafter rule chat compare show_drafts dtype device threads no_fast_paths"
 _OF_OTHERS = (
-    "messages system n best_of logprobs tools max_new_tokens max_completion_tokens do_sample num_beams "
-    "repetition_penalty frequency_penalty presence_penalty logit_bias stop_sequences response_format"
+    "messages system n best_of tools max_new_tokens max_completion_tokens do_sample num_beams stop_sequences "
+    "response_format"
 )
+_COUNTS = ("n_tokens", "num_tokens")  # what data files say of a text, and no misspelt options
 _REFUSED = frozenset(f"{_OF_THE_COMMAND} {_OF_OTHERS}".split())
 
 
@@ -182,7 +183,7 @@ def _from_json(line: str, place: str, number: int, own_options: bool) -> NamedPr
 def _options(record: Mapping[str, Any], place: str, allowed: bool) -> dict[str, Any]:
     """The sampling options among an object's fields; null leaves one to the command."""
     for name in record:
-        near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
+        near = [] if name in _COUNTS else difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
         if name in _REFUSED or (near and name not in _OPTIONS):
             hint = f"did you mean {near[0]!r}? " if near and name not in _REFUSED else ""
             raise DataError(f"{place}: {name!r} is no option of a line; {hint}valid: {', '.join(sorted(_OPTIONS))}")

@@ -11,6 +11,9 @@ from numbers import Real
 from truedraft.errors import OptionError
 from truedraft.options import check_whole, flag, option
 
+TEXT_OPTIONS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "allowed_token_ids")
+"""Options that look at the text, which replay, peers and certificates know nothing of yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
