@@ -232,3 +232,19 @@ def test_a_long_run_of_byte_tokens_with_stops_takes_no_age(llama: Tokenizer) -> 
     ids = llama.encode("\u1000" * 700)
     stream, _ = run(llama, ids, ["\n"])
     assert stream.text == "\u1000" * 700
+
+
+def test_a_stop_text_that_begins_before_the_least_tokens_does_not_count(bytes_bpe: Tokenizer) -> None:
+    ids = bytes_bpe.encode("tea tea tea")
+    least = next(count for count in range(len(ids)) if bytes_bpe.decode(ids[:count]).startswith("tea t"))
+    stream = TextStream(bytes_bpe, ("tea",), least)
+    ends = [stream.push(token)[1] for token in ids]
+    assert ends.index(True) >= least and stream.text.startswith("tea ") and not stream.text.endswith("tea")
+    at_once = TextStream(bytes_bpe, ("tea",))
+    assert [at_once.push(token)[1] for token in ids].index(True) < least
+
+
+def test_words_are_known_with_and_without_a_space(bytes_bpe: Tokenizer) -> None:
+    for ids in bytes_bpe.word_ids(" tea"):
+        assert bytes_bpe.decode(ids).strip() == "tea"
+    assert bytes_bpe.word_ids(" tea") == bytes_bpe.word_ids("tea")

@@ -18,7 +18,7 @@ class TokenLogprobs:
     Attributes:
         token: its id.
         logprob: its natural logarithm of probability.
-        rank: how many tokens are at least as likely as the likeliest ones up to it: 1 for the likeliest.
+        rank: one more than there are likelier tokens: 1 for the likeliest.
         top: the likeliest tokens with theirs, the likeliest first, as many as were asked for.
     """
 

@@ -73,10 +73,9 @@ class Shaping:
         Returns:
             `[tree rows, vocab]`, float32, or float64 where the logits are; the given ones stay as they are.
         """
-        depths = (0, *tree.shape.depths)
         if self.reads_paths:
             return self.of_paths(logits, [(), *map(tree.path_tokens, range(len(tree)))])
-        return self._shaped(logits, depths, ())
+        return self._shaped(logits, (0, *tree.shape.depths), ())
 
     def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
         """Logits `[paths, vocab]` behind some paths; likewise."""

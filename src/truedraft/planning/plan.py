@@ -214,6 +214,10 @@ def make_plan(
         DataError: the answers are too short to plan with.
         TruedraftError: a drafter does not exist or fit, or something failed.
     """
+    if params.shapes_logits:
+        raise OptionError(
+            "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
+        )
     costs = costs or StepCosts(target)
     progress(0.0, "loading drafters")
     candidates = [each for words in drafters for each in candidates_of(words, target, params)]
