@@ -223,6 +223,8 @@ def test_what_is_no_plan(tmp_path: Path, text: str) -> None:
 def test_nothing_to_plan_with(costs: StepCosts) -> None:
     with pytest.raises(OptionError, match="no drafter"):
         make_plan(packed("llama"), ["none"], asked(), GREEDY, costs=costs)
+    with pytest.raises(OptionError, match="cannot be planned with"):
+        make_plan(packed("llama"), ["prompt-lookup"], asked(), dataclasses.replace(GREEDY, min_tokens=2), costs=costs)
     short = [(name, prompt, dataclasses.replace(own, max_tokens=1)) for name, prompt, own in asked()]
     with pytest.raises(DataError, match="second token"):
         make_plan(packed("llama"), ["prompt-lookup"], short, GREEDY, costs=costs)
