@@ -212,17 +212,12 @@ def make_plan(
 
     Raises:
         DataError: the answers are too short to plan with.
+        OptionError: no drafter drafts, or replay knows nothing of an option in `params`.
         TruedraftError: a drafter does not exist or fit, or something failed.
     """
-    if params.shapes_logits:
-        raise OptionError(
-            "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
-        )
     costs = costs or StepCosts(target)
     progress(0.0, "loading drafters")
-    candidates = [each for words in drafters for each in candidates_of(words, target, params)]
-    if not candidates:
-        raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
+    candidates = _candidates(drafters, target, params)
     progress(0.05, "the target's answers")
     traces = trace_answers(
         target,
@@ -251,6 +246,18 @@ def make_plan(
         footprint_of(target),
         tuple(_together(drafting)),
     )
+
+
+def _candidates(drafters: Sequence[str], target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+    """What the drafters' words stand for, where it can be replayed."""
+    if params.shapes_logits:
+        raise OptionError(
+            "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
+        )
+    found = [each for words in drafters for each in candidates_of(words, target, params)]
+    if not found:
+        raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
+    return found
 
 
 def _version() -> str:
