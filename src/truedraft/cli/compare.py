@@ -28,7 +28,7 @@ from truedraft.bench import (
     run_all,
     summarise,
 )
-from truedraft.cli.explain import explain, forwards_of
+from truedraft.cli.explain import explain
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
 from truedraft.cli.report import counts_dict, divergence_words
@@ -228,7 +228,7 @@ def compare(
 
 def _curve(engine: Engine) -> dict[str, CurveCosts]:
     """V, from which a speed-up is estimated beside the measured one; what drafting costs is not asked here."""
-    forwards = forwards_of(engine)
+    forwards = engine.forwards()
     return {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
 
 

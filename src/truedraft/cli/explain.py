@@ -13,22 +13,11 @@ from truedraft.engine.decisions import PLAIN, PROBE, Decisions, Stretch
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from truedraft.engine import Engine
-    from truedraft.theory import TargetCost
 
 _MARKS = {PLAIN: ".", PROBE: "?"}
 _LABELS = ("drafter", "drafted", "accepted")
 _SPARE = "abcdefghijklmnopqrstuvwxyz"
 _WIDEST = 100
-
-
-def forwards_of(engine: Engine) -> TargetCost | None:
-    """V of an engine's target, measured now if nobody did; None for an engine that never drafts, which needs none.
-
-    Raises:
-        TruedraftError: the target failed.
-    """
-    return None if engine.drafter.limits.is_zero else engine.costs.forwards()
 
 
 def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:

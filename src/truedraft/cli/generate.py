@@ -133,12 +133,11 @@ def _answer(
 @contextlib.contextmanager
 def _watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
     """Counts what is decided meanwhile; what a plain step takes may have to be measured first."""
-    from truedraft.cli.explain import forwards_of
     from truedraft.cli.session import waiting
     from truedraft.engine.decisions import Decisions
 
     with waiting(terminal.err, "measuring what steps take on this machine"):
-        decisions = Decisions(forwards_of(engine))
+        decisions = Decisions(engine.forwards())
     engine.listeners.append(decisions)
     try:
         yield decisions

@@ -13,12 +13,14 @@ import typer
 from truedraft import __version__
 from truedraft.cli.bench import bench
 from truedraft.cli.certify import certify
+from truedraft.cli.chat import chat
 from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, error_record, report, warnings_as_lines
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
 from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
+from truedraft.cli.serve import serve
 from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams
 from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, medusa, redrafter
 
@@ -36,6 +38,8 @@ def build_app() -> typer.Typer:
     app.command()(command(bench))
     app.command()(command(plan))
     app.command()(command(certify))
+    app.command()(command(serve))
+    app.command()(command(chat))
     app.command()(command(export))
     app.command()(command(info))
     training = typer.Typer(name="train", help="Train a drafter for a target.")

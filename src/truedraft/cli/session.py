@@ -153,6 +153,10 @@ def load_engine(
     console: Console,
     params: SamplingParams | None = None,
     requests: int = 1,
+    *,
+    max_batch: int = 32,
+    prefix_cache_bytes: int | None = None,
+    own_drafts: bool = False,
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
 
@@ -165,6 +169,9 @@ def load_engine(
         console: shows what is being waited for.
         params: of the requests to come; None is greedy.
         requests: that will be answered together.
+        max_batch: most of them.
+        prefix_cache_bytes: kept for requests that begin alike, see `Engine`.
+        own_drafts: whether requests may bring along what is drafted from: predictions, and forms of their answers.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
@@ -175,6 +182,7 @@ def load_engine(
     with waiting(console, f"loading {stack.model}") as tell:
         rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
         set_threads(machine.threads)
+        from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
         from truedraft.models.loading import load_model
@@ -190,7 +198,15 @@ def load_engine(
             drafter, budgets = sized(drafter, target, params, requests=requests)
         if plan is not None:
             controller.expect(plan.survival)
-        engine = Engine(target, drafter, rule, controller, max_cache_bytes=most)
+        engine = Engine(
+            target,
+            with_own_drafts(drafter) if own_drafts else drafter,
+            rule,
+            controller,
+            max_batch=max_batch,
+            max_cache_bytes=most,
+            prefix_cache_bytes=prefix_cache_bytes,
+        )
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
+from truedraft.options import check_whole
 
 _LEAST_PROBABILITY = 0.0025  # nearer to 0 or 1 a drafter's word is taken as this
 MOST_NODES = 1024
@@ -65,6 +66,27 @@ class Budget:
 
 NO_DRAFT = Budget(0, 0, 0)
 """The budget that makes a step plain decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What may be drafted for one request, within what its engine drafts.
+
+    Attributes:
+        drafters: those that may draft for it, by name; None are all, and () is none, which makes it plain decoding.
+        num_speculative_tokens: most tokens on a drafted path; None leaves that to the drafters' own options.
+
+    Raises:
+        OptionError: the number is no whole number of 1 or more.
+    """
+
+    drafters: tuple[str, ...] | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a number out of range."""
+        if self.num_speculative_tokens is not None:
+            check_whole("num_speculative_tokens", self.num_speculative_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from typing import Any
 
-from truedraft.errors import OptionError
+from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.options import check_whole, flag, option
 
 TEXT_OPTIONS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "allowed_token_ids")
 """Options that look at the text, which replay, peers and certificates know nothing of yet."""
+
+
+STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
+"""Kinds of forms that an answer can be made to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """A form that an answer has, whatever the model would have written.
+
+    Attributes:
+        kind: one of `STRUCTURED`.
+        value: of "json_schema" the schema, as JSON or as an object; of "regex" a regular expression that the whole
+            answer matches; of "choice" texts of which it is one; of "grammar" a grammar in Lark's notation; of
+            "json_object" nothing.
+
+    Raises:
+        OptionError: there is no such kind, or the value is not of that form.
+    """
+
+    kind: str
+    value: Any = True
+
+    def __post_init__(self) -> None:
+        """Refuse values of another type; keep a schema as text, and choices as a tuple."""
+        if self.kind not in STRUCTURED:
+            raise UnknownOptionError.nearest("structured", self.kind, STRUCTURED)
+        value = self.value
+        if self.kind == "json_schema" and not isinstance(value, str):
+            try:
+                value = json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise OptionError(f"is no JSON schema ({error})", field="structured") from error
+        if self.kind == "choice":
+            if not isinstance(value, tuple | list) or not value or not all(isinstance(each, str) for each in value):
+                raise OptionError(f"needs a list of texts to choose from, got {value!r}", field="structured")
+            value = tuple(value)
+        elif self.kind != "json_object" and not isinstance(value, str):
+            raise OptionError(f"of kind {self.kind!r} is a text, got {value!r}", field="structured")
+        object.__setattr__(self, "value", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +86,15 @@ class SamplingParams:
         prompt_logprobs: the same for each token of the prompt but the first.
         logprobs_mode: "raw" ones are the model's own; "processed" ones are of the distribution that the token was
             drawn from, at temperature 0 of the logits that the argmax was taken of.
+        n: answers to the same prompt, each drawn with noise of its own, so that they are independent.
+        structured: a form that the answer has; a `Structured`, or a JSON schema as an object. It ends where the form
+            does, and has it whenever the finish reason is "stop" and no stop text cut it.
+        prediction: text, or token ids, that the answer is expected to repeat in large parts: a drafter that knows it
+            copies from it, and whatever it says changes nothing of the answer.
 
-    Everything from `presence_penalty` to `allowed_token_ids` changes logits before temperature, top-k, top-p and min-p,
-    in this order: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition, frequency and presence penalty. In
-    a token tree the text is that of a node's own path.
+    `structured` and everything from `presence_penalty` to `allowed_token_ids` change logits before temperature, top-k,
+    top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
+    frequency and presence penalty. In a token tree the text is that of a node's own path.
 
     Numbers of numpy are taken like Python's own, and kept as these.
 
@@ -83,12 +130,16 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
+    n: int = 1
+    structured: Structured | None = None
+    prediction: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range; accept one stop text, and lists for tuples."""
         checked = {
             "stop": _texts(self.stop),
             "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
+            "n": check_whole("n", self.n, 1),
             "max_tokens": check_whole("max_tokens", self.max_tokens, 1),
             "top_k": check_whole("top_k", self.top_k, 0),
             "temperature": _number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more"),
@@ -108,6 +159,8 @@ class SamplingParams:
             "allowed_token_ids": _ids("allowed_token_ids", self.allowed_token_ids),
             "logprobs": _count("logprobs", self.logprobs),
             "prompt_logprobs": _count("prompt_logprobs", self.prompt_logprobs),
+            "structured": _form(self.structured),
+            "prediction": _text_or_ids("prediction", self.prediction),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -119,6 +172,8 @@ class SamplingParams:
             )
         if self.logprobs_mode not in ("raw", "processed"):
             raise OptionError(f'must be "raw" or "processed", got {self.logprobs_mode!r}', field="logprobs_mode")
+        if self.structured is not None and self.ignore_eos:
+            raise OptionError("goes on past the end of a structured answer; leave one of them out", field="ignore_eos")
 
     @property
     def greedy(self) -> bool:
@@ -140,7 +195,21 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether logits are changed before a distribution is made of them: see `truedraft.core.shaping`."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalised or self.logit_bias or self.min_tokens or self.bad_words or self.allowed_token_ids)
+        banned = self.min_tokens or self.bad_words or self.allowed_token_ids or self.structured
+        return bool(penalised or self.logit_bias or banned)
+
+
+def _form(given: object) -> Structured | None:
+    """A form; a JSON schema stands for itself."""
+    if given is None or isinstance(given, Structured):
+        return given
+    if not isinstance(given, Mapping):
+        raise OptionError(f"must be a Structured or a JSON schema, got {type(given).__name__}", field="structured")
+    return Structured("json_schema", dict(given))
+
+
+def _text_or_ids(name: str, given: object) -> str | tuple[int, ...] | None:
+    return given if given is None or isinstance(given, str) else _ids(name, given)
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], expected: str) -> float:

@@ -4,16 +4,19 @@ All of it is a function of the text that a row of logits continues. At a node of
 and the tokens on the node's own path, so a tree is judged by the very distributions that plain decoding would have
 come to: the same operations on the same numbers give the same bits.
 
-In order: allowed_token_ids, bad_words, min_tokens, logit_bias, then the repetition, frequency and presence penalties.
+In order: allowed_token_ids, bad_words, min_tokens, the form of a structured answer, logit_bias, then the repetition,
+frequency and presence penalties.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core import transfers
@@ -22,6 +25,22 @@ from truedraft.core.tree import TokenTree
 
 Path: TypeAlias = Sequence[int]
 """Tokens behind the committed text."""
+
+
+class Form(Protocol):
+    """How far the answer of one request, whose tokens somebody else grows, has come in the form that it must have."""
+
+    def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
+        """Which tokens may follow behind some paths `[paths, vocab]`; all behind one that leaves the form."""
+        ...
+
+    def legal(self, path: Path) -> int:
+        """How many tokens of a path, from its first, are in the form."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that write what the form leaves no choice about next; other tokens may write the same text."""
+        ...
 
 
 class Shaping:
@@ -34,6 +53,10 @@ class Shaping:
         ends: ids that end the answer.
         bad_words: token ids of each text that must not be.
         vocab_size: of the target; a draft may know more ids, whose logits stay as they are.
+        form: of a structured answer.
+
+    Attributes:
+        form: as given.
     """
 
     def __init__(
@@ -44,7 +67,9 @@ class Shaping:
         ends: Collection[int],
         bad_words: Collection[tuple[int, ...]],
         vocab_size: int,
+        form: Form | None = None,
     ) -> None:
+        self.form = form
         self._params = params
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
@@ -61,7 +86,7 @@ class Shaping:
     @property
     def reads_paths(self) -> bool:
         """Whether it looks at which tokens are on a path, and not only at how many."""
-        return bool(self._words or self._subtracts or self._repetition != 1.0)
+        return bool(self.form is not None or self._words or self._subtracts or self._repetition != 1.0)
 
     def of_tree(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Logits at the rows of a token tree.
@@ -94,6 +119,9 @@ class Shaping:
         if early and self._ends:
             at, ends = (transfers.upload(each, rows.device) for each in (early, self._ends))
             rows[at[:, None], ends] = -math.inf
+        if self.form is not None:
+            masks = torch.from_numpy(self.form.masks(paths)).to(rows.device)
+            rows.masked_fill_(~masks, -math.inf)
         if tables.bias is not None:
             rows.add_(tables.bias)
         if self._subtracts or self._repetition != 1.0:

@@ -191,7 +191,8 @@ class Counters:
         draft_tokens: nodes that were proposed.
         accepted_tokens: proposed tokens that were emitted.
         emitted_tokens: tokens emitted by target calls: accepted, recovered and bonus ones, stops excluded.
-        prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request.
+        prefill_tokens: tokens emitted by prefill calls: 0 or 1 for each request, and 1 more for each time that it gave
+            its room back and was read again.
         accepted_per_position: how often the k-th drafted token of a path was accepted, k from 1.
         tried_per_position: how often a path reached the k-th drafted position.
         listed_tokens: tokens that the paths of the proposed trees would come to as a plain list, from the root to

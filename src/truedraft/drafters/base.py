@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal, NoReturn, overload
 
 from torch import Tensor
 
-from truedraft.cache import RequestCache
+from truedraft.cache import Prefixes, RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
@@ -73,6 +73,8 @@ class DraftRequest:
         id: unique in its engine.
         params: sampling options.
         tokens: prompt and answer so far, to be read only; all but the last are in the target's cache.
+        prediction: tokens that its answer is expected to repeat in large parts.
+        scope: what it has read may be shared with requests of the same scope.
         shaping: what its options do to logits before a distribution is made of them; None where they do nothing. A
             draft that does the same is accepted more often, and is judged as exactly without it.
     """
@@ -81,6 +83,8 @@ class DraftRequest:
     params: SamplingParams
     tokens: Sequence[int] = ()
     shaping: Shaping | None = None
+    scope: Hashable = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,7 @@ class Drafter(ABC):
         hints_change: whether what `hint` tells changes while it drafts nothing, `behind` apart.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
+        prefixes: what requests begin with, of that model; None where nothing is shared.
         request_bytes: that it holds for each request beside these caches.
     """
 
@@ -193,6 +198,7 @@ class Drafter(ABC):
     hints_change: bool = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
+    prefixes: Prefixes | None = None
     request_bytes: int = 0
 
     @property
@@ -208,6 +214,10 @@ class Drafter(ABC):
     def hint(self, request: DraftRequest) -> Hint:
         """What it knows of its next proposal for a request before it makes it; asked at any time, and cheap."""
         return _NO_HINT
+
+    def serves(self, request: DraftRequest) -> bool:
+        """Whether it can ever draft for a request; where not, it is never asked."""
+        return True
 
     def check(self, target: LanguageModel) -> None:  # noqa: B027 - most drafters fit every target
         """Refuse a target that it does not fit, before anything runs.
@@ -237,7 +247,7 @@ class Drafter(ABC):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that it holds for requests now."""
+        """Bytes that it holds for requests now; what it keeps of earlier ones is counted apart (`prefixes`)."""
         return self.request_bytes * len(self.holding) + sum(cache.n_bytes for cache in self.caches.values())
 
     def cache_tokens(self, tokens: int) -> int:

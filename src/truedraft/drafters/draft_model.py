@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import RequestCache
+from truedraft.cache import FEW, Prefixes, RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
 from truedraft.core.noise import Noise
@@ -60,6 +60,7 @@ class DraftModel(Drafter):
         )
         self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}
+        self.prefixes: Prefixes = Prefixes()
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -90,7 +91,8 @@ class DraftModel(Drafter):
 
     def begin(self, request: DraftRequest) -> None:
         """Take a cache for the request; it is filled at the first proposal."""
-        self.caches[request.id] = self.model.new_cache()
+        self.caches[request.id] = cache = self.model.new_cache()
+        self.prefixes.join(request.id, cache, request.tokens, request.scope)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -105,6 +107,7 @@ class DraftModel(Drafter):
         for builder in level:
             # A step that failed half-way may have left more in the cache than was committed.
             builder.cache.rollback(min(builder.cache.length, len(builder.request.tokens) - 1))
+        self._share(level)
         logits = self._catch_up(level) if level else None
         while logits is not None:
             level = draw_level(level, logits)
@@ -122,6 +125,26 @@ class DraftModel(Drafter):
             budget.floor,
             budget.odds,
         )
+
+    def _share(self, builders: Sequence[TreeBuilder]) -> None:
+        """Copy what others have read already; of several that begin alike one reads before the others copy from it."""
+        readers: list[TreeBuilder] = []
+        followers: list[TreeBuilder] = []
+        for builder in builders:
+            number = builder.request.id
+            if builder.missed <= FEW:
+                continue
+            if self.prefixes.leader(number, [each.request.id for each in readers]) is not None:
+                followers.append(builder)
+            else:
+                self.prefixes.fill(number)
+                readers.append(builder)
+        if followers:
+            self._catch_up(readers)
+        for builder in readers if followers else ():
+            builder.cache.rollback(builder.cache.length - 1)  # the others' last tokens are read with theirs
+        for builder in followers:
+            self.prefixes.fill(builder.request.id)
 
     def _catch_up(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the committed tokens that the draft has not seen; logits `[requests, vocab]` at the last of each.
@@ -159,4 +182,6 @@ class DraftModel(Drafter):
         """Give the cache back."""
         cache = self.caches.pop(request.id, None)
         if cache is not None:
+            self.prefixes.keep(request.id)
+            self.prefixes.leave(request.id)
             self.model.release_cache(cache)

@@ -74,6 +74,19 @@ class _BeamTree:
     def open_nodes(self, depth: int, width: int) -> list[OpenNode]:
         return [OpenNode(self.noise, depth, number * width, width) for number in range(len(self.open))]
 
+    def shaped(self, logits: Tensor) -> Tensor:
+        """Logits `[open nodes, vocab]` as the request's options change them behind the nodes' paths."""
+        shaping = self.request.shaping
+        return logits if shaping is None else shaping.of_paths(logits, list(map(self._path, self.open)))
+
+    def _path(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root's child down to a node."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(self.nodes[node].token)
+            node = self.nodes[node].parent
+        return tuple(reversed(path))
+
 
 class SampledBeams:
     """Draws trees of beams for some requests at once.
@@ -133,7 +146,9 @@ class SampledBeams:
             nodes = [tree.open_nodes(depth, min(width, tree.budget.width)) for tree in trees]
             rows = slice(start, start + sum(map(len, nodes)))
             together = list(itertools.chain.from_iterable(nodes))
-            tokens, probs = drawing.draw(logits[rows], params, together)  # [nodes, draws], [nodes, vocab]
+            parts = zip(trees, logits[rows].split(list(map(len, nodes))), strict=True)
+            shaped = torch.cat([tree.shaped(own) for tree, own in parts])
+            tokens, probs = drawing.draw(shaped, params, together)  # [nodes, draws], [nodes, vocab]
             assert probs is not None, "greedy requests are not drawn for"
             children = fetch_children(tokens, probs, together, probs.shape[-1])
             noise = _noise_of(children, nodes, depth, probs) if drawing.kind is DrawKind.COUPLED else None

@@ -46,6 +46,7 @@ class Answer:
             token comes from the prefill and counts as a bonus.
         logprobs: for each of `token_ids`, where `SamplingParams.logprobs` asked for them.
         prompt_logprobs: for each token of the prompt but the first, likewise.
+        others: the further answers, of samples 1 to n - 1, where `SamplingParams.n` asked for several.
         seed: what keyed the noise; the same seed gives the same answer again.
         prompt_tokens: tokens of the prompt.
         timing: when it happened.
@@ -65,6 +66,7 @@ class Answer:
     warnings: tuple[str, ...] = ()
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    others: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.tree import chain_shape
+from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.base import Features
 from truedraft.drafters.portfolio import MergedProposal
 from truedraft.engine.request import Request
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 NOTHING_DRAFTED = MergedProposal.of({})
 
@@ -28,14 +28,16 @@ class StepItem:
     Attributes:
         noise: of this step.
         context: tokens in its cache before the step.
-        prefill: whether it is fed a part of its prompt.
+        prefill: whether it is fed a part of its prompt, or of what it had written before it gave its room back.
         judged: whether a token is drawn behind what it is fed: not behind a part of a prompt that is not its last.
         drafted: what was drafted for it, and by whom.
         proposal: what is judged of that. What turns out not to have been drawn as it says is taken out.
+        kept: nodes of the proposal that the forward sees; None is all of them. Those that leave the form of a
+            structured answer, and all below them, have no chance: they are judged, but not computed.
         rows: which rows of the forward's output are its own.
     """
 
-    __slots__ = ("context", "drafted", "fed", "judged", "noise", "prefill", "proposal", "request", "rows")
+    __slots__ = ("context", "drafted", "fed", "judged", "kept", "noise", "prefill", "proposal", "request", "rows")
 
     def __init__(self, request: Request, fed: int) -> None:
         assert request.cache is not None
@@ -43,16 +45,42 @@ class StepItem:
         self.fed = fed
         self.noise: KeyedNoise = request.noise()
         self.context = request.cache.length
-        self.prefill = request.emitted == 0
+        self.prefill = request.emitted == 0 or fed > 1
         self.judged = self.context + fed == len(request.tokens)
         self.drafted = NOTHING_DRAFTED
         self.proposal = NOTHING_DRAFTED.proposal
+        self.kept: list[int] | None = None
         self.rows = slice(0, 0)
 
     @property
     def judged_rows(self) -> slice:
         """Which rows of the forward's output are judged: that of the last token, and those of the nodes below it."""
         return slice(self.rows.stop - len(self.proposal.tree) - 1, self.rows.stop)
+
+    def fed_nodes(self, path: Sequence[int]) -> list[int]:
+        """The places of nodes that were accepted among the tokens that the forward was fed behind the committed ones.
+
+        Worked example: of nodes 0, 1, 2, 3 the forward saw 0, 2 and 3, so the path (0, 3) lies at places 0 and 2.
+        """
+        places = list(path) if self.kept is None else [self.kept.index(node) for node in path]
+        return [self.fed + place for place in places]
+
+    def keep_legal(self) -> None:
+        """Leave out of the forward what leaves the form of a structured answer."""
+        shaping, tree = self.request.shaping, self.proposal.tree
+        if shaping is None or shaping.form is None or not len(tree):
+            return
+        legal: set[int] = set()
+        illegal: set[int] = set()
+        for node in reversed(range(len(tree))):
+            if node in legal or node in illegal:
+                continue
+            path = tree.shape.path(node)
+            count = shaping.form.legal(tree.path_tokens(node))
+            legal.update(path[:count])
+            illegal.update(path[count:])
+        if illegal - legal:
+            self.kept = sorted(legal)
 
 
 class Batch:
@@ -84,6 +112,7 @@ class Batch:
         """
         for item, merged in zip(self.items, proposals, strict=True):
             item.drafted, item.proposal = merged, merged.proposal
+            item.keep_legal()
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))
@@ -99,12 +128,50 @@ class Batch:
                 asked = max(wanted, int(item.judged))
                 own = Segment(request.cache, torch.tensor(ids), chain_shape(fed), range(fed - asked, fed))
             else:
-                tokens = next(drafted) if waits and tree.on_device else torch.tensor([*ids, *tree.host_ids])
-                own = Segment(request.cache, tokens, tree.shape.rooted, range(len(tokens)))
+                own = _tree_segment(item, ids, next(drafted) if waits and tree.on_device else None)
             segments.append(own)
             item.rows = slice(first, first + len(own.rows))
             first = item.rows.stop
         return segments
+
+    def whole_rows(self, output: ForwardOutput) -> ForwardOutput:
+        """The output with a row for every node, also for those that the forward did not see.
+
+        These get the row of the last token: whatever is judged there, it is behind a token that the target gives
+        nothing.
+        """
+        if all(item.kept is None for item in self.items):
+            return output
+        places: list[int] = []
+        for item in self.items:
+            first, rows = len(places), list(range(item.rows.start, item.rows.stop))
+            if item.kept is not None:
+                row_of = dict(zip(item.kept, rows[1:], strict=True))
+                rows = [rows[0], *(row_of.get(node, rows[0]) for node in range(len(item.proposal.tree)))]
+            places += rows
+            item.rows = slice(first, len(places))
+        index = torch.tensor(places, device=output.logits.device)
+        layers = tuple(layer[index] for layer in output.layers)
+        return ForwardOutput(output.logits[index], output.hidden[index], layers)
+
+
+def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) -> Segment:
+    """The last token of a request and the tree below it, or what of that the forward sees.
+
+    Args:
+        item: of the request.
+        ids: the last token.
+        drafted: both on the device, where the ids are there alone.
+    """
+    tree, cache = item.proposal.tree, item.request.cache
+    assert cache is not None
+    if item.kept is None:
+        tokens = drafted if drafted is not None else torch.tensor([*ids, *tree.host_ids])
+        return Segment(cache, tokens, tree.shape.rooted, range(len(tokens)))
+    place_of = {-1: -1} | {node: place for place, node in enumerate(item.kept)}
+    shape = shape_of(tuple(place_of[tree.shape.parents[node]] for node in item.kept))
+    tokens = torch.tensor([*ids, *(tree.host_ids[node] for node in item.kept)])
+    return Segment(cache, tokens, shape.rooted, range(len(tokens)))
 
 
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:

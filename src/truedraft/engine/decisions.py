@@ -190,23 +190,27 @@ class Decisions:
 
     Args:
         forward_s: V of the target, for the speed-up; None leaves that to the run's plain steps.
+        request: id of the one whose tokens count, of those that share the steps; None counts all.
 
     Attributes:
         tallies: by what was decided, in the order of the first time.
         stretches: all steps, in order; the longer the run, the more of them in each.
     """
 
-    def __init__(self, forward_s: ForwardSeconds | None = None) -> None:
+    def __init__(self, forward_s: ForwardSeconds | None = None, request: int | None = None) -> None:
         self.tallies: dict[str, Tally] = {}
         self.stretches: list[Stretch] = []
         self._forward_s = forward_s
+        self._request = request
         self._curve_s: dict[tuple[int, int, int], float] = {}  # V by rows, requests and context
         self._in_each = 1  # steps of a stretch
 
     @classmethod
-    def of(cls, records: Iterable[StepRecord], forward_s: ForwardSeconds | None = None) -> Decisions:
+    def of(
+        cls, records: Iterable[StepRecord], forward_s: ForwardSeconds | None = None, request: int | None = None
+    ) -> Decisions:
         """Those of steps whose records were kept."""
-        decisions = cls(forward_s)
+        decisions = cls(forward_s, request)
         for record in records:
             decisions(record)
         return decisions
@@ -217,9 +221,13 @@ class Decisions:
             return
         counts: dict[str, int] = {}
         for step, seconds in zip(record.requests, _seconds_of_each(record), strict=True):
+            if self._request not in (None, step.id):
+                continue
             what = what_was_decided(step)
             counts[what] = counts.get(what, 0) + 1
             self.tallies.setdefault(what, Tally()).count(step, seconds)
+        if not counts:
+            return  # the one that counts took no part
         made = self._stretch(record, counts)
         if self.stretches and self.stretches[-1].steps < self._in_each:
             self.stretches[-1] += made
@@ -229,20 +237,21 @@ class Decisions:
 
     def _stretch(self, record: StepRecord, counts: dict[str, int]) -> Stretch:
         requests = len(record.requests)
-        emitted = sum(step.emitted + step.stop_tokens for step in record.requests)
+        own = [step for step in record.requests if self._request in (None, step.id)]
+        emitted = sum(step.emitted + step.stop_tokens for step in own)
         bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
         curve_s = self._curve(record.rows, record.contexts)
         plain = not record.nodes
         return Stretch(
             1,
             counts,
-            record.nodes,
-            sum(step.accepted for step in record.requests),
+            sum(step.nodes for step in own),
+            sum(step.accepted for step in own),
             emitted,
             record.total_s,
             bare_s,
             curve_s,
-            emitted / requests * (curve_s if plain else self._curve(requests, record.contexts)),
+            emitted / max(len(own), 1) * (curve_s if plain else self._curve(requests, record.contexts)),
             int(plain),
             bare_s if plain else 0.0,
             curve_s if plain else 0.0,
@@ -319,11 +328,16 @@ class Decisions:
         length = round(steps ** (1 / 3) / self._in_each)
         blocks = np.array([_sums(each, by_plain_steps) for each in _joined(self.stretches, max(length, 1))])
         factor = float(_factors(blocks.sum(0)[None])[0])
+        if not np.isfinite(factor):
+            return None
         if len(blocks) < _LEAST_BLOCKS:
             return Speedup(factor, None, None, by_plain_steps)
         drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
         factors = _factors(blocks[drawn].sum(1))
-        low, high = np.quantile(factors[np.isfinite(factors)], _INTERVAL)
+        known = factors[np.isfinite(factors)]
+        if not len(known):
+            return Speedup(factor, None, None, by_plain_steps)
+        low, high = np.quantile(known, _INTERVAL)
         return Speedup(factor, float(low), float(high), by_plain_steps)
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:

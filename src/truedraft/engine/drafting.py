@@ -8,7 +8,7 @@ from functools import partial
 
 from truedraft.control import Controller
 from truedraft.core import transfers
-from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView, Speculation
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
@@ -17,7 +17,7 @@ from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
 from truedraft.engine.request import Request
-from truedraft.errors import DrafterError
+from truedraft.errors import DrafterError, UnknownOptionError
 from truedraft.models.base import ForwardOutput, LanguageModel
 
 
@@ -60,6 +60,25 @@ class Drafting:
         spent = (self._members[name].spent for name in self._asked)
         return tuple(each for each in spent if each is not None)
 
+    def limit(self, request: Request, speculation: Speculation | None) -> None:
+        """Let only those drafters draft for a request that can and that it wants, and no longer paths than it wants.
+
+        Raises:
+            UnknownOptionError: there is no such drafter; names the nearest that there is.
+        """
+        request.excluded.update(
+            name for name, member in self._members.items() if not member.drafter.serves(request.draft)
+        )
+        if speculation is None:
+            return
+        for name in speculation.drafters or ():
+            if name not in self._members:
+                raise UnknownOptionError.nearest("drafter", name, self._members)
+        if speculation.drafters is not None:
+            request.excluded.update(name for name in self._members if name not in speculation.drafters)
+        if speculation.num_speculative_tokens is not None:
+            request.most_depth = speculation.num_speculative_tokens
+
     def begin(self, request: Request) -> None:
         """Tell the drafters that a request starts."""
         for name, member in self._members.items():
@@ -100,8 +119,9 @@ class Drafting:
         for number, decision, view in zip(asked, decided, views, strict=True):
             if decision is not None:
                 # A step emits one token more than it accepts, so the last block is cut to fit.
-                decision = decision.cut(max(view.remaining - 1, 0))
-                most = batch.items[number].request.most_positions
+                request = batch.items[number].request
+                decision = decision.cut(max(min(view.remaining - 1, request.most_depth), 0))
+                most = request.most_positions
                 decisions[number] = (
                     decision if most is None else _cut_to(decision, most - view.context - 1, self._limits)
                 )
@@ -116,8 +136,8 @@ class Drafting:
         return [member.hint(item.request) for item in items for member in self._watched]
 
     def _is_undrafted(self, item: StepItem) -> bool:
-        failed, no_room = item.request.failed, item.request.no_room
-        return len(failed | no_room if no_room else failed) >= len(self._members)
+        excluded, no_room = item.request.excluded, item.request.no_room
+        return len(excluded | no_room if no_room else excluded) >= len(self._members)
 
     def _view(self, item: StepItem) -> RequestView:
         request, view = item.request, item.request.view
@@ -127,8 +147,8 @@ class Drafting:
                 request.id, request.params, request.seed, 0, 0, self._limits, request.counters, hints
             )
         view.context, view.remaining = item.context, request.remaining
-        if request.failed or request.no_room:
-            out = request.failed | request.no_room
+        if request.excluded or request.no_room:
+            out = request.excluded | request.no_room
             view.limits = {name: limits for name, limits in self._limits.items() if name not in out}
         elif view.limits is not self._limits:
             view.limits = self._limits
@@ -241,7 +261,7 @@ class Drafting:
         seen = []
         for request in requests:
             step = request.last_step
-            out = member.name in request.failed or member.name in request.no_room
+            out = member.name in request.excluded or member.name in request.no_room
             if step is not None and not out and request.told.get(member.name) is not step:
                 request.told[member.name] = step
                 outcome = _outcome_for(member.name, *step, member.drafter.features, self._layers)
@@ -268,7 +288,7 @@ class Drafting:
 
     def _give_up(self, request: Request, error: Exception) -> None:
         self._failures.log("the controller", error)
-        request.failed.update(self._members)
+        request.excluded.update(self._members)
         request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, overload
 
@@ -11,6 +12,7 @@ import torch
 
 from truedraft.control import Controller, Goodput
 from truedraft.control.specs import controller_from_spec
+from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.costs import RunningTimes, StepCosts
@@ -26,11 +28,14 @@ from truedraft.engine.memory import CacheMemory
 from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
+from truedraft.engine.sharing import Sharing
 from truedraft.engine.step import Step
 from truedraft.engine.verifier import Verifier
 from truedraft.errors import CacheError, CompositionError, ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
+from truedraft.text.forms import Forms
+from truedraft.theory import TargetCost
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
 
@@ -45,8 +50,11 @@ class Engine:
         controller: which drafter drafts how much; None expects most tokens per second (`Goodput`). A text is read as
             `--controller` reads it, such as "fixed", which is always the first drafter's own limits.
         max_batch: most requests in one step.
+        prefix_cache_bytes: keys and values of what requests began with, kept for requests that begin alike; None keeps
+            none but lets those that run share what they begin with, 0 lets nobody share.
         max_cache_bytes: that keys and values of target and drafters may take, and what else drafters hold for requests;
-            None is no limit. Where they are short drafters give theirs back, and requests wait.
+            None is no limit. Where they are short drafters give theirs back, and requests wait; one that runs may have
+            to wait again, and goes on exactly where it was.
         coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
 
@@ -58,6 +66,7 @@ class Engine:
         rule: as given, or made.
         controller: as given, or made.
         costs: what the target's steps cost on this machine, for controllers that weigh costs.
+        preemptions: how often a running request gave its room back, because memory was short.
         listeners: each is called after each step, by the thread that made it, with the record of what it did and how
             long its parts took.
 
@@ -76,6 +85,7 @@ class Engine:
         *,
         max_batch: int = 32,
         max_cache_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
         coupled_rule: Rule | None = None,
     ) -> None:
         target = load_model(target) if isinstance(target, str | Path) else target
@@ -97,8 +107,10 @@ class Engine:
         for member in self.drafter.members.values():
             _check_layers(member, self.target)
         self.rule.check(self.drafter.kinds, self.drafter.name)
-        self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes)
+        self._sharing = Sharing(self.target, self.drafter.members, prefix_cache_bytes)
+        self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes, self._sharing.stores)
         self.listeners: list[Callable[[StepRecord], None]] = []
+        self.preemptions = 0
         self._failures = Failures()
         self.controller = controller
         self.costs = StepCosts(self.target)
@@ -108,16 +120,41 @@ class Engine:
         self._verifier = Verifier(self.rule, coupled, self._drafting)
         self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))
         self._scheduler = Scheduler(max_batch)
+        tokenizer = target.tokenizer
+        self._forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
         self._turns = Turns()  # of the threads that step
         self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
         self._open: dict[int, Request] = {}  # that began and were not closed
 
     @property
+    def max_batch(self) -> int:
+        """Most requests in one step."""
+        return self._scheduler.max_batch
+
+    @property
+    def max_cache_bytes(self) -> int | None:
+        """Most bytes of keys and values; None is no limit."""
+        return self._memory.limit
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of prompts that were not computed, for others had begun alike; of all requests so far."""
+        return self._sharing.copied_tokens
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes that are allocated now for keys and values, of target and drafters, buffers that wait for the next
         request included, and for what else drafters hold for requests. Exact between steps."""
         return self._memory.used(list(self._scheduler.running))
+
+    def forwards(self) -> TargetCost | None:
+        """V of the target, measured now if nobody did; None for an engine that never drafts, which needs none.
+
+        Raises:
+            TruedraftError: the target failed.
+        """
+        return None if self.drafter.limits.is_zero else self.costs.forwards()
 
     def measure(self, params: SamplingParams | None = None) -> None:
         """Measure now what a controller that weighs costs would measure at the first request, unless it is kept.
@@ -166,19 +203,35 @@ class Engine:
         if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):
                 raise PromptError(f"one prompt takes one SamplingParams, got a {type(params).__name__}")
-            request = self.submit(prompt, params)  # type: ignore[arg-type]
-            answer = self._finish([request])[0]
-            if request.error is not None:
-                raise request.error
+            samples = self._prepare_all(prompt, params)  # type: ignore[arg-type]
+            answer = self._answer_all([samples])[0]
+            error = next((request.error for request in samples if request.error is not None), None)
+            if error is not None:
+                raise error
             return answer
         each = params_of_each(len(prompt), params)
         prompts = cast("Sequence[Prompt]", prompt)
-        requests = [self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)]
-        accepted = [request for request in requests if isinstance(request, Request)]
-        for request in accepted:
-            self._enqueue(request)
-        answers = iter(self._finish(accepted))
-        return [next(answers) if isinstance(request, Request) else request for request in requests]
+        return self._answer_all([self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)])
+
+    def _prepare_all(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+        """A checked request for each sample of a prompt."""
+        count = params.n if isinstance(params, SamplingParams) else 1
+        return [self.prepare(prompt, params, sample=sample) for sample in range(count)]
+
+    def _answer_all(self, prompts: Sequence[list[Request] | Answer]) -> list[Answer]:
+        """An answer for each prompt, of which there are requests for all samples, or already the answer."""
+        requests = [request for samples in prompts if isinstance(samples, list) for request in samples]
+        for request in requests:
+            self.enqueue(request)
+        answers = iter(self._finish(requests))
+        found: list[Answer] = []
+        for samples in prompts:
+            if isinstance(samples, list):
+                first, *others = [next(answers) for _ in samples]
+                found.append(replace(first, others=tuple(others)) if others else first)
+            else:
+                found.append(samples)
+        return found
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Answer one prompt piece by piece; leaving the loop early cancels the request.
@@ -186,12 +239,17 @@ class Engine:
         The last piece carries the whole answer.
 
         Raises:
+            OptionError: several samples are asked for; call `submit` for each, and read their pieces.
             TruedraftError: the request failed.
         """
-        return self._pieces(self._prepare(prompt, params))
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise OptionError(
+                f"must be 1 for a stream, got {params.n}; call submit for each sample and read its pieces", field="n"
+            )
+        return self._pieces(self.prepare(prompt, params))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
-        self._enqueue(request)
+        self.enqueue(request)
         try:
             while True:
                 while request.pieces:
@@ -207,11 +265,28 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        speculation: Speculation | None = None,
+        rule: Rule | None = None,
+        scope: Hashable = None,
+    ) -> Request:
         """Queue a request, which takes part from the next step on; first come, first served where there is no room.
 
         It does not wait, whoever is stepping; any thread may call it. Somebody has to call `step`, or wait in
         `generate` or `stream`, until the last piece, `request.pieces[-1].answer`, is there; `request.closed` says so.
+
+        Args:
+            prompt: a text, or token ids.
+            params: sampling options.
+            sample: which of its `n` answers this request is for; each is drawn with noise of its own.
+            speculation: what may be drafted for it; None is all that the engine drafts.
+            rule: judges its drafts in place of the engine's.
+            scope: it shares what it begins with with requests of the same scope alone, as of one client.
 
         Returns:
             The request, to be read and to be given to `cancel`.
@@ -219,36 +294,52 @@ class Engine:
         Raises:
             PromptError: the prompt is empty, too long, holds ids that do not exist, or needs more than all memory.
             OptionError: the options cannot be used.
+            IncompatibleRuleError: the rule cannot judge what the engine's drafters draw.
         """
-        request = self._prepare(prompt, params)
-        self._enqueue(request)
+        request = self.prepare(prompt, params, sample=sample, speculation=speculation, rule=rule, scope=scope)
+        self.enqueue(request)
         return request
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """A checked request, not yet queued."""
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        speculation: Speculation | None = None,
+        rule: Rule | None = None,
+        scope: Hashable = None,
+    ) -> Request:
+        """A checked request that waits to be given to `enqueue`; as `submit` but for that."""
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
+        if rule is not None:
+            rule.check(self.drafter.kinds, self.drafter.name)
         target = self.target
         ids = encode_prompt(target, prompt)
-        rule = self._verifier.rule_for(params)
+        judge = self._verifier.rule_for(params, rule)
         ends, context = target.eos_token_ids, target.context_length
-        request = Request(ids, params, rule, target.tokenizer, ends, context, target.vocab_size)
+        request = Request(
+            ids, params, judge, target.tokenizer, ends, context, target.vocab_size, sample, scope, self._forms
+        )
+        self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         return request
 
-    def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> Request | Answer:
-        """A checked request, or the answer of one that cannot be started."""
+    def enqueue(self, request: Request) -> None:
+        """Queue a request that `prepare` made; any thread may call it."""
+        request.engine = self
+        self._scheduler.add(request)
+
+    def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> list[Request] | Answer:
+        """A checked request for each sample, or the answer of a prompt that cannot be started."""
         try:
-            return self._prepare(prompt, params)
+            return self._prepare_all(prompt, params)
         except TruedraftError as error:
             text = None if self.target.tokenizer is None else ""
             seed = params.seed if isinstance(params, SamplingParams) and params.seed is not None else 0
             return Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error))
-
-    def _enqueue(self, request: Request) -> None:
-        request.engine = self
-        self._scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request of this engine where it stands; its cache goes back. A finished one stays as it is.
@@ -319,19 +410,37 @@ class Engine:
 
     def _admit(self) -> None:
         """Let requests in, for which drafters may have to give memory back; where there is more again, they get it."""
+        grown, out = self._memory.grow(self._scheduler.running)
+        for request in out:
+            self._preempt(request)
         admitted = self._scheduler.admit(self._memory.fits)
         taken, free = self._memory.share(self._scheduler.running, admitted)
         for each in taken:
             self._drafting.give_room(each.request, each.drafter)
         self._memory.trim()
+        for request in grown:
+            self._memory.extend(request)
         for request in admitted:
             self._open[request.id] = request
             request.cache = self.target.new_cache()
             self._drafting.begin(request)
             self._memory.bound(request)
+            self._sharing.begin(request, self._scheduler.running)
+        self._sharing.go_on(self._scheduler.running)
         for each in free:
             self._drafting.take_room(each.request, each.drafter)
             self._memory.bound_drafter(each.request, each.drafter)
+
+    def _preempt(self, request: Request) -> None:
+        """A request gives its room back, and waits before all others until there is some again."""
+        assert request.cache is not None
+        self._drafting.end(request)
+        self._sharing.end(request)
+        self.target.release_cache(request.cache)
+        request.put_back()
+        self._scheduler.put_back(request)
+        self._memory.released()
+        self.preemptions += 1
 
     def _run(self, batch: Batch) -> None:
         """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
@@ -369,9 +478,11 @@ class Engine:
         self._scheduler.remove(request)
         if request.cache is not None:
             self._drafting.end(request)
+            self._sharing.end(request)
             self.target.release_cache(request.cache)
             request.cache = None
             self._memory.released()
+            self._memory.settle(self._scheduler.running)
         self._open.pop(request.id, None)
         request.finish()
         request.closed = True  # last: other threads take it that the answer is there

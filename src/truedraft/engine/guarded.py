@@ -66,7 +66,7 @@ class GuardedDrafter:
 
     def hint(self, request: Request) -> Hint:
         """What it knows before it drafts for a request; nothing where it drafts for it no more, or has no room."""
-        if self.name in request.failed or self.name in request.no_room:
+        if self.name in request.excluded or self.name in request.no_room:
             return _NOTHING_TO_PROPOSE
         try:
             return self.drafter.hint(request.draft)
@@ -158,7 +158,7 @@ class GuardedDrafter:
                 # What was noted of whom is unknown, so the drafter forgets them all.
                 self.end(request)
                 self.begin(request)
-                if self.name not in request.failed:
+                if self.name not in request.excluded:
                     self.observe([(request, outcome)])
 
     def end(self, request: Request) -> None:
@@ -174,7 +174,7 @@ class GuardedDrafter:
     def give_up(self, request: Request, error: Exception) -> None:
         """The request goes on without it."""
         self._failures.log(self._who, error)
-        request.failed.add(self.name)
+        request.excluded.add(self.name)
         request.warnings.append(f"{self._who} failed ({told(error)}); the answer went on undrafted")
 
     @property

@@ -1,8 +1,10 @@
 """Memory that requests take: key/value caches of the target, what drafters hold, and buffers that wait to be reused.
 
-How far a cache grows is known when its request comes: to the span of prompt and `max_tokens`. So memory is shared out
-then, and again when requests are over, and no step need count anything. The target's caches come first; drafters get
-what is left, and give theirs back when more requests come.
+A request is granted room for its prompt and the next 256 tokens of its answer, or for all that `max_tokens` lets it
+write. Memory is shared out when requests come, come to the end of what they were granted, or are over, and no other
+step need count anything. The target's caches come first; drafters get what is left, and give theirs back when more is
+needed. Where even that is not enough the request that came last gives its room back and waits, to be read again from
+its beginning, answer so far included; what it had written stays, and it goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.cache import CachePool
+from truedraft.cache import CachePool, Prefixes
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
@@ -23,6 +25,12 @@ from truedraft.options import check_whole
 RESUMES_AT = 0.9
 """Share of the memory within which a drafter must fit that drafts for a request again, so that it does not come and
 go."""
+
+
+_AHEAD = 256
+"""Tokens that a request is granted beyond those that it has."""
+_NEAR = 64
+"""So many tokens before the end of what it was granted it is granted more, so that drafts are not cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +58,23 @@ class CacheMemory:
         target: what is drafted for.
         members: the drafters, by name.
         limit: bytes; None is no limit.
+        prefixes: what is kept of earlier requests, of target and drafters.
 
     Raises:
         OptionError: the limit is no whole number of 1 or more.
     """
 
-    def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], limit: int | None) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        members: Mapping[str, Drafter],
+        limit: int | None,
+        prefixes: Sequence[Prefixes] = (),
+    ) -> None:
         self.limit = None if limit is None else check_whole("max_cache_bytes", limit, least=1)
         self._target = target
         self._members = members
+        self._prefixes = prefixes
         self._reserved = 0  # for running requests and what drafters hold for them
         self._changed = False  # since memory was shared out
         models = [target, *(each.model for each in members.values() if each.model is not None)]
@@ -76,6 +92,7 @@ class CacheMemory:
         """
         if self.limit is None:
             return
+        request.granted = _grant(request)
         needed = self._pools[id(self._target)].bytes_alone(request.most_tokens)
         if needed > self.limit:
             answer = request.most_tokens - request.prompt_tokens
@@ -87,6 +104,38 @@ class CacheMemory:
     def fits(self, running: Sequence[Request], request: Request) -> bool:
         """Whether a request may join those that run: its cache of the target fits, if drafters hold nothing."""
         return self.limit is None or not running or self._bytes([*running, request], ()) <= self.limit
+
+    def grow(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+        """Grant more to requests that come to the end of what they were granted.
+
+        Args:
+            running: requests, in the order in which they came.
+
+        Returns:
+            Those that were granted more and stay, and those for which there is no room any more, the last one first.
+        """
+        if self.limit is None:
+            return [], []
+        near = [each for each in running if each.granted < each.most_tokens and _is_near(each)]
+        if not near:
+            return [], []
+        for request in near:
+            request.granted = _grant(request)
+        self._changed = True
+        stay, out = list(running), []
+        while len(stay) > 1 and self._bytes(stay, ()) > self.limit:
+            out.append(stay.pop())
+        return [each for each in near if each in stay], out
+
+    def extend(self, request: Request) -> None:
+        """Let the caches of a request grow to what it was granted."""
+        assert request.cache is not None
+        request.cache.allow(request.granted)
+        request.most_positions = request.cache.most
+        for drafter in self._members.values():
+            cache = drafter.caches.get(request.id)
+            if cache is not None:
+                cache.allow(drafter.cache_tokens(request.granted))
 
     def released(self) -> None:
         """A request is over, and its caches were given back."""
@@ -111,7 +160,7 @@ class CacheMemory:
         while held and self._bytes(running, held) > self.limit:
             taken.append(held.pop())  # what costs most, of the request that came last
         for each in wanted:
-            if each not in before and each.drafter not in each.request.failed:
+            if each not in before and each.drafter not in each.request.excluded:
                 share = 1.0 if each.request in new else RESUMES_AT
                 if self._bytes(running, [*held, each]) <= share * self.limit:
                     held.append(each)
@@ -134,14 +183,14 @@ class CacheMemory:
         """The most that requests and what is held for them come to."""
         tokens: dict[int, list[int]] = {id(pool): [] for pool in self._pools.values()}
         target = tokens[id(self._pools[id(self._target)])]
-        target.extend(request.most_tokens for request in requests)
+        target.extend(request.granted for request in requests)
         beside = 0
         for each in held:
             drafter = self._members[each.drafter]
             beside += drafter.request_bytes
             if drafter.model is not None:
                 own = tokens[id(self._pools[id(drafter.model)])]
-                own.append(drafter.cache_tokens(each.request.most_tokens))
+                own.append(drafter.cache_tokens(each.request.granted))
         return beside + sum(pool.bytes_for(tokens[id(pool)]) for pool in self._distinct_pools)
 
     def bound(self, request: Request) -> None:
@@ -149,7 +198,7 @@ class CacheMemory:
         if self.limit is None:
             return
         assert request.cache is not None
-        request.cache.limit_to(request.most_tokens)
+        request.cache.limit_to(request.granted)
         request.most_positions = request.cache.most
         for name in self._members:
             if name not in request.no_room:
@@ -160,7 +209,7 @@ class CacheMemory:
         drafter = self._members[name]
         cache = drafter.caches.get(request.id)
         if cache is not None:
-            cache.limit_to(drafter.cache_tokens(request.most_tokens))
+            cache.limit_to(drafter.cache_tokens(request.granted))
 
     def settle(self, running: Sequence[Request]) -> None:
         """A step is over, and requests of it may be: give back what there is no room to keep."""
@@ -179,16 +228,29 @@ class CacheMemory:
             if over <= 0:
                 return
             pool.trim(over)
+        for store in self._prefixes:
+            over = self._reserved + self.kept_bytes - self.limit
+            if over <= 0:
+                return
+            store.trim(max(store.n_bytes - over, 0))
 
     @property
     def kept_bytes(self) -> int:
-        """Of buffers that wait for the next request."""
-        return sum(pool.kept_bytes for pool in self._distinct_pools)
+        """Of buffers that wait for the next request, and of what is kept of earlier ones."""
+        return sum(pool.kept_bytes for pool in self._distinct_pools) + sum(each.n_bytes for each in self._prefixes)
 
     def used(self, running: Iterable[Request]) -> int:
         """Bytes that are allocated now: for running requests, by drafters, and kept."""
         own = sum(request.cache.n_bytes for request in running if request.cache is not None)
         return own + sum(drafter.cache_bytes for drafter in self._members.values()) + self.kept_bytes
+
+
+def _grant(request: Request) -> int:
+    return min(request.most_tokens, len(request.tokens) + _AHEAD)
+
+
+def _is_near(request: Request) -> bool:
+    return len(request.tokens) + _NEAR > request.granted
 
 
 def _pool_of(model: LanguageModel) -> CachePool:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from truedraft.cache import RequestCache
-from truedraft.core.budget import RequestView
+from truedraft.core.budget import MOST_NODES, RequestView
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.params import SamplingParams
-from truedraft.core.shaping import Shaping
+from truedraft.core.params import SamplingParams, Structured
+from truedraft.core.shaping import Form, Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError
+from truedraft.text.forms import Forms
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
@@ -46,6 +47,9 @@ class Request:
         eos_ids: ids that end the answer unless the options ignore them.
         context_length: most tokens of prompt and answer together.
         vocab_size: of the target.
+        sample: which of several answers to the same prompt; each has noise of its own.
+        scope: it shares what it begins with with requests of this one.
+        forms: makes the form of a structured answer.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -60,10 +64,14 @@ class Request:
         eos_ids: Sequence[int],
         context_length: int,
         vocab_size: int,
+        sample: int = 0,
+        scope: Hashable = None,
+        forms: Forms | None = None,
     ) -> None:
         self.params = params
         self.rule = rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.sample = sample
         self.tokens = list(prompt)  # prompt and answer so far
         self.prompt_tokens = len(prompt)
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
@@ -72,12 +80,23 @@ class Request:
             banned = ids_of_words(params.bad_words, tokenizer)
             _check_ids(params, banned, vocab_size)
             ends = [token for token in self._stop_ids if token < vocab_size]
-            self.shaping = Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size)
-        self.draft = DraftRequest(next(_numbers), params, TokenView(self.tokens), self.shaping)
+            form = None if params.structured is None else _form_of(params.structured, forms, self)
+            self.shaping = Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form)
+        self.scope = scope
+        self.leader: Request | None = None  # that reads what it begins with, and that it waits for
+        self.awaits = 0  # so many tokens of that
+        self.copied_tokens = 0  # of its prompt, that others had computed
+        view = TokenView(self.tokens)
+        self.draft = DraftRequest(
+            next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, tokenizer)
+        )
         self.cache: RequestCache | None = None
         self.counters = Counters()
-        self.failed: set[str] = set()  # drafters that failed for it
+        self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them
         self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
+        self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
+        self.preemptions = 0  # how often it gave its room back and began again
+        self.most_depth = MOST_NODES  # of what is drafted
         self.no_room: set[str] = set()  # drafters that hold nothing for it, for memory is short
         self.view: RequestView | None = None  # what a controller sees of it
         self.last_step: LastStep | None = None
@@ -96,7 +115,7 @@ class Request:
         self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, params.stop, params.min_tokens)
-        self._limit = min(self.prompt_tokens + params.max_tokens, context_length)
+        self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, context_length)
         self._steps = 0
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
@@ -123,13 +142,25 @@ class Request:
         return len(self.tokens) - (self.cache.length if self.cache is not None else 0)
 
     @property
+    def decodes(self) -> bool:
+        """Whether all but the last of its tokens are computed, and the first of its answer is there."""
+        return self.emitted > 0 and self.uncomputed <= 1
+
+    @property
     def emitted(self) -> int:
         """New tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
+    def put_back(self) -> None:
+        """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
+        self.cache, self.leader, self.last_step = None, None, None
+        self.no_room.clear()
+        self.told.clear()
+        self.preemptions += 1
+
     def noise(self) -> KeyedNoise:
         """The noise of the next step: its keys never occur in another step of this request."""
-        return KeyedNoise(self.seed, len(self.tokens), self._steps, greedy=self.params.greedy)
+        return KeyedNoise(self.seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
@@ -246,6 +277,30 @@ class Request:
             error=None if self.error is None else str(self.error),
             warnings=tuple(self.warnings),
         )
+
+
+def _form_of(structured: Structured, forms: Forms | None, request: Request) -> Form:
+    """The form of a structured answer.
+
+    Raises:
+        OptionError: it cannot be read, or there is no tokenizer.
+    """
+    if forms is None:
+        raise OptionError("needs a tokenizer, and this model has none", field="structured")
+    return forms.start(structured, request.tokens, request.prompt_tokens)
+
+
+def _predicted(prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Token ids of what an answer is expected to repeat.
+
+    Raises:
+        OptionError: a text, and there is no tokenizer.
+    """
+    if prediction is None or not isinstance(prediction, str):
+        return prediction or ()
+    if tokenizer is None:
+        raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
+    return tokenizer.plain_ids(prediction)
 
 
 def _check_ids(params: SamplingParams, banned: Sequence[tuple[int, ...]], vocab_size: int) -> None:

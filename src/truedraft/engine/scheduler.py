@@ -12,17 +12,16 @@ from truedraft.engine.request import Request
 class Scheduler:
     """Requests join and leave between steps; first come, first served.
 
-    Prompts are prefilled in parts of `chunk` tokens that start at multiples of `chunk`, so that where a prompt is
-    cut does not depend on the other requests.
+    While answers are being written, no step reads more of prompts than one part of `chunk` tokens, so that they go on.
 
     Args:
         max_batch: most requests in one step.
         chunk: most tokens of one prompt in one step.
-        max_prefill: most prompt tokens in one step, over all requests.
+        max_prefill: most prompt tokens in one step over all requests, while no answer is being written.
     """
 
     def __init__(self, max_batch: int = 32, chunk: int = 256, max_prefill: int = 1024) -> None:
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._max_prefill = max_prefill
         self.chunk = chunk
         self.waiting: deque[Request] = deque()
@@ -39,7 +38,7 @@ class Scheduler:
             fits: whether there is memory for a request beside those that run.
         """
         admitted: list[Request] = []
-        while self.waiting and len(self.running) < self._max_batch and fits(self.running, self.waiting[0]):
+        while self.waiting and len(self.running) < self.max_batch and fits(self.running, self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)
@@ -49,14 +48,22 @@ class Scheduler:
         """The next step: all requests that decode, and parts of prompts while they fit."""
         items: list[StepItem] = []
         prefill = 0
+        most = self.chunk if any(request.decodes for request in self.running) else self._max_prefill
         for request in self.running:
+            if request.leader is not None:
+                continue
             fed = min(request.uncomputed, self.chunk)
-            if request.uncomputed > 1 or request.emitted == 0:
-                if prefill and prefill + fed > self._max_prefill:
+            if not request.decodes:
+                if prefill and prefill + fed > most:
                     continue
                 prefill += fed
             items.append(StepItem(request, fed))
         return Batch(items)
+
+    def put_back(self, request: Request) -> None:
+        """A request that ran waits again, before all others."""
+        self.running.remove(request)
+        self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
         """A request is over, wherever it was."""

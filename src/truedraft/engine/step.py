@@ -42,7 +42,7 @@ class Step:
         clock.lap()
         proposals = self._drafting.propose(batch, decisions)
         clock.lap()
-        output = self._forward(batch.segments(proposals, self._target, self._features))
+        output = batch.whole_rows(self._forward(batch.segments(proposals, self._target, self._features)))
         clock.lap()
         judged = self._verifier.verify(batch, output)
         clock.lap()
@@ -66,14 +66,14 @@ class Step:
             step = RequestStep(
                 item.request.id,
                 item.context,
-                item.fed + len(shape),
+                item.fed + (len(shape) if item.kept is None else len(item.kept)),
                 item.prefill,
                 decision=decision,
                 greedy=item.request.params.greedy,
             )
             path, tokens = self._emit(item, own, step) if own is not None else ((), ())
             assert item.request.cache is not None
-            item.request.cache.commit([*range(item.fed), *(item.fed + node for node in path)])
+            item.request.cache.commit([*range(item.fed), *item.fed_nodes(path)])
             item.request.count(step)
             steps.append(step)
             outcomes.append(StepOutcome(item.proposal, path, tokens, partial=not item.judged))

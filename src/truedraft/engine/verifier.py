@@ -102,14 +102,19 @@ class Verifier:
         self._coupled = coupled
         self._drafting = drafting
 
-    def rule_for(self, params: SamplingParams) -> Rule:
+    def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
         """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone.
 
         A coupled request keeps its promise, the same tokens whatever drafts and judges, under a lossy rule too.
+
+        Args:
+            params: of a request.
+            own: the rule that it asks for; None is the engine's.
         """
-        if params.coupled or (params.greedy and self._rule.lossless):
+        rule = own if own is not None else self._rule
+        if params.coupled or (params.greedy and rule.lossless):
             return self._coupled
-        return self._rule.greedy_form if params.greedy else self._rule
+        return rule.greedy_form if params.greedy else rule
 
     def verify(self, batch: Batch, output: ForwardOutput) -> list[Judged | None]:
         """Judge what was drafted for each item; None behind a part of a prompt that is not its last."""

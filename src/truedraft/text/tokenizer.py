@@ -75,15 +75,16 @@ class Tokenizer:
         """Turn text into ids, with the special tokens that the model expects around it (BOS for Llama)."""
         return list(self.backend(text, verbose=False).input_ids)
 
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """The ids of a part of a text, without special tokens."""
+        return tuple(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
         """The ids of a word in the middle of a text, without special tokens: as it is, and behind a space.
 
         The second where it is as long and begins with another token; others are not how a word is usually written.
         """
-        bare, spaced = (
-            tuple(self.backend(each, add_special_tokens=False, verbose=False).input_ids)
-            for each in (text.lstrip(), " " + text.lstrip())
-        )
+        bare, spaced = self.plain_ids(text.lstrip()), self.plain_ids(" " + text.lstrip())
         found = [bare, spaced] if len(spaced) == len(bare) and spaced[:1] != bare[:1] else [bare]
         return [ids for ids in found if ids]
 
@@ -104,23 +105,60 @@ class Tokenizer:
             return lambda ids: str(decode(ids, skip_special_tokens=True))
         return lambda ids: str(self.backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        """The model's chat template, as text; "" where it has none. Of several, those of all kinds."""
+        template = getattr(self.backend, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        **more: Any,
+    ) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
+
+        Args:
+            messages: with role and content each.
+            tools: functions that the model may call, for templates that know such.
+            template: in place of the model's own.
+            more: what else the template knows.
 
         Raises:
             PromptError: the model has no chat template, or its template refuses these messages.
         """
-        if not getattr(self.backend, "chat_template", None):
+        if template is None and not self.chat_template:
             raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
         from jinja2 import TemplateError
 
         try:
             ids = self.backend.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **more,
             )
         except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template of {self.name!r} refuses these messages: {_gist(error)}") from error
         return [int(token) for token in ids]
+
+    def token_text(self, token: int) -> str:
+        """What one token writes in the middle of a text; the name of a special token, which writes nothing."""
+        if token in self.skipped_ids:
+            return str(self.backend.convert_ids_to_tokens(token))
+        before, both = self.decode([self._letter]), self.decode([self._letter, token])
+        return both.removeprefix(before)
+
+    @cached_property
+    def _letter(self) -> int:
+        """A token before which no text changes."""
+        return self.plain_ids("a")[-1]
 
     @cached_property
     def vocab_size(self) -> int:

@@ -1,0 +1,387 @@
+"""The server against the engine in process and against vLLM's CPU server: `make bench-serve`.
+
+    python benchmarks/serving.py [--rows ROW ...] [--minutes 75] [--vllm VENV] [--out FILE]
+    python benchmarks/serving.py --report
+
+Both servers are loaded once and asked in turns, so that a slow moment of the machine meets both; the one that is not
+asked waits. Every turn of every cell is a line of JSON, written as soon as it is done, and a rerun goes on behind them.
+Without a virtual environment that has vLLM the rows that need it are left out, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from serving_load import Load, Outcome, Request, closed_loop, open_loop
+
+ROOT = Path(__file__).parent.parent
+OUT = Path(__file__).with_name("results") / "serving.jsonl"
+RUNS = ROOT / "runs" / "serving"
+SIZE = "500M"
+ROWS = {
+    "engine": "the server against `Engine` in process, 8 streams",
+    "closed": "tokens per second with 1, 4, 8 and 16 clients, with the draft, against vLLM",
+    "open": "tokens come at half and at 0.8 of the slower server's capacity: time per token, against vLLM",
+    "batch": "16 clients, plain and with the draft, against vLLM",
+    "first": "first token of a prompt of 1,400 tokens, against vLLM",
+    "prefix": "first token of a prompt of 1,600 tokens of which 1,500 were asked before, against a cold one",
+    "form": "JSON by a schema against free text, own size",
+}
+TURNS = 5
+DRAFT_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured.
+
+    Attributes:
+        row: of these.
+        name: in it.
+    """
+
+    row: str
+    name: str
+
+
+class Server:
+    """A server in a process of its own.
+
+    Args:
+        name: for the record.
+        command: that starts it; {port} is where it listens.
+        port: that it gets.
+        environment: beside this process's own.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.port = port
+        RUNS.mkdir(parents=True, exist_ok=True)
+        log = (RUNS / f"{name}.log").open("w")
+        words = [word.replace("{port}", str(port)) for word in command]
+        self.process = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **(environment or {})})
+
+    def wait(self) -> None:
+        """Until it answers."""
+        end = time.monotonic() + 600
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended; see {RUNS / self.name}.log")
+            try:
+                asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
+            except OSError:
+                time.sleep(1)
+            else:
+                return
+        raise RuntimeError(f"{self.name} did not start")
+
+    def main_thread_s(self) -> float:
+        """Processor seconds of its first thread: the event loop, where the engine has threads of its own."""
+        pid = self.process.pid
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def ours(name: str, *more: str, drafter: str = "draft,num_speculative_tokens=12", size: str | None = SIZE) -> list[str]:
+    """The command of our server."""
+    padded = [] if size is None else ["--pad-to", size]
+    return [
+        str(Path(sys.executable).with_name("truedraft")), "serve", "--port", "{port}", "--served-model-name", "model",
+        "--drafter", drafter, "--no-playground", "--max-queue", "1024", *padded, *more,
+    ]  # fmt: skip
+
+
+def vllm(venv: Path, target: Path, draft: Path | None, *more: str) -> list[str]:
+    """The command of vLLM's server."""
+    speculation = [] if draft is None else [
+        "--speculative-config",
+        json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}),
+    ]  # fmt: skip
+    return [
+        str(venv / "bin" / "vllm"), "serve", str(target), "--port", "{port}", "--served-model-name", "model",
+        "--dtype", "bfloat16", "--max-num-seqs", "32", "--disable-log-requests", *speculation, *more,
+    ]  # fmt: skip
+
+
+def prompts(count: int, tokens: int | None = None) -> list[str]:
+    """Held-out code; of about so many tokens each, where that is asked."""
+    from truedraft.embedded import heldout_prompts_file
+
+    texts = [json.loads(line)["prompt"] for line in heldout_prompts_file().read_text().splitlines()]
+    if tokens is None:
+        return [texts[number % len(texts)] + "\n" * (number // len(texts)) for number in range(count)]
+    chance = random.Random(tokens)
+    return ["\n\n".join(chance.sample(texts * 20, 20 * len(texts)))[: 3 * tokens] for _ in range(count)]
+
+
+class Kept:
+    """The file of what was measured.
+
+    Args:
+        path: of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def turns(self, cell: Cell) -> int:
+        """How many there are of a cell."""
+        return sum((line["row"], line["name"]) == (cell.row, cell.name) for line in self.lines)
+
+    def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
+        """Write a turn."""
+        line = {**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")}
+        self.lines.append(line)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def loads(clients: int, temperature: float) -> Load:
+    """A closed loop's requests: each client has four."""
+    texts = prompts(max(4 * clients, 12))
+    return Load([Request(text, 64, temperature, seed) for seed, text in enumerate(texts)], clients)
+
+
+def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) -> None:
+    """The rows closed, open, batch and first: both servers, in turns."""
+    target, draft = exported("target", SIZE), exported("draft", None)
+    plain = row == "first"
+    off = ("--prefix-cache-bytes", "0")
+    servers = [
+        Server("ours", ours("ours", *off, drafter="none" if plain else "draft,num_speculative_tokens=12"), 8101),
+        Server("vllm", vllm(venv, target, None if plain else draft, "--no-enable-prefix-caching"), 8102, _VLLM),
+    ]
+    if row == "batch":
+        servers += [
+            Server("ours plain", ours("plain", *off, drafter="none"), 8103),
+            Server("vllm plain", vllm(venv, target, None, "--no-enable-prefix-caching"), 8104, _VLLM),
+        ]
+    try:
+        for server in servers:
+            server.wait()
+        for cell, work in _cells(row, kept):
+            while kept.turns(cell) < TURNS and left_s() > 0:
+                kept.add(cell, {server.name: asdict(work(server.port)) for server in servers})
+    finally:
+        for server in servers:
+            server.stop()
+
+
+_VLLM = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome]]]:
+    """The cells of a row, and how one server's turn of it is measured."""
+    if row == "first":
+        texts = prompts(TURNS * 2, 1400)
+        numbers = iter(range(1 << 30))
+        yield (
+            Cell(row, "1,400 tokens"),
+            lambda port: run(closed_loop(port, Load([Request(texts[next(numbers) % len(texts)], 1)], 1))),
+        )
+        return
+    for temperature in (0.0, 0.8):
+        way = "greedy" if temperature == 0.0 else f"temperature {temperature}"
+        for clients in (16,) if row == "batch" else (1, 4, 8, 16):
+            load = loads(clients, temperature)
+            if row != "open":
+                yield Cell(row, f"{clients} clients, {way}"), lambda port, load=load: run(closed_loop(port, load))
+        if row == "open":
+            capacity = _capacity(kept, way)
+            for share in (0.5, 0.8):
+                rate = share * capacity / 64
+                yield (
+                    Cell(row, f"{share} of capacity, {way}"),
+                    lambda port, rate=rate, t=temperature: run(open_loop(port, loads(16, t), rate, random.Random(1))),
+                )
+
+
+def _capacity(kept: Kept, way: str) -> float:
+    """Tokens per second of the slower server with 16 clients, from the row closed."""
+    lines = [line for line in kept.lines if line["row"] == "closed" and line["name"] == f"16 clients, {way}"]
+    if not lines:
+        raise RuntimeError("the row open needs the row closed")
+    return min(statistics.median(line[name]["tokens_per_s"] for line in lines) for name in ("ours", "vllm"))
+
+
+def run(work: Any) -> Outcome:
+    """What came of a load."""
+    return asyncio.run(work)
+
+
+def exported(name: str, pad_to: str | None) -> Path:
+    """An embedded model as a folder of its own."""
+    folder = RUNS / f"{name}-{pad_to or 'own'}"
+    if not folder.exists():
+        padded = [] if pad_to is None else ["--pad-to", pad_to]
+        command = [str(Path(sys.executable).with_name("truedraft")), "export", "--model", f"embedded:{name}"]
+        subprocess.run([*command, "--dtype", "bfloat16", "--out", str(folder), *padded], check=True)
+    return folder
+
+
+def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
+    """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
+    cell, load = Cell("engine", "8 clients, greedy"), loads(8, 0.0)
+    server = Server("ours", ours("ours", "--prefix-cache-bytes", "0"), 8101)
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("serving_engine.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        server.wait()
+        while kept.turns(cell) < 2 * TURNS and left_s() > 0:
+            before, began, own = server.main_thread_s(), time.perf_counter(), time.process_time()
+            served = asdict(run(closed_loop(server.port, load)))
+            wall = time.perf_counter() - began
+            client_share = (time.process_time() - own) / wall
+            outside = (server.main_thread_s() - before) / wall
+            child.stdin.write(json.dumps({"load": asdict(load), "burn": client_share}) + "\n")
+            child.stdin.flush()
+            engine = json.loads(child.stdout.readline())
+            shares = {"client_share": client_share, "outside_share": outside}
+            kept.add(cell, {"ours": served, "engine": engine, **shares})
+    finally:
+        server.stop()
+        child.stdin.close()
+        child.wait(60)
+
+
+def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:
+    """A conversation's first 1,500 tokens and another 100, cold and again."""
+    cell = Cell("prefix", "1,500 of 1,600 tokens")
+    server = Server("ours", ours("ours", drafter="draft,num_speculative_tokens=12"), 8101)
+    try:
+        server.wait()
+        while kept.turns(cell) < TURNS and left_s() > 0:
+            number = kept.turns(cell)
+            chance = random.Random(number)
+            shared = [chance.randrange(300, 8000) for _ in range(1500)]
+            ends = [[chance.randrange(300, 8000) for _ in range(100)] for _ in range(2)]
+            found = [asdict(run(closed_loop(server.port, Load([Request([*shared, *end], 2)], 1)))) for end in ends]
+            kept.add(cell, {"cold": found[0], "warm": found[1]})
+    finally:
+        server.stop()
+
+
+def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
+    """Tokens per second of structured answers and of free ones of the same length."""
+    schema = {
+        "type": "object",
+        "properties": {"items": {"type": "array", "minItems": 12, "items": {"type": "object", "properties": {
+            "name": {"type": "string", "maxLength": 12}, "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        }, "required": ["name", "size"], "additionalProperties": False}}},
+        "required": ["items"], "additionalProperties": False,
+    }  # fmt: skip
+    server = Server("ours", ours("ours", drafter="auto", size=None), 8101)
+    try:
+        server.wait()
+        for clients in (1, 8):
+            cell = Cell("form", f"{clients} clients")
+            while kept.turns(cell) < TURNS and left_s() > 0:
+                texts = prompts(4 * clients)
+                free = Load([Request(text, 128, 0.0, 0, {"ignore_eos": True}) for text in texts], clients)
+                formed = Load(
+                    [Request(t, 128, 0.0, 0, {"structured_outputs": {"json": schema}}) for t in texts], clients
+                )
+                found = {
+                    name: asdict(run(closed_loop(8101, load))) for name, load in (("free", free), ("json", formed))
+                }
+                kept.add(cell, found)
+    finally:
+        server.stop()
+
+
+def report(kept: Kept) -> str:
+    """The medians of all cells, as a table in Markdown."""
+    lines = ["| row | cell | turns | what | median |", "|---|---|---|---|---|"]
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in kept.lines:
+        cells[line["row"], line["name"]].append(line)
+    for (row, name), turns in cells.items():
+        for what, values in _figures(row, turns):
+            spread = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+            lines.append(f"| {row} | {name} | {len(turns)} | {what} | {spread} |")
+    return "\n".join(lines)
+
+
+def _figures(row: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[float]]]:
+    def ratio(one: str, other: str, figure: str) -> list[float]:
+        return [turn[one][figure] / turn[other][figure] for turn in turns]
+
+    if row == "engine":
+        yield "tokens per second, server / engine", ratio("ours", "engine", "tokens_per_s")
+        yield (
+            "first token, server less engine, ms",
+            [1e3 * (turn["ours"]["first_s"] - turn["engine"]["first_s"]) for turn in turns],
+        )
+        yield "processor time of the event loop / wall time", [turn["outside_share"] for turn in turns]
+        yield "processor time of the client / wall time", [turn["client_share"] for turn in turns]
+    elif row == "prefix":
+        yield "first token, warm / cold", ratio("warm", "cold", "first_s")
+    elif row == "form":
+        yield "tokens per second, JSON / free", ratio("json", "free", "tokens_per_s")
+    elif row == "first":
+        yield "first token, ours / vLLM", ratio("ours", "vllm", "first_s")
+    else:
+        yield "tokens per second, ours / vLLM", ratio("ours", "vllm", "tokens_per_s")
+        yield "95 % of times per token, ours / vLLM", ratio("ours", "vllm", "per_token_p95_s")
+        if "ours plain" in turns[0]:
+            yield "plain, tokens per second, ours / vLLM", ratio("ours plain", "vllm plain", "tokens_per_s")
+
+
+def main() -> int:
+    """Measure, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--minutes", type=float, default=75.0)
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--report", action="store_true")
+    asked = parser.parse_args()
+    kept = Kept(asked.out)
+    end = time.monotonic() + 60 * asked.minutes
+
+    def left_s() -> float:
+        return end - time.monotonic()
+
+    own = {"engine": engine_row, "prefix": prefix_row, "form": form_row}
+    for row in () if asked.report else asked.rows:
+        if row in own:
+            own[row](kept, left_s)
+        elif (asked.vllm / "bin" / "vllm").exists():
+            against_vllm(row, asked.vllm, kept, left_s)
+        else:
+            sys.stderr.write(f"{row} is left out: there is no vLLM in {asked.vllm}\n")
+    print(report(kept))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

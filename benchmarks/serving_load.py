@@ -1,0 +1,160 @@
+"""Clients of a server of completions: closed and open loops, over plain sockets so that they cost little themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        prompt: a text or ids.
+        max_tokens: of the answer.
+        temperature: of it.
+        seed: of it.
+        more: further fields.
+    """
+
+    prompt: str | Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """As it is sent."""
+        fields = {"model": "model", "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed}
+        rest = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps({**fields, **rest, **self.more}).encode()
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of a closed loop.
+
+    Attributes:
+        requests: in the order in which they are sent.
+        clients: that send them, each the next one when its last one is answered.
+    """
+
+    requests: Sequence[Request]
+    clients: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer.
+
+    Attributes:
+        tokens: of it.
+        first_s: to its first token.
+        total_s: to its end.
+    """
+
+    tokens: int
+    first_s: float
+    total_s: float
+
+    @property
+    def per_token_s(self) -> float:
+        """Between its tokens."""
+        return (self.total_s - self.first_s) / max(self.tokens - 1, 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a load.
+
+    Attributes:
+        tokens: of all answers.
+        seconds: from the first request to the last answer.
+        tokens_per_s: of all together.
+        first_s: median time to the first token.
+        per_token_s: median time between tokens of an answer.
+        per_token_p95_s: the same for the slowest of twenty answers.
+    """
+
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    first_s: float
+    per_token_s: float
+    per_token_p95_s: float
+
+    @classmethod
+    def of(cls, answers: Sequence[Answered], seconds: float) -> Outcome:
+        """From the answers."""
+        tokens = sum(each.tokens for each in answers)
+        times = sorted(each.per_token_s for each in answers)
+        slow = times[min(int(0.95 * len(times)), len(times) - 1)]
+        first = statistics.median(each.first_s for each in answers)
+        return cls(tokens, seconds, tokens / seconds, first, statistics.median(times), slow)
+
+
+async def ask(port: int, request: Request) -> Answered:
+    """Send one request and read its stream.
+
+    Raises:
+        RuntimeError: it was not answered.
+    """
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        body = request.body()
+        head = ("POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json")
+        writer.write("\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body)
+        status = await reader.readline()
+        first, tokens, last = None, 0, began
+        seen: list[bytes] = []
+        async for line in reader:
+            if not line.startswith(b"data: {"):
+                seen = [*seen[-20:], line]
+                continue
+            now = time.perf_counter()
+            if b'"usage":{' in line or b'"usage": {' in line:
+                usage = json.loads(line[6:])
+                tokens = usage["usage"]["completion_tokens"]
+                if usage["choices"]:
+                    last = now
+                continue
+            first = now if first is None else first
+            last = now
+    finally:
+        writer.close()
+    if b" 200 " not in status or first is None:
+        raise RuntimeError(f"not answered: {status!r} {seen[-3:]}")
+    return Answered(tokens, first - began, last - began)
+
+
+async def closed_loop(port: int, load: Load) -> Outcome:
+    """Each client sends its next request when its last one is answered."""
+    waiting = iter(load.requests)
+    answers: list[Answered] = []
+
+    async def client() -> None:
+        for request in waiting:
+            answers.append(await ask(port, request))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(load.clients)))
+    return Outcome.of(answers, time.perf_counter() - began)
+
+
+async def open_loop(port: int, load: Load, rate: float, chance: random.Random) -> Outcome:
+    """Requests come by themselves, `rate` a second at random (Poisson), whatever was answered."""
+    began = time.perf_counter()
+    asked = []
+    for request in load.requests:
+        asked.append(asyncio.ensure_future(ask(port, request)))
+        await asyncio.sleep(chance.expovariate(rate))
+    answers = await asyncio.gather(*asked)
+    return Outcome.of(answers, time.perf_counter() - began)

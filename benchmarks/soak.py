@@ -1,0 +1,298 @@
+"""A server under many short requests of all kinds, from clients that come and go as they like: `make soak`.
+
+    python benchmarks/soak.py [--requests 100000] [--clients 48] [--seed 0] [--out FILE]
+
+Requests differ in prompt, sampling, streaming, structure, predictions and what may draft; some clients close the
+connection before, in the middle of, or without reading their answer; the drafter fails now and then. Every request must
+be answered or refused, greedy and coupled answers must be those of plain decoding, and at the end no slot, cache or
+block may be left over and memory must not have grown. The last line of standard output is a JSON object; exit status 0
+if all of that held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import Proposal
+from truedraft.drafters import DraftRequest, PromptLookup
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.drafters.prediction import with_own_drafts
+from truedraft.drafters.specs import from_spec
+from truedraft.server import ServerOptions, application
+
+_WARM = 0.2  # of the requests, behind which memory may not grow any more
+_GROWTH = 1.10
+_PROMPTS = (
+    "class Stack:\n    def push(self, item):",
+    "import os\n\ndef walk(folder):",
+    "# A list of primes\nprimes = [",
+    "def test_",
+    "x",
+)
+_FORMS = ({"regex": "[a-z]{3}-[0-9]{2}"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer", "maximum": 99}})
+
+
+class Unreliable(PromptLookup):
+    """Prompt lookup that fails now and then."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(min_ngram=1)
+        self._chance = chance
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """One time in 2,000 it raises."""
+        if self._chance.random() < 1 / 2000:
+            raise RuntimeError("a planted fault")
+        return super().propose(batch, budgets, noise)
+
+
+@dataclass
+class Case:
+    """One request.
+
+    Attributes:
+        body: of it.
+        leaves: when its client goes: "never", "before", "during", or "unread".
+        expected: the text, where it is known.
+    """
+
+    body: dict[str, Any]
+    leaves: str
+    expected: str | None
+
+
+@dataclass
+class Tally:
+    """What became of the requests.
+
+    Attributes:
+        ended: how often by what.
+        wrong: requests whose answer was not the expected one.
+        memory: bytes of this process after so many requests.
+    """
+
+    ended: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)
+
+
+def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> Case:
+    """A request of any kind."""
+    prompt, tokens = chance.choice(_PROMPTS), chance.choice((1, 4, 8, 16))
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    text = None
+    kind = chance.randrange(6)
+    if kind == 0:
+        text = expected[prompt, tokens, -1]
+    elif kind == 1:
+        seed = chance.randrange(4)
+        body |= {"temperature": 1.0, "coupled": True, "seed": seed}
+        text = expected[prompt, tokens, seed]
+    elif kind == 2:
+        body |= {"temperature": 1.0, "top_p": 0.9, "n": chance.choice((1, 2, 3)), "presence_penalty": 0.5}
+    elif kind == 3:
+        body |= {"structured_outputs": chance.choice(_FORMS), "max_tokens": 16}
+    elif kind == 4:
+        body |= {"prediction": {"content": expected[prompt, tokens, -1] or "x"}, "logprobs": 2}
+        text = expected[prompt, tokens, -1]
+    else:
+        body |= {"stop": ["\n", "("], "logit_bias": {"17": 2.0}, "temperature": 0.7}
+    if chance.random() < 0.1:
+        body["speculation"] = {"enabled": False}
+    if chance.random() < 0.02:
+        return Case(body | {"temperature": -1}, "never", None)
+    body["stream"] = chance.random() < 0.5
+    leaves = chance.choices(("never", "before", "during", "unread"), (0.85, 0.05, 0.07, 0.03))[0]
+    return Case(body, leaves, text)
+
+
+async def ask(port: int, case: Case, tally: Tally) -> None:
+    """Send one request and read its answer, as far as its client does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        data = json.dumps(case.body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1",
+            "Host: soak",
+            "Connection: close",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        )
+        writer.write("\r\n".join((*head, "", "")).encode() + data)
+        await writer.drain()
+        if case.leaves == "before":
+            tally.ended["left before"] += 1
+            return
+        if case.leaves == "unread":
+            await asyncio.sleep(0.05)
+            tally.ended["left unread"] += 1
+            return
+        if case.leaves == "during":
+            await reader.read(60)
+            tally.ended["left during"] += 1
+            return
+        _judge(case, await asyncio.wait_for(reader.read(), 120), tally)
+    finally:
+        writer.close()
+
+
+def _judge(case: Case, raw: bytes, tally: Tally) -> None:
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    status = int(head.split(b" ", 2)[1]) if head else 0
+    tally.ended[f"status {status}"] += 1
+    body = _unchunked(rest) if b"chunked" in head.lower() else rest
+    if status != 200:
+        if status not in (400, 429, 503) or b"Traceback" in body:
+            tally.wrong.append(f"status {status}: {body[:200]!r}")
+        return
+    if case.body.get("stream"):
+        events = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
+        if not events or events[-1] != "[DONE]":
+            tally.wrong.append(f"a stream without its end: {events[-1:]}")
+            return
+        chunks = [json.loads(event) for event in events[:-1]]
+        text = "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == 0)
+    else:
+        text = json.loads(body)["choices"][0]["text"]
+    if case.expected is not None and text != case.expected:
+        tally.wrong.append(f"{case.body}: {text!r} is not {case.expected!r}")
+
+
+def _unchunked(body: bytes) -> bytes:
+    parts = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        count = int(size or b"0", 16)
+        if not count:
+            break
+        parts.append(body[:count])
+        body = body[count + 2 :]
+    return b"".join(parts)
+
+
+async def soak(port: int, requests: int, clients: int, chance: random.Random, expected: dict[Any, str]) -> Tally:
+    """Send all requests, so many at a time."""
+    tally = Tally()
+    numbers = iter(range(requests))
+
+    async def client() -> None:
+        for number in numbers:
+            case = draw_case(chance, expected)
+            try:
+                await ask(port, case, tally)
+            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                tally.wrong.append(f"{type(error).__name__}: {error}")
+            if number % max(requests // 50, 1) == 0:
+                tally.memory.append((number, resident_bytes()))
+                sys.stderr.write(f"\r{number} of {requests}, {len(tally.wrong)} wrong ")
+                sys.stderr.flush()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    sys.stderr.write("\n")
+    return tally
+
+
+def resident_bytes() -> int:
+    """Memory of this process, server and clients together."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def expected_answers(engine: Engine) -> dict[tuple[str, int, int], str]:
+    """What plain decoding answers, greedily (-1) and coupled by seed."""
+    found = {}
+    for prompt in _PROMPTS:
+        for tokens in (1, 4, 8, 16):
+            for seed in range(-1, 4):
+                way = SamplingParams(tokens) if seed < 0 else SamplingParams(tokens, 1.0, seed=seed, coupled=True)
+                found[prompt, tokens, seed] = engine.generate(prompt, way).text or ""
+    return found
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--clients", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    chance = random.Random(asked.seed)
+    logging.getLogger("truedraft").setLevel(logging.CRITICAL)  # the planted faults
+    target = load_model("embedded:target")
+    expected = expected_answers(Engine(target, prefix_cache_bytes=0))
+    drafter = Portfolio([from_spec("draft", target), Unreliable(random.Random(asked.seed))])
+    engine = Engine(target, with_own_drafts(drafter), max_batch=16, prefix_cache_bytes=1 << 22)
+    app, service = application(engine, ServerOptions(max_queue=64, no_playground=True), "soak")
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    began = time.monotonic()
+    tally = asyncio.run(soak(listening.getsockname()[1], asked.requests, asked.clients, chance, expected))
+    seconds = time.monotonic() - began
+    deadline = time.monotonic() + 30
+    while not service.is_idle and time.monotonic() < deadline:
+        time.sleep(0.01)
+    server.should_exit = True
+    thread.join(30)
+    record = report(engine, service.is_idle, tally, asked.requests, seconds)
+    line = json.dumps(record)
+    if asked.out is not None:
+        asked.out.write_text(line + "\n")
+    print(line)
+    return 0 if record["held"] else 1
+
+
+def report(engine: Engine, idle: bool, tally: Tally, requests: int, seconds: float) -> dict[str, Any]:
+    """What was found, and whether all held."""
+    warm = [memory for number, memory in tally.memory if number >= _WARM * requests]
+    growth = max(warm[-3:]) / max(warm[:3]) if len(warm) > 6 else None
+    models = [engine.target, *(each.model for each in engine.drafter.members.values() if each.model is not None)]
+    held = {
+        "all answered or refused": sum(tally.ended.values()) == requests,
+        "none wrong": not tally.wrong,
+        "nothing waits or runs": idle,
+        "nothing is left over": engine.check_idle() == [],
+        "caches are given back": all(each.cache_pool is None or each.cache_pool.in_use == 0 for each in models),
+        "drafters hold nothing": not any(each.holding for each in engine.drafter.members.values()),
+        "memory is flat": growth is None or growth <= _GROWTH,
+    }
+    return {
+        "held": all(held.values()),
+        "checks": held,
+        "requests": requests,
+        "seconds": seconds,
+        "ended": dict(tally.ended),
+        "wrong": tally.wrong[:20],
+        "memory_growth": growth,
+        "memory": tally.memory,
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Requests that begin alike share the keys and values of what they begin with: nothing is computed twice.
+
+A row of a model depends on the tokens before it alone, whatever else ran with it, so what one request computed serves
+another bit for bit. It is copied: from a request that runs and begins alike, as the other samples of a prompt do, or
+from blocks that were kept of earlier ones, as the turns of a conversation that goes on. Requests of different scopes,
+such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from truedraft.cache.request import RequestCache
+
+BLOCK = 64
+"""Tokens of a block that is kept."""
+FEW = 16
+"""So many tokens are computed again, which is as fast as copying them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A request that runs.
+
+    Attributes:
+        cache: its keys and values.
+        tokens: its text, which grows.
+        scope: it shares with requests of this one.
+    """
+
+    cache: RequestCache
+    tokens: Sequence[int]
+    scope: Hashable
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Keys and values of 64 tokens, and what was kept that follows them.
+
+    Attributes:
+        before: the block before; None for the beginning of a scope's texts.
+        tokens: its own.
+        entries: keys and values `[kv_heads, 64, width]` of each attention call.
+        following: by their tokens.
+    """
+
+    before: _Block | None
+    tokens: tuple[int, ...]
+    entries: list[tuple[Tensor, Tensor]]
+    following: dict[tuple[int, ...], _Block] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its entries."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.entries)
+
+
+class Prefixes:
+    """What requests of one model begin with.
+
+    Args:
+        most_bytes: of blocks that are kept when their requests are over; 0 keeps none. Those that were not used for
+            longest go first.
+
+    Attributes:
+        most_bytes: as given; may be changed.
+        shares: whether anything is shared at all; may be changed.
+        n_bytes: of blocks that are kept now.
+        copied: tokens that were copied and so not computed, over all requests.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self.most_bytes = most_bytes
+        self.shares = True
+        self.n_bytes = 0
+        self.copied = 0
+        self._members: dict[int, _Member] = {}
+        self._roots: dict[Hashable, _Block] = {}
+        # From least to most recently used. A block is used with all before it and becomes older than these, so that
+        # the first one has none behind it.
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+
+    def join(self, number: int, cache: RequestCache, tokens: Sequence[int], scope: Hashable = None) -> None:
+        """A request starts, or goes on with a new cache.
+
+        Args:
+            number: by which it is known until `leave`.
+            cache: of it.
+            tokens: its text, which somebody else owns and grows.
+            scope: it shares with requests of this one.
+        """
+        self._members[number] = _Member(cache, tokens, scope)
+
+    def leave(self, number: int) -> None:
+        """A request is over; its cache is given back behind this."""
+        self._members.pop(number, None)
+
+    def leader(self, number: int, among: Sequence[int]) -> tuple[int, int] | None:
+        """Which of some requests, that are about to read their texts, one had better wait for, and until when.
+
+        Args:
+            number: of the request.
+            among: those that read before it, in order.
+
+        Returns:
+            The other's number, and with how many equal tokens both begin; None where there is nobody to wait for.
+        """
+        own = self._members[number]
+        best, most = None, own.cache.length + FEW
+        for other in among if self.shares else ():
+            member = self._members.get(other)
+            if member is None or member.scope != own.scope or member is own:
+                continue
+            alike = min(_alike(own.tokens, member.tokens), len(own.tokens) - 1)
+            if alike > most and member.cache.length < alike:
+                best, most = (other, alike), alike
+        return best
+
+    @torch.inference_mode()
+    def fill(self, number: int) -> int:
+        """Copy what is there of a request's text into its cache; at least the last token is left to be computed.
+
+        Returns:
+            Tokens that were copied.
+        """
+        if not self.shares:
+            return 0
+        own = self._members[number]
+        before, last = own.cache.length, len(own.tokens) - 1
+        donor, alike = None, before + FEW - 1
+        for each in self._members.values():
+            if each is not own and each.scope == own.scope:
+                shared = min(each.cache.length, _alike(own.tokens, each.tokens), last)
+                if shared > alike:
+                    donor, alike = each, shared
+        blocks = self._known(own) if self._blocks else []
+        kept = min(len(blocks) * BLOCK, last)
+        if kept > alike:
+            self._write(own.cache, _joined(blocks, before, kept))
+        elif donor is not None and (entries := donor.cache.entries()):
+            self._write(own.cache, [(keys[:, before:alike], values[:, before:alike]) for keys, values in entries])
+        copied = own.cache.length - before
+        self.copied += copied
+        return copied
+
+    def _known(self, own: _Member) -> list[_Block]:
+        """The blocks that a text begins with."""
+        found: list[_Block] = []
+        block = self._roots.get(own.scope)
+        while block is not None:
+            first = len(found) * BLOCK
+            block = block.following.get(tuple(own.tokens[first : first + BLOCK]))
+            if block is not None:
+                found.append(block)
+        self._use(found)
+        return found
+
+    def _use(self, blocks: Sequence[_Block]) -> None:
+        """Note that these, one behind another from the beginning of a text, were used."""
+        for block in reversed(blocks):
+            self._blocks.move_to_end(id(block))
+
+    @staticmethod
+    def _write(cache: RequestCache, entries: Sequence[tuple[Tensor, Tensor]]) -> None:
+        count = entries[0][0].shape[1]
+        cache.reserve(count)
+        for call, (keys, values) in enumerate(entries):
+            cache.write(call, keys, values)
+        cache.commit(range(count))
+
+    @torch.inference_mode()
+    def keep(self, number: int) -> None:
+        """Keep the whole blocks of what a request's cache holds, for requests to come."""
+        own = self._members.get(number)
+        if own is None or self.most_bytes <= 0 or own.cache.length < BLOCK:
+            return
+        entries = own.cache.entries()
+        if not entries:
+            return
+        block = self._roots.setdefault(own.scope, _Block(None, (), []))
+        path: list[_Block] = []
+        for first in range(0, own.cache.length - BLOCK + 1, BLOCK):
+            tokens = tuple(own.tokens[first : first + BLOCK])
+            following = block.following.get(tokens)
+            if following is None:
+                part = slice(first, first + BLOCK)
+                copies = [(keys[:, part].clone(), values[:, part].clone()) for keys, values in entries]
+                following = block.following[tokens] = _Block(block, tokens, copies)
+                self._blocks[id(following)] = following
+                self.n_bytes += following.n_bytes
+            block = following
+            path.append(block)
+        self._use(path)
+        self.trim(self.most_bytes)
+
+    def trim(self, most_bytes: int) -> None:
+        """Forget blocks until the others take no more than so many bytes."""
+        while self._blocks and self.n_bytes > most_bytes:
+            _, block = self._blocks.popitem(last=False)
+            self.n_bytes -= block.n_bytes
+            if block.before is not None:
+                del block.before.following[block.tokens]
+        if not self._blocks:
+            self._roots.clear()
+
+
+def _joined(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values `[kv_heads, end - first, width]` of each attention call, from the blocks of a text's beginning.
+
+    Worked example: of blocks at 0 and 64, positions 10 to 100 are 10 to 63 of the first and 0 to 35 of the second.
+    """
+    parts = []
+    for number in range(first // BLOCK, -(-end // BLOCK)):
+        start = number * BLOCK
+        part = slice(max(first - start, 0), min(end - start, BLOCK))
+        parts.append([(keys[:, part], values[:, part]) for keys, values in blocks[number].entries])
+    calls = zip(*parts, strict=True)
+    return [(torch.cat([k for k, _ in call], dim=1), torch.cat([v for _, v in call], dim=1)) for call in calls]
+
+
+def _alike(left: Sequence[int], right: Sequence[int]) -> int:
+    """With how many equal tokens two texts begin.
+
+    >>> _alike([1, 2, 3, 4], [1, 2, 3, 5, 6]), _alike([1, 2], [1, 2, 3]), _alike([1], [2])
+    (3, 2, 0)
+    """
+    if left[:1] != right[:1]:
+        return 0
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,364 @@
+"""`truedraft chat`: talk to a model in the terminal, one that is loaded here or one that a server has."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.failures import DONE
+from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.streams import visible
+from truedraft.core.params import TEXT_OPTIONS, SamplingParams
+from truedraft.errors import OptionError, TruedraftError
+from truedraft.options import MachineOptions, flag, group, option
+
+if TYPE_CHECKING:
+    from truedraft.cli.terminal import Terminal
+    from truedraft.engine import Engine
+
+_HELP = """\
+/reset  forget the conversation     /again  answer the last message once more
+/system TEXT  tell the model how to answer     /stats  what speculation did     /quit  or Ctrl-D ends
+Ctrl-C breaks off an answer."""
+_KEY = "TRUEDRAFT_API_KEY"
+_SILENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class ChatTalk:
+    """How the talk goes."""
+
+    url: str | None = option(
+        None, f"Talk to the server at this address in place of a model here; its key is read from {_KEY}.", "URL"
+    )
+    system: str | None = option(None, "Tell the model how to answer.", "TEXT")
+    show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of `truedraft chat`."""
+
+    talk: ChatTalk = group("Talk")
+    stack: StackOptions = group("Model and drafter")
+    sampling: SamplingParams = group("Answer", without=("stop", *TEXT_OPTIONS), max_tokens=512)
+    report: ReportOptions = group("Report")
+    machine: MachineOptions = group("Machine")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One message and its answer.
+
+    Attributes:
+        message: of the user.
+        text: of the answer.
+        seconds: that it took.
+        tokens: of the answer.
+        tokens_per_call: of the target; None where nobody told.
+        speedup: estimated over plain decoding; likewise.
+    """
+
+    message: str
+    text: str = ""
+    seconds: float = 0.0
+    tokens: int = 0
+    tokens_per_call: float | None = None
+    speedup: float | None = None
+
+
+class _Partner(ABC):
+    """Who answers.
+
+    Attributes:
+        name: of the model.
+        chats: whether it knows conversations; otherwise a text is continued.
+    """
+
+    name: str
+    chats: bool
+
+    @abstractmethod
+    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
+        """Answer the last message, or continue the text of all of them.
+
+        Args:
+            messages: with role and content each.
+            turn: is filled in.
+            show: is called with each piece as it comes.
+        """
+
+
+@dataclass
+class _Talk:
+    """A conversation.
+
+    Attributes:
+        messages: so far.
+        turns: so far.
+    """
+
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: list[_Turn] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget all but how to answer."""
+        self.messages = [each for each in self.messages if each["role"] == "system"]
+
+    def tell(self, text: str) -> None:
+        """How to answer."""
+        self.messages = [each for each in self.messages if each["role"] != "system"]
+        self.messages.insert(0, {"role": "system", "content": text})
+
+
+def chat(options: ChatOptions) -> int:
+    """Talk to a model; without a chat template it continues what you write."""
+    from truedraft.cli.terminal import Terminal
+
+    terminal = Terminal()
+    partner: _Partner
+    if options.talk.url is not None:
+        partner = _Server(options.talk.url, options.sampling)
+    else:
+        partner = _here(options, terminal)
+    talk = _Talk()
+    if options.talk.system is not None:
+        talk.tell(options.talk.system)
+    if sys.stdin is not None and sys.stdin.isatty():
+        what = "Talk to" if partner.chats else "No chat template: what you write is continued by"
+        terminal.note(f"{what} {partner.name}. /help tells more.")
+    for line in _lines(terminal):
+        if not _command(line, talk, terminal):
+            _take_turn(line, talk, partner, terminal)
+    if options.report.json:
+        turns = [{name: getattr(each, name) for name in each.__slots__} for each in talk.turns]
+        terminal.json({"command": "chat", "status": DONE, "model": partner.name, "turns": turns})
+    return DONE
+
+
+def _lines(terminal: Terminal) -> Iterator[str]:
+    """What the user writes, line by line; a backslash at its end goes on in the next."""
+    asks = sys.stdin is not None and sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if asks else "")
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + input("… " if asks else "")
+        except EOFError:
+            terminal.end_line()
+            return
+        except KeyboardInterrupt:
+            terminal.note("Ctrl-D ends the talk")
+            continue
+        if line.strip() == "/quit":
+            return
+        if line.strip():
+            yield line
+
+
+def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
+    """Do what a line that begins with / asks for; False where it is a message."""
+    word, _, rest = line.strip().partition(" ")
+    if word == "/help":
+        terminal.note(_HELP)
+    elif word == "/reset":
+        talk.reset()
+        terminal.note("forgotten")
+    elif word == "/system" and rest:
+        talk.tell(rest)
+        terminal.note("told")
+    elif word == "/stats":
+        terminal.note(_stats(talk.turns[-1]) if talk.turns else "nothing was answered yet")
+    elif word == "/again":
+        return False
+    elif word.startswith("/") and word[1:].isalpha():
+        terminal.note(f"there is no {word}; /help lists what there is")
+    else:
+        return False
+    return True
+
+
+def _take_turn(line: str, talk: _Talk, partner: _Partner, terminal: Terminal) -> None:
+    if line.strip() == "/again":
+        if not talk.turns:
+            terminal.note("nothing was asked yet")
+            return
+        line = talk.turns[-1].message
+        talk.messages = talk.messages[:-2]
+    turn = _Turn(line)
+    talk.messages.append({"role": "user", "content": line})
+    began = time.perf_counter()
+    try:
+        partner.answer(talk.messages, turn, terminal.write)
+    except KeyboardInterrupt:
+        terminal.end_line()
+        terminal.note("broken off")
+    except TruedraftError as error:
+        terminal.end_line()
+        terminal.note(f"error: {error}")
+        talk.messages.pop()
+        return
+    turn.seconds = time.perf_counter() - began
+    talk.messages.append({"role": "assistant", "content": turn.text})
+    talk.turns.append(turn)
+    terminal.end_line()
+    terminal.note(_stats(turn))
+
+
+def _stats(turn: _Turn) -> str:
+    parts = [f"{turn.tokens} tokens in {turn.seconds:.2f} s"]
+    if turn.seconds > 0.0 and turn.tokens:
+        parts.append(f"{turn.tokens / turn.seconds:.0f} a second")
+    if turn.tokens_per_call is not None:
+        parts.append(f"{turn.tokens_per_call:.2f} a target call")
+    if turn.speedup is not None:
+        parts.append(f"estimated {turn.speedup:.2f} times plain decoding")
+    return ", ".join(parts)
+
+
+class _Here(_Partner):
+    """A model in this process.
+
+    Args:
+        engine: that answers.
+        params: of each answer.
+        terminal: to write to.
+        show_drafts: whether tokens are marked by where they came from.
+    """
+
+    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, show_drafts: bool) -> None:
+        tokenizer = engine.target.tokenizer
+        if tokenizer is None:
+            raise OptionError(f"{engine.target.name!r} has no tokenizer, so there is no text to talk in", field="model")
+        self.name = engine.target.name
+        self.chats = bool(tokenizer.chat_template)
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._params = params
+        self._terminal = terminal
+        self._show_drafts = show_drafts
+
+    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
+        from truedraft.cli.generate import stream_answer
+        from truedraft.cli.painting import writer
+        from truedraft.engine.decisions import Decisions
+
+        prompt: str | list[int]
+        if self.chats:
+            prompt = self._tokenizer.chat(messages)
+        else:
+            prompt = "".join(each["content"] for each in messages)
+        decisions = Decisions(self._engine.forwards())
+        self._engine.listeners.append(decisions)
+        write = writer(self._tokenizer, self._terminal, self._show_drafts)
+        try:
+            answer = stream_answer(self._engine, prompt, self._params, write)
+        finally:
+            self._engine.listeners.remove(decisions)
+        turn.text = answer.text or ""
+        turn.tokens = len(answer.token_ids)
+        turn.tokens_per_call = answer.stats.mean_acceptance_length
+        speedup = decisions.speedup()
+        turn.speedup = None if speedup is None else speedup.factor
+
+
+def _here(options: ChatOptions, terminal: Terminal) -> _Here:
+    from truedraft.cli.session import load_engine
+
+    params = seeded(options.sampling)
+    engine = load_engine(options.stack, options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
+    return _Here(engine, params, terminal, options.talk.show_drafts)
+
+
+class _Server(_Partner):
+    """A model that a server has.
+
+    Args:
+        url: of the server, with or without /v1 behind it.
+        params: of each answer.
+    """
+
+    def __init__(self, url: str, params: SamplingParams) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        if not self._base.startswith(("http://", "https://")):
+            raise OptionError(f"begins with http:// or https://, got {url!r}", field="url")
+        self._params = params
+        with self._ask("/models") as reply:
+            served = json.loads(reply.read())["data"][0]
+        self.name = str(served["id"])
+        self.chats = bool(served.get("chat", True))
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(_KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, headers)
+        try:
+            return urllib.request.urlopen(request, timeout=_SILENCE_S)
+        except urllib.error.HTTPError as error:
+            raise TruedraftError(_told(error)) from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise TruedraftError(f"no server answers at {self._base} ({reason})") from error
+
+    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
+        asked = self._params
+        body: dict[str, Any] = {
+            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "coupled")
+        }
+        body = {name: value for name, value in body.items() if value is not None}
+        body |= {"model": self.name, "max_tokens": asked.max_tokens, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if self.chats:
+            path, body["messages"] = "/chat/completions", messages
+        else:
+            path, body["prompt"] = "/completions", "".join(each["content"] for each in messages)
+        with self._ask(path, body) as reply:
+            for chunk in _chunks(reply):
+                _read_chunk(chunk, turn, show)
+
+
+def _chunks(reply: Any) -> Iterator[dict[str, Any]]:
+    """The events of a stream."""
+    for raw in reply:
+        line = raw.decode().strip()
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise TruedraftError(str(chunk["error"].get("message", chunk["error"])))
+        yield chunk
+
+
+def _read_chunk(chunk: dict[str, Any], turn: _Turn, show: Callable[[Any], None]) -> None:
+    for choice in chunk.get("choices", ()):
+        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        turn.text += text
+        show(visible(text))
+    speculation = chunk.get("speculation")
+    if speculation is not None:
+        turn.tokens_per_call = speculation.get("mean_acceptance_length")
+        speedup = speculation.get("speedup")
+        turn.speedup = None if speedup is None else speedup.get("factor")
+    if chunk.get("usage"):
+        turn.tokens = chunk["usage"]["completion_tokens"]
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    """What a server says of an error."""
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {error.code} {error.reason}"

@@ -1,0 +1,193 @@
+"""Drafts that a request brings along: text that its answer should repeat, and what its form leaves no choice in.
+
+Both cost next to nothing and are deterministic, so every rule judges them exactly, whatever they say.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import ClassVar
+
+from truedraft.core.budget import Budget, Hint
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.errors import OptionError
+
+_NOTHING = Hint(finds=False)
+_FOLLOWED = (1, 4, 16)
+"""Hints are of one kind where the answer has followed the prediction for 0 tokens, for 1 to 3, 4 to 15, or more."""
+_FOUND = tuple(Hint(kind) for kind in range(len(_FOLLOWED) + 1))
+_MOST_PLACES = 64
+
+
+class _RequestDrafter(Drafter):
+    """Drafts a chain of tokens that a request itself knows.
+
+    Args:
+        num_speculative_tokens: most tokens of a chain.
+
+    Raises:
+        OptionError: fewer than 1.
+    """
+
+    told_late = True
+    hints_change = True
+
+    def __init__(self, num_speculative_tokens: int = 32) -> None:
+        if num_speculative_tokens < 1:
+            raise OptionError(f"num_speculative_tokens must be 1 or more, got {num_speculative_tokens}")
+        self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.DETERMINISTIC})
+
+    @abstractmethod
+    def _known(self, request: DraftRequest, most: int) -> Sequence[int]:
+        """What it thinks follows, at most so many tokens."""
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        proposals = []
+        for request, budget in zip(batch, budgets, strict=True):
+            most = 0 if budget.is_zero else min(budget.depth, budget.nodes, self.limits.depth)
+            tokens = list(self._known(request, most)) if most else []
+            proposals.append(Proposal.deterministic(TokenTree.chain(tokens)) if tokens else Proposal.empty())
+        return proposals
+
+
+class PredictionDrafter(_RequestDrafter):
+    """Copies from what a request expects its answer to be, and finds its place again where the answer left it.
+
+    OpenAI's field `prediction`; a negligible-cost drafter (Leviathan et al. 2211.17192, section 3).
+
+    Args:
+        num_speculative_tokens: most tokens to copy at a time.
+    """
+
+    name: ClassVar[str] = "prediction"
+
+    def __init__(self, num_speculative_tokens: int = 32) -> None:
+        super().__init__(num_speculative_tokens)
+        self._followers: dict[int, _Follower] = {}
+
+    def serves(self, request: DraftRequest) -> bool:
+        return bool(request.prediction)
+
+    def begin(self, request: DraftRequest) -> None:
+        self._followers[request.id] = _Follower(request.prediction, len(request.tokens))
+
+    def _known(self, request: DraftRequest, most: int) -> Sequence[int]:
+        place, _ = self._followers[request.id].find(request.tokens)
+        return () if place is None else request.prediction[place : place + most]
+
+    def hint(self, request: DraftRequest) -> Hint:
+        place, followed = self._followers[request.id].find(request.tokens)
+        if place is None:
+            return _NOTHING
+        return _FOUND[bisect_right(_FOLLOWED, followed)]
+
+    @property
+    def holding(self) -> frozenset[int]:
+        return frozenset(self._followers)
+
+    def end(self, request: DraftRequest) -> None:
+        self._followers.pop(request.id, None)
+
+
+class FormDrafter(_RequestDrafter):
+    """Drafts what the form of a structured answer leaves no choice in: brackets, names of fields.
+
+    Of several tokenisations of that text it drafts one; the target may well choose another.
+    """
+
+    name: ClassVar[str] = "forced"
+
+    def serves(self, request: DraftRequest) -> bool:
+        return request.shaping is not None and request.shaping.form is not None
+
+    def _known(self, request: DraftRequest, most: int) -> Sequence[int]:
+        form = None if request.shaping is None else request.shaping.form
+        return () if form is None else form.forced()[:most]
+
+    def hint(self, request: DraftRequest) -> Hint:
+        return _FOUND[0] if self._known(request, 1) else _NOTHING
+
+
+def with_own_drafts(drafter: Drafter) -> Drafter:
+    """A drafter beside which requests' own drafts stand by; one that never drafts stays as it is."""
+    if drafter.limits.is_zero:
+        return drafter
+    own: list[Drafter] = [PredictionDrafter(), FormDrafter()]
+    return Portfolio({**drafter.members, **{each.name: each for each in own if each.name not in drafter.members}})
+
+
+class _Follower:
+    """Where in a prediction an answer stands.
+
+    While the answer repeats the prediction its place moves with it. Once it does not, the place is where the answer's
+    last tokens occur: the longest such ending counts, and of several places that which is nearest behind the last one.
+
+    Worked example: the prediction is 1 2 3 4 5 6 and the answer 1 9 4 5. It left at 9; its ending 4 5 occurs at 3, so
+    the place is 5, and 6 is drafted next.
+
+    Args:
+        text: the prediction.
+        known: tokens that are there when the request begins.
+    """
+
+    _SHORTEST = 2  # ending that is looked for
+
+    def __init__(self, text: Sequence[int], known: int) -> None:
+        self._text = text
+        self._known = known
+        self._place: int | None = 0
+        self._last = 0  # place that was known last
+        self._followed = 0  # tokens since it was found
+        self._places: dict[tuple[int, ...], list[int]] | None = None
+
+    def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        """The place of the token that follows, and how many tokens the answer followed; None where there is none.
+
+        Args:
+            tokens: prompt and answer, which was only added to since.
+        """
+        new = tokens[self._known :]
+        self._known = len(tokens)
+        for token in new:
+            if self._place is not None and self._place < len(self._text) and self._text[self._place] == token:
+                self._place += 1
+                self._last = self._place
+                self._followed += 1
+            else:
+                self._place, self._followed = None, 0
+        if new and self._place is None:
+            self._place = self._found(tokens)
+        ended = self._place is None or self._place >= len(self._text)
+        return (None, 0) if ended else (self._place, self._followed)
+
+    def _found(self, tokens: Sequence[int]) -> int | None:
+        places = self._index().get(tuple(tokens[-self._SHORTEST :]), ())
+        near = sorted(places, key=lambda place: (place < self._last, abs(place - self._last)))[:_MOST_PLACES]
+        return max(near, key=lambda place: self._alike(tokens, place), default=None)  # the first of the longest
+
+    def _alike(self, tokens: Sequence[int], place: int) -> int:
+        """How many tokens before a place are those that end the text."""
+        count = 0
+        while count < 32 and count < min(place, len(tokens)) and self._text[place - 1 - count] == tokens[-1 - count]:
+            count += 1
+        return count
+
+    def _index(self) -> dict[tuple[int, ...], list[int]]:
+        """By each ending the places that follow it."""
+        if self._places is None:
+            self._places = {}
+            for end in range(self._SHORTEST, len(self._text) + 1):
+                self._places.setdefault(tuple(self._text[end - self._SHORTEST : end]), []).append(end)
+        return self._places

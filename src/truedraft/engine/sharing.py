@@ -1,0 +1,82 @@
+"""Requests that begin alike: what one has read the others copy, of the target's keys and values and of drafters'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from truedraft.cache import Prefixes
+from truedraft.drafters.base import Drafter
+from truedraft.engine.request import Request
+from truedraft.models.base import LanguageModel
+from truedraft.options import check_whole
+
+_LEAST_SHARE = 1 / 16
+"""Of the bytes, for a drafter's model however small it is beside the target."""
+
+
+class Sharing:
+    """Lets the requests of one engine share what they begin with.
+
+    Args:
+        target: the model that answers.
+        members: the drafters, by name; those with models of their own share what these read.
+        most_bytes: kept for requests to come, over all models, shared out by their weights; None keeps nothing, and 0
+            lets nobody share.
+
+    Attributes:
+        stores: what is kept, of the target and of drafters.
+
+    Raises:
+        OptionError: `most_bytes` is no whole number of 0 or more.
+    """
+
+    def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], most_bytes: int | None) -> None:
+        most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)
+        self._own = Prefixes()
+        weights = [(self._own, 1.0)]
+        for each in members.values():
+            if each.prefixes is not None and each.model is not None:
+                share = each.model.weight_bytes / max(target.weight_bytes, 1)
+                weights.append((each.prefixes, max(share, _LEAST_SHARE)))
+        for store, share in weights:
+            store.most_bytes = int((most or 0) * share / sum(weight for _, weight in weights))
+            store.shares = most != 0
+        self.stores = [store for store, _ in weights]
+        # Who wants to see the rows of all tokens of a prompt has to see them computed.
+        if any(each.features is not None and each.features.rows == "all" for each in members.values()):
+            self._own.shares = False
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens of prompts that the target need not compute, of all requests so far."""
+        return self._own.copied
+
+    def begin(self, request: Request, running: Sequence[Request]) -> None:
+        """A request got its cache: fill it with what is known, or let it wait for one that reads the same.
+
+        Args:
+            request: it is among those that run.
+            running: in the order in which they came.
+        """
+        assert request.cache is not None
+        self._own.join(request.id, request.cache, request.tokens, request.scope)
+        if request.params.prompt_logprobs is not None and not request.emitted:
+            return
+        reading = {each.id: each for each in running if each is not request and each.cache and not each.decodes}
+        request.copied_tokens = self._own.fill(request.id)
+        found = self._own.leader(request.id, list(reading))
+        if found is not None:
+            request.leader, request.awaits = reading[found[0]], found[1]
+
+    def go_on(self, running: Sequence[Request]) -> None:
+        """Who waited for another copies what that has read, once it is all that they have in common, or it is over."""
+        for request in running:
+            leader = request.leader
+            if leader is not None and (leader.cache is None or leader.cache.length >= request.awaits):
+                request.leader = None
+                request.copied_tokens += self._own.fill(request.id)
+
+    def end(self, request: Request) -> None:
+        """A request is over, and its cache still there: keep what it began with."""
+        self._own.keep(request.id)
+        self._own.leave(request.id)

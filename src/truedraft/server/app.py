@@ -1,0 +1,244 @@
+"""The web application: routes, who may ask, and what is kept out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from truedraft import __version__
+from truedraft.errors import TruedraftError
+from truedraft.server.chat import chat_router
+from truedraft.server.completions import completions_router
+from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_http_error, answer_unreadable
+from truedraft.server.fields import Fields
+from truedraft.server.front import Front
+from truedraft.server.keys import ApiKeys
+from truedraft.server.metrics import Metrics
+from truedraft.server.responses import responses_router
+
+_OPEN = ("/", "/health", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
+"""What needs no key: nothing of any request is told there."""
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": meaning}
+    for status, meaning in {
+        400: "The request cannot be used as it is.",
+        401: "No API key, or none that is known.",
+        404: "There is no such model.",
+        413: "The body is too long.",
+        429: "Too many requests wait; ask again after `Retry-After` seconds.",
+        500: "The model or the server failed.",
+        503: "The server is being stopped.",
+        504: "The answer took longer than this server allows.",
+    }.items()
+}
+_PLAYGROUND = "playground.html"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def build_app(
+    front: Front,
+    metrics: Metrics,
+    keys: ApiKeys,
+    *,
+    max_body_bytes: int = 8 << 20,
+    cors_origins: Sequence[str] = (),
+    playground: bool = True,
+) -> FastAPI:
+    """The application over a service, which it starts and stops.
+
+    Args:
+        front: what endpoints answer with.
+        metrics: of its service.
+        keys: that are let in.
+        max_body_bytes: of a request.
+        cors_origins: pages from these may ask.
+        playground: whether there is a page at /.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        front.service.start()
+        try:
+            yield
+        finally:
+            front.service.stop()
+
+    app = FastAPI(title="truedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    for router in (completions_router(front), chat_router(front), responses_router(front), _about(front, metrics)):
+        app.include_router(router, responses=_ERRORS)
+    if playground:
+        page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
+
+        @app.get("/", include_in_schema=False)
+        async def index() -> HTMLResponse:
+            """The playground."""
+            return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
+
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(TruedraftError, answer_api_error)
+    app.add_exception_handler(RequestValidationError, answer_unreadable)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(Exception, answer_api_error)
+    app.add_middleware(_Gate, front=front, keys=keys, max_body_bytes=max_body_bytes)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return app
+
+
+class _Gate:
+    """Lets in who has a key, cuts off bodies that are too long, and logs what became of each request.
+
+    Args:
+        app: behind it.
+        front: writes the log.
+        keys: that are let in.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(self, app: ASGIApp, front: Front, keys: ApiKeys, max_body_bytes: int) -> None:
+        self._app = app
+        self._front = front
+        self._keys = keys
+        self._most = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        http = HttpRequest(scope, receive)
+        http.state.began = time.perf_counter()
+        status = 499  # where the client was gone before anything was sent
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+                http.state.client = self._keys.client(http.headers.get("authorization"))
+            self._check_length(int(http.headers.get("content-length") or 0))
+            await self._app(scope, self._counting(receive), noting)
+        except ApiError as error:
+            await error.response()(scope, receive, noting)
+        finally:
+            if scope["path"] not in _OPEN:
+                self._front.log(http, status)
+
+    def _check_length(self, length: int) -> None:
+        if length > self._most:
+            raise ApiError(413, f"the body has {length} bytes, of at most {self._most}", code="request_too_large")
+
+    def _counting(self, receive: Receive) -> Receive:
+        """Bodies may come without saying how long they are."""
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                self._check_length(read)
+            return message
+
+        return counted
+
+
+class TokenizeRequest(Fields):
+    """The body of a request for token ids."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Fields):
+    """The body of a request for the text of token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _about(front: Front, metrics: Metrics) -> APIRouter:
+    """Endpoints about the server and its model."""
+    router = APIRouter()
+    service = front.service
+    target = service.engine.target
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The models that are served: one, by all its names."""
+        return {"object": "list", "data": list(map(model, front.names))}
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """A model that is served."""
+        front.check_model(name)
+        return model(name)
+
+    def model(name: str) -> dict[str, Any]:
+        engine = service.engine
+        about = {"id": name, "object": "model", "created": front.created, "owned_by": "truedraft"}
+        return about | {
+            "root": front.names[0],
+            "max_model_len": target.context_length,
+            "speculation": {
+                "drafters": [name for name, each in engine.drafter.members.items() if not each.limits.is_zero],
+                "rule": engine.rule.name,
+                "rules": list(front.rules),
+                "lossless": engine.rule.lossless and all(rule.lossless for rule in front.rules.values()),
+            },
+            "chat": bool(front.chat_template or (target.tokenizer and target.tokenizer.chat_template)),
+        }
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text."""
+        front.check_model(body.model)
+        tokenizer = _tokenizer()
+        ids = tokenizer.encode(body.prompt) if body.add_special_tokens else list(tokenizer.plain_ids(body.prompt))
+        return {"count": len(ids), "max_model_len": target.context_length, "tokens": ids}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        front.check_model(body.model)
+        wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"token id {wrong} is outside 0 to {target.vocab_size - 1}", param="tokens")
+        return {"prompt": _tokenizer().decode(body.tokens)}
+
+    def _tokenizer() -> Any:
+        if target.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer; it takes and gives token ids")
+        return target.tokenizer
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Whether requests are answered: 200, or 503 while the server is being stopped or after its engine died."""
+        fine = service.alive and not service.draining
+        return JSONResponse({"status": "ok" if fine else "stopping"}, 200 if fine else 503)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def numbers() -> PlainTextResponse:
+        """Numbers for Prometheus."""
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router

@@ -1,0 +1,223 @@
+"""`/v1/completions`: text or token ids in, text out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from truedraft.core.logprobs import TokenLogprobs
+from truedraft.engine import Answer
+from truedraft.engine.prompts import Prompt
+from truedraft.server.errors import ApiError
+from truedraft.server.events import DONE, EventStream, event
+from truedraft.server.fields import ResponseFormat, SamplingFields
+from truedraft.server.front import Front, closing, finish_reason, new_id, unless_gone
+from truedraft.server.service import Answering, Stream
+from truedraft.server.traces import trace_of
+
+_MOST_LOGPROBS = 20
+
+
+class CompletionRequest(SamplingFields):
+    """The body of a request for completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="A text, token ids, or a list of either.")
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Each of them."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        return list(given)  # type: ignore[arg-type]
+
+    @property
+    def drawn(self) -> int:
+        """Answers that are drawn for each prompt; of these the best `samples` are given."""
+        return self.samples if self.best_of is None else self.best_of
+
+    def check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            ApiError: says what.
+        """
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported: this model writes forwards only", param="suffix")
+        if not self.prompts:
+            raise ApiError(400, "prompt is an empty list; give at least one", param="prompt")
+        if self.drawn < self.samples:
+            raise ApiError(400, f"best_of must be at least n, {self.samples}, got {self.best_of}", param="best_of")
+        if self.drawn > self.samples and self.stream:
+            raise ApiError(400, "best_of cannot be streamed: the best is known at the end", param="best_of")
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
+            raise ApiError(400, f"logprobs must lie in 0 to {_MOST_LOGPROBS}, got {self.logprobs}", param="logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, so nothing would be answered; ask for 1 or more", param="max_tokens")
+
+
+def completions_router(front: Front) -> APIRouter:
+    """The endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        """Continue texts."""
+        body.check()
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
+        form = None if body.response_format is None else body.response_format.asked
+        params = body.sampling(max(max_tokens, 1), logprobs=logprobs, form=form)
+        if body.echo and body.logprobs is not None:
+            params = replace(params, prompt_logprobs=body.logprobs)
+        prompts = body.prompts
+        answering = await front.begin(prompts, params, body, http, samples=body.drawn)
+        made = _Completion(front, body, answering, max_tokens)
+        if body.stream:
+            return EventStream(closing(made.events(), answering))
+        await unless_gone(http, answering.answers())
+        return JSONResponse(made.whole())
+
+    return router
+
+
+class _Completion:
+    """One answer to a request for completions, on its way.
+
+    Args:
+        front: what endpoints share.
+        body: of the request.
+        answering: its samples.
+        max_tokens: of each; 0 gives back the prompt alone.
+    """
+
+    def __init__(self, front: Front, body: CompletionRequest, answering: Answering, max_tokens: int) -> None:
+        self._front = front
+        self._body = body
+        self._answering = answering
+        self._keeps = max_tokens > 0
+        self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = front.names[0]
+
+    def whole(self) -> dict[str, Any]:
+        """All choices."""
+        body, streams = self._body, self._answering.streams
+        chosen: list[Stream] = []
+        for first in range(0, len(streams), body.drawn):
+            ranked = sorted(streams[first : first + body.drawn], key=_mean_logprob, reverse=body.drawn > body.samples)
+            chosen += ranked[: body.samples]
+        choices = [self._choice(number, stream) for number, stream in enumerate(chosen)]
+        front = self._front
+        rest = {"usage": front.usage(self._answering, body.drawn), "speculation": front.speculation(streams)}
+        return self._head | {"choices": choices} | rest
+
+    def _choice(self, number: int, stream: Stream) -> dict[str, Any]:
+        answer = stream.answer
+        assert answer is not None
+        texts = self._echoed(stream) if self._body.echo else ""
+        text = texts + ((answer.text or "") if self._keeps else "")
+        found: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
+        if self._body.logprobs is not None:
+            found["logprobs"] = self._logprobs(stream, answer.logprobs or [], 0, echoes=bool(self._body.echo))
+        if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [None, *map(self._front.logprobs_entry, answer.prompt_logprobs)]
+        return found | {"finish_reason": finish_reason(answer) if self._keeps else "length"}
+
+    def _echoed(self, stream: Stream) -> str:
+        """The text of the prompt."""
+        prompts = self._body.prompts
+        prompt = prompts[stream.number // self._body.drawn]
+        tokenizer = self._front.service.engine.target.tokenizer
+        if isinstance(prompt, str):
+            return prompt
+        return "" if tokenizer is None else tokenizer.decode(prompt)
+
+    def _logprobs(
+        self, stream: Stream, found: Sequence[TokenLogprobs], offset: int, *, echoes: bool = False
+    ) -> dict[str, Any]:
+        """Of tokens whose text begins `offset` characters behind the beginning."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        answer = stream.answer
+        if echoes and answer is not None and answer.prompt_logprobs is not None:
+            tokens.append(self._front.token_text(stream.request.tokens[0]))
+            values.append(None)
+            top.append(None)
+            found = [*answer.prompt_logprobs, *(found if self._keeps else ())]
+        for each in found:
+            tokens.append(self._front.token_text(each.token))
+            values.append(_finite(each.logprob))
+            top.append({self._front.token_text(token): _finite(value) for token, value in each.top})
+        offsets = []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        asked = self._body.logprobs
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": top if asked else None,
+            "text_offset": offsets,
+        }
+
+    async def events(self) -> AsyncIterator[str]:
+        """The choices piece by piece, each as it comes."""
+        body, front, streams = self._body, self._front, self._answering.streams
+        offsets = [0] * len(streams)
+        if body.echo:
+            for stream in streams:
+                text = self._echoed(stream)
+                offsets[stream.number] = len(text)
+                yield event(self._head | {"choices": [_delta(stream.number, text)]})
+        async for news in self._answering.news():
+            stream = streams[news.number]
+            pieces = news.pieces if self._keeps else [each for each in news.pieces if each.answer is not None]
+            answer = pieces[-1].answer if pieces else None
+            text = "".join(piece.text for piece in pieces) if self._keeps else ""
+            choice = _delta(news.number, text)
+            if body.logprobs is not None:
+                entries = [entry for piece in pieces for entry in piece.logprobs]
+                choice["logprobs"] = self._logprobs(stream, entries, offsets[news.number])
+                offsets[news.number] += sum(len(front.token_text(entry.token)) for entry in entries)
+            chunk = self._head | {"choices": [choice]}
+            if stream.shows_steps:
+                chunk["trace"] = trace_of(stream, news, front.token_text)
+            if answer is not None:
+                choice["finish_reason"] = finish_reason(answer) if self._keeps else "length"
+                chunk["speculation"] = front.speculation([stream])
+            if text or answer is not None or choice["logprobs"] or stream.shows_steps:
+                yield event(chunk)
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield event(self._head | {"choices": [], "usage": front.usage(self._answering, body.drawn)})
+        yield DONE
+
+
+def _delta(number: int, text: str) -> dict[str, Any]:
+    return {"index": number, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)
+
+
+def _mean_logprob(stream: Stream) -> float:
+    """Of an answer's tokens, by which the best of several is chosen."""
+    answer: Answer | None = stream.answer
+    values = [] if answer is None or answer.logprobs is None else [each.logprob for each in answer.logprobs]
+    return math.fsum(values) / len(values) if values else -math.inf

@@ -1,0 +1,95 @@
+"""Server-sent events: answers piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from truedraft.server.errors import ApiError
+
+_log = logging.getLogger("truedraft.server")
+DONE = "data: [DONE]\n\n"
+_SILENCE_S = 15.0
+_ALIVE = ": still here\n\n"  # a comment, which clients leave out; proxies close what is silent for long
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """One event; data is anything that JSON holds."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come; stops making them when the client has gone.
+
+    Args:
+        events: made by `event`.
+        failed: the last events where making them failed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        failed: Callable[[ApiError], str] = lambda error: event(error.body),
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events = events
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in (sending, leaving):
+                each.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            if hasattr(self._events, "aclose"):
+                await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for text in _kept_alive(self._events):
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        except (asyncio.CancelledError, OSError):
+            raise
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                _log.exception("a stream failed")
+            body = self._failed(ApiError.of(error)).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events, and a comment where there is none for long."""
+    while True:
+        coming = asyncio.ensure_future(anext(events))
+        try:
+            while not coming.done():
+                await asyncio.wait({coming}, timeout=_SILENCE_S)
+                if not coming.done():
+                    yield _ALIVE
+            yield coming.result()
+        except StopAsyncIteration:
+            return
+        finally:
+            coming.cancel()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,226 @@
+"""The fields that requests of all endpoints share, and what they mean to the library.
+
+A field that is not known is refused, as OpenAI's own server does; those that mean nothing here are listed in `Ignored`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from truedraft.core.budget import Speculation
+from truedraft.core.params import SamplingParams, Structured
+from truedraft.server.errors import ApiError
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_MOST_STOPS = 64
+_MOST_BIASES = 1024
+
+Texts: TypeAlias = str | list[str]
+
+
+class Fields(BaseModel):
+    """An object in a request: fields that are not known, and values of other types, are refused."""
+
+    model_config = _STRICT
+
+
+class Ignored(Fields):
+    """Fields that are taken and change nothing: they are about accounts and storage, which there are none of here."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class StreamOptions(Fields):
+    """How a stream is sent."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SpeculationFields(Fields):
+    """What may be drafted for a request, within what the server drafts; none of it changes what is answered."""
+
+    enabled: bool = Field(True, description="False answers by plain decoding.")
+    drafter: str | list[str] | None = Field(None, description="Draft with these of the server's drafters only.")
+    num_speculative_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="Draft no longer paths.")
+    rule: str | None = Field(None, description="Judge by this rule, if the server allows it.")
+    trace: bool = Field(False, description="Tell of each token where it came from, and of each step its token tree.")
+
+    @property
+    def limits(self) -> Speculation:
+        """For the engine."""
+        if not self.enabled:
+            return Speculation(())
+        names = [self.drafter] if isinstance(self.drafter, str) else self.drafter
+        return Speculation(None if names is None else tuple(names), self.num_speculative_tokens)
+
+
+class TextPart(Fields):
+    """A part of a message that is text."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Prediction(Fields):
+    """Text that the answer is expected to repeat in large parts; it is drafted from."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return text_of(self.content)
+
+
+def text_of(content: str | list[TextPart]) -> str:
+    """The text of a content that may be in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class StructuredFields(Fields):
+    """A form that the answer must have; exactly one of these."""
+
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's notation.")
+    json_object: bool | None = None
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    @property
+    def asked(self) -> Structured:
+        """For the library."""
+        given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise ApiError(
+                400, f"give one of json, regex, choice, grammar and json_object, got {len(given)}", param="structured"
+            )
+        ((kind, value),) = given.items()
+        return Structured(kind, True if kind == "json_object" else value)
+
+
+class JsonSchema(Fields):
+    """A schema with a name."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """OpenAI's way to ask for a form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def asked(self) -> Structured | None:
+        """For the library."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Structured("json_object", True)
+        if self.json_schema is None:
+            raise ApiError(400, "response_format of type json_schema needs json_schema", param="response_format")
+        schema = self.json_schema.schema_
+        return Structured("json_object", True) if schema is None else Structured("json_schema", schema)
+
+
+class SamplingFields(Ignored):
+    """How an answer is drawn and when it ends."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Texts | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # What other servers of open models know, too.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredFields | None = None
+    # What is this server's own.
+    coupled: bool | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
+    speculation: SpeculationFields | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def samples(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling(
+        self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
+    ) -> SamplingParams:
+        """For the library.
+
+        Args:
+            max_tokens: of the answer.
+            logprobs: likeliest tokens that are told; None tells none.
+            form: that the answer must have, where the endpoint has a field of its own for it.
+
+        Raises:
+            OptionError: a value is out of range.
+            ApiError: a list is too long, or two forms are asked for.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for name, values, most in (
+            ("stop", stop, _MOST_STOPS),
+            ("bad_words", self.bad_words or (), _MOST_STOPS),
+            ("stop_token_ids", self.stop_token_ids or (), _MOST_STOPS),
+            ("logit_bias", self.logit_bias or (), _MOST_BIASES),
+        ):
+            if len(values) > most:
+                raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
+        own = None if self.structured_outputs is None else self.structured_outputs.asked
+        if form is not None and own is not None:
+            raise ApiError(400, "structured_outputs and another form are asked for; leave one out", param="structured")
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),  # elsewhere -1 keeps all
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "bad_words": self.bad_words,
+            "allowed_token_ids": self.allowed_token_ids,
+            "prompt_logprobs": self.prompt_logprobs,
+            "coupled": self.coupled,
+            "logprobs": logprobs,
+            "structured": form if form is not None else own,
+            "prediction": None if self.prediction is None else self.prediction.text or None,
+            "n": self.samples,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens, stop=tuple(stop), **known)  # type: ignore[arg-type]

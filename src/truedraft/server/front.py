@@ -1,0 +1,274 @@
+"""What all endpoints share: from fields to queued requests, and from what came of them to the parts of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+
+from truedraft.core.logprobs import TokenLogprobs
+from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
+from truedraft.engine import Answer, Request
+from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.engine.prompts import Prompt
+from truedraft.errors import TruedraftError
+from truedraft.server.errors import ApiError
+from truedraft.server.fields import SamplingFields
+from truedraft.server.keys import ANYONE, Client
+from truedraft.server.service import Answering, Service, Stream
+from truedraft.verification import Rule
+
+_log = logging.getLogger("truedraft.server.requests")
+_Value = TypeVar("_Value")
+
+_LONG_TEXT = 4096  # characters whose encoding would hold up other clients
+
+
+@dataclass(eq=False)
+class Front:
+    """What endpoints answer with.
+
+    Attributes:
+        service: that answers.
+        names: of the model; the first is what answers say.
+        rules: that a request may ask for, by their words.
+        forward_s: V of the target, for estimated speed-ups.
+        max_samples: most answers to one HTTP request.
+        timeout_s: of one; None is no limit.
+        shares_prefixes: whether clients share what their requests begin with.
+        chat_template: in place of the model's own.
+        created: when the server started, seconds since 1970.
+    """
+
+    service: Service
+    names: Sequence[str]
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    forward_s: ForwardSeconds | None = None
+    max_samples: int = 16
+    timeout_s: float | None = None
+    shares_prefixes: bool = False
+    chat_template: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: names those that are.
+        """
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            raise ApiError(
+                404, f"there is no model {name!r} here; served is {served}", param="model", code="model_not_found"
+            )
+
+    def token_text(self, token: int) -> str:
+        """What a token writes; its id where the model has no tokenizer."""
+        return self._token_text(token)
+
+    def __post_init__(self) -> None:
+        """Remember the texts of tokens."""
+        tokenizer = self.service.engine.target.tokenizer
+        self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
+
+    async def begin(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        fields: SamplingFields,
+        http: HttpRequest,
+        samples: int | None = None,
+    ) -> Answering:
+        """Queue all samples of all prompts, prompt by prompt.
+
+        Args:
+            prompts: texts or ids.
+            params: of all of them.
+            fields: of the HTTP request.
+            http: the HTTP request.
+            samples: of each prompt, where these are not `params.n`.
+
+        Raises:
+            ApiError: something is wrong with it, or there is no room.
+        """
+        self.check_model(fields.model)
+        count = samples if samples is not None else params.n
+        if len(prompts) * count > self.max_samples:
+            raise ApiError(
+                400, f"asks for {len(prompts) * count} answers, and this server gives {self.max_samples}", param="n"
+            )
+        client: Client = getattr(http.state, "client", ANYONE)
+        deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        answering = Answering(self.service, deadline)
+        asked = (prompts, params, fields, client, count)
+        if sum(map(len, prompts)) > _LONG_TEXT:
+            requests = await asyncio.to_thread(self._prepared, *asked)
+        else:
+            requests = self._prepared(*asked)
+        traced = fields.speculation is not None and fields.speculation.trace
+        answering.start(requests, client, shows_steps=traced)
+        http.state.answering = answering
+        return answering
+
+    def _prepared(
+        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+    ) -> list[Request]:
+        speculation = fields.speculation
+        rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
+        scope = None if self.shares_prefixes else client
+        limits = None if speculation is None else speculation.limits
+        try:
+            return [
+                self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
+                for prompt in prompts
+                for sample in range(count)
+            ]
+        except TruedraftError as error:
+            raise ApiError.of(error) from error
+
+    def _rule(self, words: str) -> Rule:
+        if words not in self.rules:
+            allowed = ", ".join(map(repr, self.rules))
+            raise ApiError(400, f"rule {words!r} is not allowed here; allowed is {allowed}", param="speculation")
+        return self.rules[words]
+
+    def usage(self, answering: Answering, samples_of_one: int) -> dict[str, Any]:
+        """What a whole HTTP request used; a prompt with several samples counts once."""
+        streams = answering.streams
+        answers = [stream.answer for stream in streams if stream.answer is not None]
+        prompt = sum(stream.request.prompt_tokens for stream in streams[::samples_of_one])
+        written = sum(len(answer.token_ids) for answer in answers)
+        copied = sum(stream.request.copied_tokens for stream in streams[::samples_of_one])
+        predicted = [answer.stats.by_drafter.get("prediction") for answer in answers]
+        accepted = sum(each.accepted_tokens for each in predicted if each is not None)
+        drafted = sum(each.draft_tokens for each in predicted if each is not None)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": copied},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
+        """What speculation did for some samples, under the names that vLLM gives these numbers."""
+        counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
+        decisions = Decisions(self.forward_s)
+        accepted: list[int] = []
+        for stream in streams:
+            decisions += Decisions.of(stream.records, self.forward_s, stream.request.id)
+            accepted += [
+                step.accepted
+                for record in stream.records
+                for step in record.requests
+                if step.id == stream.request.id and step.nodes and not step.prefill
+            ]
+        speedup = decisions.speedup()
+        return {
+            "mean_acceptance_length": counters.mean_acceptance_length,
+            "draft_acceptance_rate": counters.draft_acceptance_rate,
+            "acceptance_histogram": [accepted.count(count) for count in range(max(accepted, default=-1) + 1)],
+            "num_drafts": len(accepted),
+            "num_draft_tokens": counters.draft_tokens,
+            "num_accepted_tokens": counters.accepted_tokens,
+            "num_accepted_tokens_per_pos": counters.accepted_per_position,
+            "target_calls": counters.target_calls,
+            "drafters": {
+                name: {"num_draft_tokens": each.draft_tokens, "num_accepted_tokens": each.accepted_tokens}
+                for name, each in counters.by_drafter.items()
+            },
+            "speedup": None if speedup is None else speedup.as_dict(),
+        }
+
+    def logprobs_entry(self, found: TokenLogprobs) -> dict[str, Any]:
+        """One token's logarithms of probability, in the form of chats."""
+        return self._named(found.token, found.logprob) | {
+            "top_logprobs": [self._named(token, logprob) for token, logprob in found.top]
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        return {
+            "token": text,
+            "logprob": max(logprob, -9999.0),  # JSON has no infinity
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    def log(self, http: HttpRequest, status: int) -> None:
+        """One line about an HTTP request, without anything that it said."""
+        answering: Answering | None = getattr(http.state, "answering", None)
+        client: Client = getattr(http.state, "client", ANYONE)
+        parts = [f"{http.method} {http.url.path} {status}", f"client={client.name}"]
+        began = getattr(http.state, "began", None)
+        if began is not None:
+            parts.append(f"seconds={time.perf_counter() - began:.3f}")
+        if answering is not None and answering.streams:
+            parts += _log_parts(answering.streams)
+        _log.info(" ".join(parts))
+
+
+def _log_parts(streams: Sequence[Stream]) -> list[str]:
+    answers = [stream.answer for stream in streams if stream.answer is not None]
+    first = [a.timing.first_token_s for a in answers if a.timing.first_token_s is not None]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    counters = sum((answer.stats for answer in answers), start=Counters())
+    parts = [f"prompt_tokens={streams[0].request.prompt_tokens}", f"tokens={tokens}"]
+    if first:
+        parts.append(f"first_token_s={min(first):.3f}")
+    reasons = ",".join(sorted({answer.finish_reason for answer in answers})) or "cancelled"
+    return [*parts, f"finish={reasons}", f"tokens_per_call={counters.mean_acceptance_length:.2f}"]
+
+
+def finish_reason(answer: Answer) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return "stop" if answer.finish_reason == "stop" else "length"
+
+
+def new_id(kind: str) -> str:
+    """A name for an answer."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+async def unless_gone(http: HttpRequest, work: Awaitable[_Value]) -> _Value:
+    """The result of some work, which is cancelled when the client goes away.
+
+    Raises:
+        ApiError: the client has gone; nobody reads this.
+    """
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(client_gone(http))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ApiError(499, "the client closed the connection")
+        return doing.result()
+    finally:
+        for each in (doing, gone):
+            each.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def client_gone(http: HttpRequest) -> None:
+    """Returns when the client has closed the connection."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def closing(events: AsyncIterator[str], answering: Answering) -> AsyncIterator[str]:
+    """The same events; what is not over when they end is cancelled."""
+    try:
+        async for event in events:
+            yield event
+    finally:
+        answering.close()

@@ -1,0 +1,176 @@
+"""`/metrics`: what Prometheus reads. Numbers that vLLM has go by its names, with `truedraft:` before them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from truedraft.core.stats import Counters, StepRecord
+from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.server.service import Service, Stream
+
+_PREFIX = "truedraft:"
+_RECENT_STEPS = 512
+_RECENT_S = 60.0
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+_EACH = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_WHOLE = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Metrics(Collector):
+    """Counts what a service does; read by `text`.
+
+    Args:
+        service: whose steps and requests are counted; its engine tells of steps.
+        model: its name, a label on all numbers.
+        forward_s: V of the target, for the estimated speed-up.
+        price_per_hour: of the machine; None leaves out what tokens cost.
+    """
+
+    def __init__(
+        self, service: Service, model: str, forward_s: ForwardSeconds | None, price_per_hour: float | None
+    ) -> None:
+        self._service = service
+        self._model = model
+        self._forward_s = forward_s
+        self._price = price_per_hour
+        self._steps = Counters()
+        self._drafts = 0
+        self._prompt_tokens = 0
+        self._seconds = dict.fromkeys(("draft", "target", "verify", "decide", "other"), 0.0)
+        self._budgets: dict[int, int] = {}  # how often so many nodes were drafted for a request
+        self._finished: dict[str, int] = {}
+        self._asked_tokens = 0
+        self._shared_tokens = 0
+        self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", _FIRST)
+        self._each = self._histogram("inter_token_latency_seconds", "Mean time between an answer's tokens.", _EACH)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", _WHOLE)
+        service.engine.listeners.append(self._note)
+        service.listeners.append(self._note_end)
+
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
+        whole = Histogram(_PREFIX + name, meaning, ("model_name",), buckets=buckets, registry=self.registry)
+        return whole.labels(self._model)
+
+    def _note(self, record: StepRecord) -> None:
+        """A step is over; called by the thread that steps."""
+        self._recent.append((time.monotonic(), record))
+        for step in record.requests:
+            self._steps.count(step)
+            if step.prefill:
+                self._prompt_tokens += step.rows
+            else:
+                self._drafts += step.nodes > 0
+                self._budgets[step.nodes] = self._budgets.get(step.nodes, 0) + 1
+        seconds, known = self._seconds, 0.0
+        for part, spent in (
+            ("draft", record.draft_s),
+            ("target", record.target_s),
+            ("verify", record.verify_s),
+            ("decide", record.decide_s),
+        ):
+            seconds[part] += spent
+            known += spent
+        seconds["other"] += max(record.total_s - known, 0.0)
+
+    def _note_end(self, stream: Stream) -> None:
+        """A request is over; called in the event loop."""
+        answer = stream.answer
+        if answer is None:
+            return
+        reason = "abort" if answer.finish_reason == "cancelled" else answer.finish_reason
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+        self._asked_tokens += stream.request.prompt_tokens
+        self._shared_tokens += stream.request.copied_tokens
+        timing = answer.timing
+        self._whole.observe(timing.total_s)
+        if timing.first_token_s is not None:
+            self._first.observe(timing.first_token_s)
+            if len(answer.token_ids) > 1:
+                self._each.observe(timing.decode_s / (len(answer.token_ids) - 1))
+
+    def text(self) -> bytes:
+        """All numbers, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What is counted here; for the registry."""
+        steps = self._steps
+        yield self._counter("spec_decode_num_drafts", "Times that something was drafted.", self._drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", steps.draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Of them, accepted ones.", steps.accepted_tokens)
+        places = CounterMetricFamily(
+            _PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their place in what was drafted.",
+            labels=("model_name", "position"),
+        )
+        for place, count in enumerate(steps.accepted_per_position):
+            places.add_metric((self._model, str(place)), count)
+        yield places
+        yield from self._by_drafter()
+        yield self._counter("prompt_tokens", "Tokens of prompts that were computed.", self._prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens of answers.", steps.emitted_tokens + steps.prefill_tokens)
+        yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._asked_tokens)
+        yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
+        yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
+        yield self._counter("recoveries", "Steps or drafts that failed and were done again.", steps.recoveries)
+        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished)
+        yield self._labelled("step_seconds", "Seconds of steps, by what they were spent on.", "part", self._seconds)
+        budgets = {str(nodes): count for nodes, count in sorted(self._budgets.items())}
+        yield self._labelled("budget_tokens", "Steps of a request by the tokens drafted.", "tokens", budgets)
+        yield from self._now()
+
+    def _by_drafter(self) -> Iterator[Metric]:
+        drafted = {name: each.draft_tokens for name, each in self._steps.by_drafter.items()}
+        accepted = {name: each.accepted_tokens for name, each in self._steps.by_drafter.items()}
+        yield self._labelled("drafter_draft_tokens", "Drafted tokens by drafter.", "drafter", drafted)
+        yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
+
+    def _now(self) -> Iterator[Metric]:
+        service = self._service
+        yield self._gauge("num_requests_running", "Requests that are answered.", service.running)
+        yield self._gauge("num_requests_waiting", "Requests that wait.", service.waiting)
+        yield self._gauge(
+            "kv_cache_bytes", "Bytes of keys and values, of target and drafters.", service.engine.cache_bytes
+        )
+        limit = service.engine.max_cache_bytes
+        if limit is not None:
+            yield self._gauge(
+                "kv_cache_usage_perc", "Of what they may take, from 0 to 1.", service.engine.cache_bytes / limit
+            )
+        speedup = Decisions.of([record for _, record in list(self._recent)], self._forward_s).speedup()
+        if speedup is not None:
+            yield self._gauge("speedup", "Estimated factor over plain decoding, of the last steps.", speedup.factor)
+        since = time.monotonic() - _RECENT_S
+        recent = [(when, record) for when, record in list(self._recent) if when >= since]
+        if len(recent) > 1:
+            tokens = sum(step.emitted for _, record in recent for step in record.requests)
+            rate = tokens / max(time.monotonic() - recent[0][0], 1e-9)
+            yield self._gauge("tokens_per_second", "Of the last minute at most.", rate)
+            if self._price is not None and rate > 0.0:
+                cost = self._price / 3600.0 / rate * 1e6
+                yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
+
+    def _counter(self, name: str, meaning: str, value: float) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, meaning, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, meaning, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _labelled(self, name: str, meaning: str, label: str, values: dict[str, float] | dict[str, int]) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, meaning, labels=("model_name", label))
+        for value, count in values.items():
+            family.add_metric((self._model, value), count)
+        return family

@@ -1,0 +1,44 @@
+"""Options of the server. Needs no web framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from truedraft.options import flag, option
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where a server listens, whom it lets in, and how much it takes on."""
+
+    host: str = option("127.0.0.1", "The address to listen on; 0.0.0.0 listens on all.", "HOST")
+    port: int = option(8000, "The port to listen on; 0 takes a free one.", "PORT", least=0)
+    api_key_file: Path | None = option(
+        None, "Let in only clients with a key of this file, one NAME KEY a line; KEY may be sha256:HEX.", "FILE"
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), "What clients call the model; may be repeated, and the first is what answers say.", "NAME"
+    )
+    chat_template: Path | None = option(None, "A chat template (Jinja) in place of the model's own.", "FILE")
+    allow_rule: tuple[str, ...] = option((), "A rule beside --rule that a request may ask for; may be repeated.", "R")
+    max_batch: int = option(32, "Most requests that are answered together.", "N", least=1)
+    max_queue: int = option(256, "Most requests that wait; further ones are refused with status 429.", "N", least=0)
+    max_per_client: int | None = option(
+        None, "Most requests that one API key has open.", "N", least=1, shown_default="no limit"
+    )
+    max_samples: int = option(16, "Most answers to one request (n, best_of, prompts).", "N", least=1)
+    max_body_bytes: str = option("8M", "Most bytes of a request's body.", "SIZE")
+    prefix_cache_bytes: str = option(
+        "512M", "Keep so many bytes of keys and values for requests that begin like earlier ones; 0 keeps none.", "SIZE"
+    )
+    share_prefixes: bool = flag("Let clients with different API keys share what their requests begin with.")
+    request_timeout_s: float | None = option(None, "End a request after so many seconds.", "S", shown_default="never")
+    drain_s: float = option(30.0, "When told to stop, go on for so many seconds with what is open.", "S")
+    tls_certificate: Path | None = option(None, "Serve https with this certificate.", "FILE")
+    tls_key: Path | None = option(None, "The certificate's private key.", "FILE")
+    cors_origin: tuple[str, ...] = option((), "Pages from this origin may ask; may be repeated.", "ORIGIN")
+    price_per_hour: float | None = option(
+        None, "What this machine costs an hour, for the estimated cost of a million tokens in /metrics.", "PRICE"
+    )
+    no_playground: bool = flag("No page at /.")

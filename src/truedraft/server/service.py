@@ -1,0 +1,400 @@
+"""One thread that steps the engine, and the requests of all clients: queued fairly, handed over, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from truedraft.core.stats import StepRecord
+from truedraft.drafters.base import StepOutcome
+from truedraft.engine import Answer, Engine, Piece, Request
+from truedraft.engine.batch import StepItem
+from truedraft.engine.request import LastStep
+from truedraft.server.errors import ApiError
+from truedraft.server.keys import Client
+
+_log = logging.getLogger("truedraft.server")
+
+_LONGEST_WAIT_S = 60
+_RECENT = 0.9  # of what requests took so far, beside the newest
+_STOPPING = "the server is being stopped; ask again, elsewhere or in a moment"
+
+
+ShownStep: TypeAlias = tuple[StepItem, StepOutcome]
+"""What a request's step was and came to, without what the forward gave, which is large."""
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One request on its way, and who waits for it.
+
+    Attributes:
+        request: that `Engine.prepare` made.
+        client: who asks.
+        number: which of the samples of an `Answering` it is.
+        answering: is handed the pieces.
+        shows_steps: whether the drafted trees are handed over, too.
+        waits: whether the engine has not got it yet.
+        records: of all steps that it took part in, and of some others.
+        answer: once it is over.
+        last_step: that was handed over.
+        began_s: when the engine got it, by `time.monotonic`.
+        shown_tokens: of the answer, that a trace told of.
+        forced_tokens: places in the answer of tokens that a form left no choice in, of steps that a trace told of.
+    """
+
+    request: Request
+    client: Client
+    number: int
+    answering: Answering
+    shows_steps: bool = False
+    waits: bool = True
+    records: list[StepRecord] = field(default_factory=list)
+    answer: Answer | None = None
+    last_step: LastStep | None = None
+    began_s: float = 0.0
+    shown_tokens: int = 0
+    forced_tokens: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one or several steps brought to a stream.
+
+    Attributes:
+        number: of the stream.
+        pieces: of its answer.
+        steps: that it took part in since, where they are shown, and what came of them.
+    """
+
+    number: int
+    pieces: list[Piece]
+    steps: list[ShownStep]
+
+
+class Answering:
+    """The samples that one HTTP request asks for, and what has come of them.
+
+    Args:
+        service: that answers.
+        deadline: by `time.monotonic`, when it gives up; None never.
+    """
+
+    def __init__(self, service: Service, deadline: float | None = None) -> None:
+        self.streams: list[Stream] = []
+        self._service = service
+        self._deadline = deadline
+        self._news: deque[News] = deque()
+        self._there = asyncio.Event()
+        self._failure: ApiError | None = None
+
+    def start(self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False) -> None:
+        """Queue the requests.
+
+        Raises:
+            ApiError: there is no room for them, or the server is being stopped.
+        """
+        self.streams = [Stream(each, client, number, self, shows_steps) for number, each in enumerate(requests)]
+        self._service.open(self.streams)
+
+    def take(self, news: News) -> None:
+        """Something has come; called in the event loop."""
+        self._news.append(news)
+        self._there.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Nothing more comes; called in the event loop."""
+        self._failure = error
+        self._there.set()
+
+    async def news(self) -> AsyncIterator[News]:
+        """What comes, until all samples are over; a reader that is slow gets several steps at once.
+
+        Raises:
+            ApiError: a sample failed, the deadline has passed, or the server is being stopped.
+        """
+        left = len(self.streams)
+        try:
+            while left:
+                async with asyncio.timeout(self._left_s):
+                    await self._there.wait()
+                self._there.clear()
+                for each in self._merged():
+                    answer = each.pieces[-1].answer if each.pieces else None
+                    left -= answer is not None
+                    error = self.streams[each.number].request.error
+                    if answer is not None and error is not None:
+                        raise ApiError.of(error)
+                    yield each
+                if self._failure is not None and left:
+                    raise self._failure
+        except TimeoutError:
+            raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens") from None
+        finally:
+            self.close()
+
+    @property
+    def _left_s(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def _merged(self) -> list[News]:
+        """All that waits, one for each stream."""
+        found: dict[int, News] = {}
+        while self._news:
+            each = self._news.popleft()
+            before = found.get(each.number)
+            if before is None:
+                found[each.number] = each
+            else:
+                found[each.number] = News(each.number, [*before.pieces, *each.pieces], [*before.steps, *each.steps])
+        return list(found.values())
+
+    async def answers(self) -> list[Answer]:
+        """The whole answers.
+
+        Raises:
+            ApiError: as for `news`.
+        """
+        async for _ in self.news():
+            pass
+        return [each.answer for each in self.streams if each.answer is not None]
+
+    def close(self) -> None:
+        """Cancel what is not over."""
+        for stream in self.streams:
+            if stream.answer is None:
+                self._service.cancel(stream)
+
+
+class Service:
+    """Steps an engine in a thread of its own for requests that come from an event loop.
+
+    Requests wait here, by client, and the engine gets as many as it runs together: of the clients with the fewest that
+    run, one of that whose last turn was longest ago.
+
+    Args:
+        engine: that answers; nobody else steps it.
+        max_queue: most requests that wait.
+        max_per_client: most open requests of a client; None is no limit.
+
+    Attributes:
+        engine: as given.
+        listeners: each is called in the event loop with every stream that is over.
+        draining: whether no more requests are taken.
+    """
+
+    def __init__(self, engine: Engine, *, max_queue: int = 256, max_per_client: int | None = None) -> None:
+        self.engine = engine
+        self.listeners: list[Callable[[Stream], None]] = []
+        self.draining = False
+        self._max_queue = max_queue
+        self._max_per_client = max_per_client
+        self._guard = threading.Lock()  # of what follows
+        self._waiting: dict[Client, deque[Stream]] = {}
+        self._open: dict[Client, int] = {}
+        self._served: dict[
+            Client, int
+        ] = {}  # number of its last request that the engine got, of clients with open ones
+        self._admitted = 0
+        self._running: list[Stream] = []
+        self._work = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mean_s = 1.0  # that a request runs
+
+    def start(self) -> None:
+        """Start the thread; called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.engine.listeners.append(self._note)
+        run = contextvars.copy_context().run  # the caller's choice of threads for torch is the thread's
+        self._thread = threading.Thread(target=run, args=(self._drive,), name="truedraft-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what is open, and the thread."""
+        self.abort()
+        self._stopped = True
+        self._work.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine has."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that it has not."""
+        return sum(map(len, self._waiting.values()))
+
+    def open(self, streams: Sequence[Stream]) -> None:
+        """Queue the samples of one HTTP request, all or none.
+
+        Raises:
+            ApiError: the queue is full, the client has too many open requests, or the server is being stopped.
+        """
+        client = streams[0].client
+        with self._guard:
+            self._refuse_where_full(client, len(streams))
+            self._waiting.setdefault(client, deque()).extend(streams)
+            self._open[client] = self._open.get(client, 0) + len(streams)
+        self._work.set()
+
+    def _refuse_where_full(self, client: Client, count: int) -> None:
+        later = {"Retry-After": str(self._free_in_s())}
+        if self.draining:
+            raise ApiError(503, _STOPPING, headers=later)
+        waiting, room = self.waiting, self.engine.max_batch - self.running
+        if waiting + count > self._max_queue + max(room, 0):
+            raise ApiError(
+                429, f"{waiting} requests wait already; ask again in {later['Retry-After']} s", headers=later
+            )
+        most = self._max_per_client
+        if most is not None and self._open.get(client, 0) + count > most:
+            raise ApiError(
+                429, f"this API key has {self._open.get(client, 0)} requests open, of at most {most}", headers=later
+            )
+
+    def _free_in_s(self) -> int:
+        """Whole seconds until there may be room, by what requests took lately."""
+        ahead = (self.waiting + 1) / self.engine.max_batch
+        return min(max(math.ceil(ahead * self._mean_s), 1), _LONGEST_WAIT_S)
+
+    def cancel(self, stream: Stream) -> None:
+        """End a stream where it stands; any thread may call it."""
+        with self._guard:
+            queue = self._waiting.get(stream.client)
+            if stream.waits and queue is not None and stream in queue:
+                queue.remove(stream)
+                self._forget(stream)
+                return
+        if not stream.waits:
+            self.engine.cancel(stream.request)
+        self._work.set()
+
+    def abort(self) -> None:
+        """Take no more requests, and end those that are open with an error that says they may be asked again."""
+        self.draining = True
+        with self._guard:
+            streams = [stream for queue in self._waiting.values() for stream in queue] + list(self._running)
+        for stream in streams:
+            stream.answering.fail(ApiError(503, _STOPPING, headers={"Retry-After": "1"}))
+            self.cancel(stream)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self.running and not self.waiting
+
+    def _forget(self, stream: Stream) -> None:
+        """A stream is over; the guard is held."""
+        left = self._open.get(stream.client, 0) - 1
+        if left > 0:
+            self._open[stream.client] = left
+        else:
+            self._open.pop(stream.client, None)
+            self._served.pop(stream.client, None)
+            if not self._waiting.get(stream.client):
+                self._waiting.pop(stream.client, None)
+
+    def _drive(self) -> None:
+        while not self._stopped:
+            self._admit()
+            try:
+                busy = self.engine.step()
+            except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
+                _log.exception("a step failed")
+                self._fail_all(ApiError.of(error))
+                busy = False
+            self._hand_over()
+            if not busy and not self.waiting:
+                self._work.wait()
+                self._work.clear()
+
+    def _admit(self) -> None:
+        """Give the engine as many requests as it runs together."""
+        while len(self._running) < self.engine.max_batch:
+            with self._guard:
+                stream = self._next()
+                if stream is None:
+                    return
+                stream.waits, stream.began_s = False, time.monotonic()
+                self._running.append(stream)
+            self.engine.enqueue(stream.request)
+
+    def _next(self) -> Stream | None:
+        """Whose turn it is; the guard is held."""
+        queues = [queue for queue in self._waiting.values() if queue]
+        if not queues:
+            return None
+        runs: dict[Client, int] = {}
+        for stream in self._running:
+            runs[stream.client] = runs.get(stream.client, 0) + 1
+        served = self._served
+        chosen = min(queues, key=lambda queue: (runs.get(queue[0].client, 0), served.get(queue[0].client, 0))).popleft()
+        self._admitted += 1
+        served[chosen.client] = self._admitted
+        return chosen
+
+    def _note(self, record: StepRecord) -> None:
+        for stream in self._running:
+            stream.records.append(record)
+
+    def _hand_over(self) -> None:
+        """Hand the pieces of the last step to the event loop, in one call for all."""
+        handed: list[tuple[Stream, News]] = []
+        over: list[Stream] = []
+        for stream in self._running:
+            request = stream.request
+            pieces: list[Piece] = []
+            while request.pieces:  # a thread that cancels may add the last one meanwhile
+                pieces.append(request.pieces.pop(0))
+            steps: list[ShownStep] = []
+            if stream.shows_steps and request.last_step is not None and request.last_step is not stream.last_step:
+                stream.last_step = request.last_step
+                steps.append(request.last_step[:2])
+            if not pieces and not steps:
+                continue
+            if pieces and pieces[-1].answer is not None:
+                stream.answer = pieces[-1].answer
+                over.append(stream)
+            handed.append((stream, News(stream.number, pieces, steps)))
+        if over:
+            with self._guard:
+                self._running = [stream for stream in self._running if stream.answer is None]
+                for stream in over:
+                    self._forget(stream)
+            for stream in over:
+                self._mean_s = _RECENT * self._mean_s + (1.0 - _RECENT) * (time.monotonic() - stream.began_s)
+        if handed and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._take, handed)
+
+    def _take(self, handed: Sequence[tuple[Stream, News]]) -> None:
+        """In the event loop."""
+        for stream, news in handed:
+            stream.answering.take(news)
+            if news.pieces and news.pieces[-1].answer is not None:
+                for listener in self.listeners:
+                    listener(stream)
+
+    def _fail_all(self, error: ApiError) -> None:
+        streams = list(self._running)
+        for stream in streams:
+            self.engine.cancel(stream.request)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(stream.answering.fail, error)

@@ -1,0 +1,173 @@
+"""From an engine to a server that listens, and stops in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from truedraft.engine import Engine
+from truedraft.errors import OptionError, errors_about
+from truedraft.options import read_bytes
+from truedraft.server.app import build_app
+from truedraft.server.front import Front
+from truedraft.server.keys import ApiKeys
+from truedraft.server.metrics import Metrics
+from truedraft.server.options import ServerOptions
+from truedraft.server.service import Service
+from truedraft.verification.specs import rule_from_spec
+
+_LAST_PORT = 65_535
+_ENDING_S = 5
+"""Seconds that answers have to end after what was open was broken off."""
+
+
+def application(engine: Engine, options: ServerOptions, name: str) -> tuple[FastAPI, Service]:
+    """The web application over an engine, as the options say.
+
+    Args:
+        engine: that answers; nobody else steps it.
+        options: of the server.
+        name: of the model, where the options give it none.
+
+    Raises:
+        OptionError: an option cannot be used.
+        TruedraftError: the target failed while it was measured.
+    """
+    service = Service(engine, max_queue=options.max_queue, max_per_client=options.max_per_client)
+    names = options.served_model_name or (name,)
+    forward_s = engine.forwards()
+    template = None if options.chat_template is None else _read("chat_template", options.chat_template)
+    front = Front(
+        service,
+        names,
+        {words: rule_from_spec(words) for words in options.allow_rule},
+        forward_s,
+        options.max_samples,
+        options.request_timeout_s,
+        options.share_prefixes,
+        template,
+    )
+    for words, rule in front.rules.items():
+        with errors_about("allow_rule"):
+            rule.check(engine.drafter.kinds, words)
+    metrics = Metrics(service, names[0], forward_s, options.price_per_hour)
+    keys = ApiKeys({}) if options.api_key_file is None else ApiKeys.read(options.api_key_file)
+    app = build_app(
+        front,
+        metrics,
+        keys,
+        max_body_bytes=read_bytes("max_body_bytes", options.max_body_bytes),
+        cors_origins=options.cors_origin,
+        playground=not options.no_playground,
+    )
+    return app, service
+
+
+def _read(field: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot be read ({error}): {str(path)!r}", field=field) from error
+
+
+def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
+    """Listen until told to stop, by Ctrl-C or SIGTERM; a second one does not wait for what is open.
+
+    Args:
+        app: what answers.
+        service: behind it.
+        options: of the server.
+        ready: is called with the address once it listens.
+
+    Raises:
+        OptionError: the address or the certificate cannot be used.
+    """
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
+    listening = _listen(options.host, options.port)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(options.drain_s) + _ENDING_S,
+        ssl_certfile=options.tls_certificate,
+        ssl_keyfile=options.tls_key,
+    )
+    if options.tls_certificate is not None:
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
+    host, port = listening.getsockname()[:2]
+    scheme = "http" if options.tls_certificate is None else "https"
+    shown = f"[{host}]" if ":" in host else host
+    server = _Server(config, service, options.drain_s, lambda: ready(f"{scheme}://{shown}:{port}"))
+    server.run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at an address.
+
+    Raises:
+        OptionError: somebody else listens there, or there is no such address.
+    """
+    if port > _LAST_PORT:
+        raise OptionError(f"must be at most {_LAST_PORT}, got {port}", field="port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{port} on {host} cannot be listened on ({reason}); take another", field="port") from error
+    return found
+
+
+class _Server(uvicorn.Server):
+    """Ends what is open before it stops: first by itself, then by an error that says it may be asked again."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_s = drain_s
+        self._ready = ready
+        self._ending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C or SIGTERM."""
+        again = self._service.draining
+        self._service.draining = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_ending, 0.0 if again else self._drain_s)
+        self.should_exit = True  # uvicorn's own would end the process by the signal, once all is done
+        self.force_exit = again and sig == signal.SIGINT and self.force_exit
+
+    def _begin_ending(self, seconds: float) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.ensure_future(self._end_after(seconds))
+
+    async def _end_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if not self._service.is_idle:
+            logging.getLogger("truedraft.server").warning("%d requests are broken off", self._service.running)
+        self._service.abort()

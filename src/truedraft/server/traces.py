@@ -1,0 +1,53 @@
+"""Where the tokens of an answer came from, and the token tree of each step, for who wants to see speculation work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from truedraft.core.verdict import Origin
+from truedraft.server.service import News, ShownStep, Stream
+
+_FORCED = "forced"
+"""The drafter of what a form leaves no choice in."""
+
+
+def trace_of(stream: Stream, news: News, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """What was emitted and how, and the trees it was emitted from.
+
+    Args:
+        stream: that the news is of; notes what was told.
+        news: of it, each once and in order.
+        text_of: what a token writes.
+    """
+    steps = [_step(stream, each, text_of) for each in news.steps]
+    tokens = []
+    for piece in news.pieces:
+        for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+            forced = origin is Origin.ACCEPTED and stream.shown_tokens in stream.forced_tokens
+            name = _FORCED if forced else origin.name.lower()
+            tokens.append({"id": token, "text": text_of(token), "origin": name})
+            stream.shown_tokens += 1
+    return {"tokens": tokens, "steps": steps}
+
+
+def _step(stream: Stream, shown: ShownStep, text_of: Callable[[int], str]) -> dict[str, Any]:
+    """One step of one request: its tree's nodes in order, each below its parent; -1 is the text so far."""
+    item, outcome = shown
+    tree = outcome.proposal.tree
+    drafters: list[list[str]] = [[] for _ in range(len(tree))]
+    for name, nodes in item.drafted.nodes.items():
+        for node in nodes:
+            if node < len(drafters):
+                drafters[node].append(name)
+    first = item.context + item.fed - stream.request.prompt_tokens  # place in the answer of the first one emitted
+    stream.forced_tokens.update(first + i for i, node in enumerate(outcome.path) if drafters[node] == [_FORCED])
+    return {
+        "nodes": [
+            {"text": text_of(token), "parent": parent, "drafters": own}
+            for token, parent, own in zip(tree.host_ids, tree.shape.parents, drafters, strict=True)
+        ],
+        "accepted": list(outcome.path),
+        "emitted": [text_of(token) for token in outcome.tokens],
+        "prefill": item.prefill,
+    }

@@ -1,0 +1,162 @@
+"""Forms that answers must have: JSON by a schema, a regular expression, a grammar or a choice, by llguidance.
+
+A state of the form belongs to a text. At a node of a token tree that is the answer so far and the tokens on the node's
+own path, so masks are functions of paths like all else that shapes logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truedraft.core.params import Structured
+from truedraft.core.shaping import Path
+from truedraft.errors import MissingExtraError, OptionError
+from truedraft.text.tokenizer import Tokenizer
+
+_MOST_CHARACTERS = 1 << 16
+_MOST_MASKS = 256
+"""Masks of one request that are kept until its text grows."""
+
+
+class Forms:
+    """Makes forms for the requests of one model.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: ids that its logits are of.
+        eos_ids: ids that end an answer; the first ends one whose form is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab_size
+        self._eos_ids = tuple(eos_ids)
+
+    @cached_property
+    def _guide(self) -> Any:
+        """The vocabulary as the library wants it; made once, which takes about a second for large ones."""
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise MissingExtraError(
+                "structured answers need the package llguidance; install it by: pip install 'truedraft[structured]'"
+            ) from error
+        if not self._eos_ids:
+            raise OptionError(
+                "needs a model that can end its answer, and this one has no end-of-text token", field="structured"
+            )
+        try:
+            return from_tokenizer(self._tokenizer.backend, n_vocab=self._vocab, eos_token=self._eos_ids[0])
+        except Exception as error:  # a slow tokenizer, for one
+            raise OptionError(f"cannot be had with this model's tokenizer ({error})", field="structured") from error
+
+    def start(self, structured: Structured, tokens: Sequence[int], prompt_tokens: int) -> FormState:
+        """The form of one answer, at its beginning.
+
+        Args:
+            structured: what is asked for.
+            tokens: prompt and answer so far, which somebody else owns and grows.
+            prompt_tokens: how many of these, the first, are the prompt.
+
+        Raises:
+            OptionError: it is no schema, expression or grammar, or too large.
+            MissingExtraError: llguidance is not installed.
+        """
+        guide = self._guide
+        from llguidance import LLMatcher
+
+        size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
+        if size > _MOST_CHARACTERS:
+            raise OptionError(f"has {size} characters, of at most {_MOST_CHARACTERS}", field="structured")
+        try:
+            grammar = _grammar_of(structured, LLMatcher)
+        except ValueError as error:
+            raise OptionError(f"cannot be read ({error})", field="structured") from error
+        matcher = LLMatcher(guide, grammar, log_level=0)
+        if matcher.is_error():
+            raise OptionError(f"cannot be read ({_first_line(matcher.get_error())})", field="structured")
+        return FormState(matcher, self._vocab, tokens, prompt_tokens)
+
+
+class FormState:
+    """How far one answer has come in its form; see `truedraft.core.shaping.Form`.
+
+    Args:
+        matcher: of llguidance, at the beginning.
+        vocab: ids that masks are of.
+        tokens: prompt and answer so far, which somebody else owns and grows.
+        prompt_tokens: how many of these, the first, are the prompt.
+    """
+
+    def __init__(self, matcher: Any, vocab: int, tokens: Sequence[int], prompt_tokens: int) -> None:
+        self._matcher = matcher
+        self._vocab = vocab
+        self._tokens = tokens
+        self._read = prompt_tokens  # so many of `tokens` the matcher has seen
+        self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}
+        self._forced: list[int] | None = None
+
+    def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
+        self._go_on()
+        found = np.empty((len(paths), self._vocab), dtype=np.bool_)
+        for row, path in enumerate(paths):
+            key = tuple(path)
+            if key not in self._masks:
+                if len(self._masks) >= _MOST_MASKS:
+                    self._masks.clear()
+                self._masks[key] = self._mask(key)
+            found[row] = self._masks[key]
+        return found
+
+    def legal(self, path: Path) -> int:
+        self._go_on()
+        return int(self._matcher.validate_tokens(list(path)))
+
+    def forced(self) -> Sequence[int]:
+        self._go_on()
+        if self._forced is None:
+            self._forced = [int(token) for token in self._matcher.compute_ff_tokens()]
+        return self._forced
+
+    def _go_on(self) -> None:
+        """Read what was committed since."""
+        new = list(self._tokens[self._read :])
+        if new:
+            self._read += len(new)
+            self._matcher.consume_tokens(new)
+            self._masks.clear()
+            self._forced = None
+
+    def _mask(self, path: tuple[int, ...]) -> NDArray[np.bool_]:
+        matcher = self._matcher
+        if path:
+            # A copy takes a microsecond, and rolling back goes astray behind an end of text.
+            matcher = matcher.deep_copy()
+            if matcher.try_consume_tokens(list(path)) < len(path):
+                return np.ones(self._vocab, dtype=np.bool_)
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self._vocab].astype(np.bool_)
+
+
+def _grammar_of(structured: Structured, matcher: Any) -> str:
+    """What llguidance reads."""
+    kind, value = structured.kind, structured.value
+    if kind == "json_schema":
+        return str(matcher.grammar_from_json_schema(value))
+    if kind == "json_object":
+        return str(matcher.grammar_from_json_schema('{"type": "object"}'))
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(value))
+    if kind == "choice":
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value))))
+    return str(matcher.grammar_from_lark(value))
+
+
+def _first_line(message: str) -> str:
+    return next((line.strip() for line in message.splitlines() if line.strip()), "it is not understood")

@@ -1,0 +1,185 @@
+"""Requests that begin alike answer as they do alone, and their beginning is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from support import tiny_models
+from support.chi_square import p_value
+from support.head_models import fitted_heads
+from truedraft import Engine, SamplingParams
+from truedraft.core.stats import StepRecord
+from truedraft.drafters import Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup
+from truedraft.models.base import LanguageModel
+from truedraft.testing import MarkovModel
+
+SHARED = [(7 * place * place + 3 * place + 5) % 60 for place in range(150)]
+DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
+    "none": lambda target: NoDrafter(),
+    "draft": lambda target: DraftModel(tiny_models.noisy("llama", 0.01)),
+    "tree": lambda target: DraftModel(tiny_models.noisy("llama", 0.01), branching=(2, 2)),
+    "lookup": lambda target: PromptLookup(min_ngram=1),
+    "heads": lambda target: Medusa(fitted_heads(target, [SHARED])),
+    "portfolio": lambda target: Portfolio([DraftModel(tiny_models.noisy("llama", 0.01)), PromptLookup()]),
+}
+
+
+def fed_by(engine: Engine) -> list[int]:
+    """Filled with the tokens of prompts that each step of an engine computes."""
+    fed: list[int] = []
+
+    def note(record: StepRecord) -> None:
+        fed.append(sum(step.rows for step in record.requests if step.prefill))
+
+    engine.listeners.append(note)
+    return fed
+
+
+@pytest.fixture
+def target() -> LanguageModel:
+    return tiny_models.packed("llama")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_hit_gives_the_tokens_of_a_cold_start(target: LanguageModel, name: str, coupled: bool) -> None:
+    prompts = [[*SHARED, 1], [*SHARED, 2, 3], SHARED[:100], [*SHARED[:130], 9, 9, 9]]
+    params = SamplingParams(max_tokens=24, temperature=0.8 if coupled else 0.0, seed=5, coupled=coupled)
+    cold = [Engine(target, prefix_cache_bytes=0).generate(prompt, params).token_ids for prompt in prompts]
+    engine = Engine(target, DRAFTERS[name](target), controller="fixed", prefix_cache_bytes=1 << 24)
+    fed = fed_by(engine)
+    assert [answer.token_ids for answer in engine.generate(prompts, params)] == cold
+    assert sum(fed) < len(SHARED) + 60, "what they share was computed once"
+    fed.clear()
+    assert [engine.generate(prompt, params).token_ids for prompt in prompts] == cold
+    assert sum(fed) < 4 * 64 + 40, "and not at all the second time"
+    longer = prompts[0] + cold[0]
+    again = engine.generate([*longer, 4, 4], params).token_ids
+    assert again == Engine(target, prefix_cache_bytes=0).generate([*longer, 4, 4], params).token_ids
+    assert engine.check_idle() == []
+
+
+def test_prompts_whose_logprobs_are_asked_are_computed(target: LanguageModel) -> None:
+    engine = Engine(target, prefix_cache_bytes=1 << 24)
+    engine.generate(SHARED, SamplingParams(max_tokens=4))
+    params = SamplingParams(max_tokens=4, prompt_logprobs=1)
+    shared, cold = engine.generate(SHARED, params), Engine(target, prefix_cache_bytes=0).generate(SHARED, params)
+    assert shared.prompt_logprobs == cold.prompt_logprobs and len(shared.prompt_logprobs or ()) == len(SHARED) - 1
+
+
+def test_scopes_share_nothing(target: LanguageModel) -> None:
+    engine = Engine(target, prefix_cache_bytes=1 << 24)
+    for scope, copied in (("a", 0), ("b", 0), ("a", 128), ("b", 128)):
+        request = engine.submit(SHARED, SamplingParams(max_tokens=2), scope=scope)
+        while not request.closed:
+            engine.step()
+        assert request.copied_tokens == copied
+
+
+@pytest.fixture
+def table() -> MarkovModel:
+    """A model with a context of many parts of a prompt."""
+    return MarkovModel.random(60, seed=4, context_length=1200)
+
+
+def test_a_leader_that_leaves_holds_nobody_up(table: MarkovModel) -> None:
+    engine = Engine(table, prefix_cache_bytes=None)
+    long = (SHARED * 4)[:500]
+    first, second = (engine.submit([*long, last], SamplingParams(max_tokens=3)) for last in (1, 2))
+    engine.step()
+    assert second.leader is first
+    engine.cancel(first)
+    while engine.step():
+        pass
+    alone = Engine(table, prefix_cache_bytes=0).generate([*long, 2], SamplingParams(max_tokens=3))
+    assert second.pieces[-1].answer is not None and second.pieces[-1].answer.token_ids == alone.token_ids
+
+
+def test_kept_bytes_are_bounded_and_counted(target: LanguageModel) -> None:
+    most = 200_000
+    engine = Engine(target, DraftModel(tiny_models.packed("llama")), prefix_cache_bytes=most)
+    before = engine.cache_bytes
+    for start in range(6):
+        engine.generate([start, *SHARED], SamplingParams(max_tokens=4))
+    kept = sum(store.n_bytes for store in engine._sharing.stores)
+    assert 0 < kept <= most
+    assert engine.cache_bytes >= before + kept
+
+
+def test_short_memory_takes_from_what_is_kept(target: LanguageModel) -> None:
+    position = Engine(target, prefix_cache_bytes=0)
+    answer = position.generate(SHARED, SamplingParams(max_tokens=8))
+    one = position.cache_bytes  # of a request, whose buffers wait for the next
+    engine = Engine(target, max_cache_bytes=int(1.2 * one), prefix_cache_bytes=1 << 24)
+    for start in range(4):
+        engine.generate([start, *SHARED], SamplingParams(max_tokens=8))
+        assert engine.cache_bytes <= int(1.2 * one)
+    assert engine.generate(SHARED, SamplingParams(max_tokens=8)).token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_samples_are_independent_and_each_follows_its_law(drafted: bool) -> None:
+    """Joint counts of the first two tokens of two samples against the product of their exact distributions.
+
+    False alarms: once in a million runs of each case.
+    """
+    target = MarkovModel.random(3, seed=1)
+    drafter = DraftModel(MarkovModel.random(3, seed=2), num_speculative_tokens=2) if drafted else None
+    engine = Engine(target, drafter, controller="fixed")
+    prompt, runs = [1, 2], 3000
+    counts = np.zeros((9, 9))
+    for seed in range(runs):
+        answer = engine.generate(prompt, SamplingParams(max_tokens=2, temperature=1.0, seed=seed, n=2))
+        first, second = (3 * a + b for a, b in (answer.token_ids, answer.others[0].token_ids))
+        counts[first, second] += 1
+    one = np.array(
+        [float(target.probs_after(prompt)[a] * target.probs_after([*prompt, a])[b]) for a in range(3) for b in range(3)]
+    )
+    assert p_value(counts.flatten(), np.outer(one, one).flatten()) > 1e-6
+
+
+def test_samples_are_those_that_their_numbers_name(target: LanguageModel) -> None:
+    engine = Engine(target, DraftModel(tiny_models.noisy("llama", 0.01)), controller="fixed")
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
+    answer = engine.generate(SHARED, params)
+    texts = [answer.token_ids, *(each.token_ids for each in answer.others)]
+    assert len({tuple(each) for each in texts}) == 3
+    alone = []
+    for sample in range(3):
+        request = engine.submit(SHARED, params, sample=sample)
+        while not request.closed:
+            engine.step()
+        alone.append(request.pieces[-1].answer)
+    assert [each.token_ids for each in alone if each is not None] == texts
+    many: Sequence[list[int]] = [SHARED, SHARED[:20]]
+    assert [len(each.others) for each in engine.generate(list(many), params)] == [2, 2]
+    with pytest.raises(Exception, match="n must be 1 for a stream, got 3"):
+        next(engine.stream(SHARED, params))
+
+
+def test_running_answers_wait_for_one_part_of_a_prompt_at_most(table: MarkovModel) -> None:
+    engine = Engine(table, prefix_cache_bytes=0)
+    running = engine.submit([1, 2, 3], SamplingParams(max_tokens=40))
+    engine.step()
+    for start in range(3):
+        engine.submit([start, *(SHARED * 4)[:500]], SamplingParams(max_tokens=2))
+    fed = fed_by(engine)
+    while not running.closed:
+        emitted = running.emitted
+        engine.step()
+        assert running.closed or running.emitted == emitted + 1
+    assert max(fed) <= 256
+
+
+def test_markov_caches_are_shared_like_others() -> None:
+    """A Markov table reads its text back from the cache, so a wrong copy would change what it answers."""
+    target = MarkovModel.random(12, seed=4, context_length=256)
+    text = [token % 12 for token in SHARED]
+    engine = Engine(target, prefix_cache_bytes=1 << 20)
+    params = SamplingParams(max_tokens=20)
+    cold = Engine(target, prefix_cache_bytes=0).generate(text, params).token_ids
+    assert [engine.generate(text, params).token_ids for _ in range(3)] == [cold] * 3
+    assert engine.shared_tokens == 2 * 128

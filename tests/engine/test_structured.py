@@ -1,0 +1,190 @@
+"""Structured answers: they have the form, they follow the masked distribution, and drafts change nothing of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.params import Structured
+from truedraft.core.shaping import Shaping
+from truedraft.drafters import PromptLookup
+from truedraft.drafters.prediction import with_own_drafts
+from truedraft.drafters.specs import from_spec
+from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
+from truedraft.text.forms import Forms
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["list", "dict", "set"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "size", "tags"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: "(" expr ")"\nexpr: NUMBER (("+" | "-") NUMBER)*\nNUMBER: /[0-9]{1,3}/'
+FORMS = {
+    "schema": Structured("json_schema", SCHEMA),
+    "object": Structured("json_object"),
+    "regex": Structured("regex", r"[A-Z][a-z]{2,5}(-[0-9]{2}){1,3}"),
+    "choice": Structured("choice", ["class Stack", "class Queue", "def pop"]),
+    "grammar": Structured("grammar", GRAMMAR),
+}
+PROMPT = "class Stack:\n    def push(self, item):\n"
+
+
+@pytest.fixture(scope="module")
+def target() -> LanguageModel:
+    return load_model("embedded:target")
+
+
+def assert_has_form(name: str, text: str) -> None:
+    if name == "schema":
+        found = json.loads(text)
+        assert list(found) == ["name", "kind", "size", "tags"]
+        assert len(found["name"]) <= 12 and found["kind"] in ("list", "dict", "set") and 0 <= found["size"] <= 99
+        assert len(found["tags"]) <= 3 and all(isinstance(tag, bool) for tag in found["tags"])
+    elif name == "object":
+        assert isinstance(json.loads(text), dict)
+    elif name == "choice":
+        assert text in FORMS["choice"].value
+    else:
+        pattern = FORMS["regex"].value if name == "regex" else r"\([0-9]{1,3}([+-][0-9]{1,3})*\)"
+        assert re.fullmatch(pattern, text)
+
+
+def drafters(target: LanguageModel) -> dict[str, Any]:
+    draft = from_spec("draft", target)
+    return {
+        "lookup": PromptLookup(min_ngram=1),
+        "draft": draft,
+        "tree": from_spec("draft,branching=3-2-1", target),
+        "medusa": from_spec("medusa,nodes=8", target),
+        "redrafter": from_spec("redrafter,beams=4,length=4,nodes=8", target),
+        "own": with_own_drafts(from_spec("portfolio(draft;prompt-lookup)", target)),
+    }
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("way", ["greedy", "coupled"])
+def test_answers_have_the_form_and_are_those_of_plain_decoding(target: LanguageModel, name: str, way: str) -> None:
+    params = SamplingParams(
+        max_tokens=120,
+        structured=FORMS[name],
+        temperature=0.0 if way == "greedy" else 1.0,
+        seed=11,
+        coupled=way != "greedy",
+    )
+    plain = Engine(target).generate(PROMPT, params)
+    assert plain.finish_reason in ("stop", "length")
+    if plain.finish_reason == "stop":
+        assert_has_form(name, plain.text or "")
+    for drafter in drafters(target).values():
+        answer = Engine(target, drafter, controller="fixed").generate(PROMPT, params)
+        assert answer.token_ids == plain.token_ids and answer.finish_reason == plain.finish_reason
+        assert not answer.warnings
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_sampled_answers_have_the_form(target: LanguageModel, name: str) -> None:
+    ended = 0
+    for drafter in drafters(target).values():
+        engine = Engine(target, drafter, controller="fixed")
+        for seed in range(3):
+            params = SamplingParams(max_tokens=160, structured=FORMS[name], temperature=1.0, seed=seed)
+            answer = engine.generate(PROMPT, params)
+            assert answer.error is None and not answer.warnings
+            if answer.finish_reason == "stop":
+                ended += 1
+                assert_has_form(name, answer.text or "")
+    assert ended > 6, "or hardly anything was looked at"
+
+
+def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
+    """A mask behind a path is the one that plain decoding would see there, in whatever order they are asked for."""
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    text = target.tokenizer.plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
+    at_once = forms.start(FORMS["schema"], [1, *text[:2]], 1)
+    for count in (9, 2, 5, 0, 9):
+        step_by_step = forms.start(FORMS["schema"], tokens := [1, *text[:2]], 1)
+        step_by_step.masks([()])
+        for token in text[2 : 2 + count]:
+            tokens.append(token)
+            step_by_step.masks([()])
+        assert np.array_equal(at_once.masks([text[2 : 2 + count]])[0], step_by_step.masks([()])[0])
+    illegal = (text[2], 0, 0, 0)
+    assert at_once.legal(illegal) < 4 and at_once.masks([illegal]).all()
+    assert at_once.legal(text[2:]) == len(text) - 2
+
+
+def test_a_whole_form_may_only_end(target: LanguageModel) -> None:
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    state = forms.start(Structured("choice", ["ab"]), tokens := [1], 1)
+    tokens += target.tokenizer.plain_ids("ab")
+    assert set(np.flatnonzero(state.masks([()])[0])) == set(target.eos_token_ids[:1])
+
+
+def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel) -> None:
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    params = SamplingParams(structured=FORMS["choice"])
+    form = forms.start(FORMS["choice"], [1], 1)
+    shaping = Shaping(params, [1], 1, [], [], target.vocab_size, form)
+    logits = torch.randn(1, target.vocab_size)
+    probs = torch.softmax(shaping.of_paths(logits, [()]), -1)[0]
+    mask = torch.from_numpy(form.masks([()])[0])
+    expected = torch.where(mask, logits[0].exp(), 0.0)
+    torch.testing.assert_close(probs, expected / expected.sum())
+
+
+def test_forced_text_is_drafted_and_costs_few_calls(target: LanguageModel) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a_rather_long_name_of_a_field": {"const": "and_a_long_constant_value"}},
+        "required": ["a_rather_long_name_of_a_field"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(max_tokens=100, structured=schema)  # type: ignore[arg-type]
+    plain = Engine(target).generate(PROMPT, params)
+    engine = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)))
+    answers = [engine.generate(PROMPT, params) for _ in range(4)]
+    assert all(answer.token_ids == plain.token_ids for answer in answers)
+    assert answers[-1].stats.by_drafter["forced"].accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("structured", "message"),
+    [
+        (Structured("json_schema", '{"type": 7}'), "structured cannot be read"),
+        (Structured("json_schema", "{"), "structured cannot be read"),
+        (Structured("regex", "(a"), "structured cannot be read"),
+        (Structured("grammar", "start: missing"), "structured cannot be read"),
+        (Structured("regex", "a" * 70_000), "structured has 70000 characters, of at most 65536"),
+    ],
+)
+def test_what_is_no_form_is_refused_in_a_sentence(target: LanguageModel, structured: Structured, message: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        Engine(target).generate(PROMPT, SamplingParams(structured=structured))
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_values_of_another_type() -> None:
+    for kind, value in (("regex", 7), ("choice", []), ("choice", [1]), ("json_schema", {1, 2}), ("nonsense", "x")):
+        with pytest.raises(OptionError, match="structured"):
+            Structured(kind, value)
+    assert SamplingParams(structured={"type": "object"}).structured == Structured("json_schema", '{"type": "object"}')  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="ignore_eos goes on past the end of a structured answer"):
+        SamplingParams(structured=Structured("json_object"), ignore_eos=True)

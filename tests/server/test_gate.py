@@ -1,0 +1,166 @@
+"""Who is let in, what is kept out, and what nobody is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.conftest import Running, serving
+from server.test_load import get, post, wait_for
+from truedraft import Engine
+from truedraft.errors import OptionError
+from truedraft.server.errors import ApiError
+from truedraft.server.keys import ApiKeys
+
+BODY = {"prompt": "def f(", "max_tokens": 2}
+
+
+def key_file(folder: Path, *lines: str) -> Path:
+    file = folder / "keys.txt"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def test_keys_are_hashed_named_and_compared_whole(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"secret-b").hexdigest()
+    keys = ApiKeys.read(key_file(tmp_path, "# clients", "", "alice secret-a", f"bob sha256:{digest}", "secret-c"))
+    assert keys.client("Bearer secret-a").name == "alice" and keys.client("bearer secret-b ").name == "bob"
+    assert keys.client("Bearer secret-c").name == "key-5"
+    for wrong in (None, "", "Bearer", "Bearer secret", "Basic secret-a", f"Bearer sha256:{digest}", "Bearer ä"):
+        with pytest.raises(ApiError) as refused:
+            keys.client(wrong)
+        assert refused.value.status == 401
+    assert "secret" not in repr(keys.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "holds no key"),
+        (("# none",), "holds no key"),
+        (("a b c",), "has 3 words in line 1; write NAME KEY"),
+        (("a sha256:xyz",), "has a hash in line 1 that is not 64 hex digits"),
+        (("a sha256:00",), "has a hash in line 1 that is not 64 hex digits"),
+    ],
+)
+def test_files_of_keys_that_cannot_be_used(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ApiKeys.read(key_file(tmp_path, *lines))
+    with pytest.raises(OptionError, match="api_key_file cannot be read"):
+        ApiKeys.read(tmp_path / "missing")
+
+
+def test_only_clients_with_a_key_ask(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    file = key_file(tmp_path, "alice secret-a", "bob secret-b")
+    with serving(make_engine(), api_key_file=file) as running:
+        status, _, told = post(running.url, BODY)
+        assert status == 401 and told["error"]["code"] == "invalid_api_key"
+        assert post(running.url, BODY, Authorization="Bearer secret-a")[0] == 200
+        assert post(running.url, BODY, "/tokenize")[0] == 401
+        assert get(running.url, "/v1/models")[0] == 401
+        assert get(running.url, "/health")[0] == get(running.url, "/metrics")[0] == get(running.url, "/")[0] == 200
+
+
+def test_prefixes_are_shared_within_a_key_alone(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    file = key_file(tmp_path, "alice secret-a", "bob secret-b")
+    body = {"prompt": [number % 50 + 20 for number in range(200)], "max_tokens": 2}
+
+    def copied(running: Running, key: str) -> int:
+        _, _, found = post(running.url, body, Authorization=f"Bearer {key}")
+        return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with serving(make_engine(), api_key_file=file) as running:
+        assert copied(running, "secret-a") == 0 and copied(running, "secret-b") == 0
+        assert copied(running, "secret-a") == copied(running, "secret-b") == 192
+    with serving(make_engine(), api_key_file=file, share_prefixes=True) as running:
+        assert copied(running, "secret-a") == 0 and copied(running, "secret-b") == 192
+
+
+def test_bodies_are_bounded(make_engine: Callable[..., Engine]) -> None:
+    with serving(make_engine(), max_body_bytes="1K") as running:
+        status, _, told = post(running.url, BODY | {"prompt": "x" * 2000})
+        assert status == 413 and "of at most 1024" in told["error"]["message"]
+        assert post(running.url, BODY)[0] == 200
+
+
+def test_what_is_no_request(running: Running) -> None:
+    for body, message in (
+        (b"{", "the body is no JSON"),
+        (b"[]", "cannot be used"),
+        (b"", "cannot be used"),
+        (b"\xff\xfe", "body"),
+        (json.dumps({"prompt": "x" * 200_000}).encode(), "the prompt has"),
+        (json.dumps({"prompt": "\ud800"}).encode(), "half a character"),
+        (json.dumps({"prompt": [10**9]}).encode(), "token id 1000000000 is outside"),
+        (json.dumps({"prompt": [True]}).encode(), "prompt"),
+        (json.dumps({"prompt": "x", "stop": ["x"] * 100}).encode(), "stop holds 100 entries"),
+        (json.dumps({"prompt": "x", "stop": [""]}).encode(), "holds an empty text"),
+        (json.dumps({"prompt": "x", "logit_bias": {str(n): 1 for n in range(2000)}}).encode(), "logit_bias holds 2000"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+    ):
+        status, _, told = post(running.url, body)
+        assert status == 400 and message in told["error"]["message"], (body[:40], told)
+        assert "Traceback" not in json.dumps(told) and "/truedraft/" not in json.dumps(told)
+    assert get(running.url, "/nothing")[0] == 404 and get(running.url, "/v1/completions")[0] == 405
+    status, told = get(running.url, "/../../etc/passwd")
+    assert status == 404 and "root:" not in told
+
+
+def test_logs_hold_no_text(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("truedraft.server.requests")
+    log.propagate = True
+    with caplog.at_level(logging.INFO, "truedraft.server.requests"):
+        logging.getLogger("truedraft.server").propagate = True
+        post(running.url, {"prompt": "a very private matter", "max_tokens": 3}, Authorization="Bearer sk-private")
+    wait_for(lambda: any("/v1/completions" in record.getMessage() for record in caplog.records))
+    line = next(record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage())
+    assert "private" not in line and "POST /v1/completions 200" in line
+    assert "tokens=3" in line and "finish=length" in line and "client=anyone" in line
+
+
+def test_pages_of_other_origins_are_not_let_in_unless_named(
+    make_engine: Callable[..., Engine], running: Running
+) -> None:
+    def allowed(url: str) -> Any:
+        return post(url, BODY, Origin="https://other.example")[1].get("Access-Control-Allow-Origin")
+
+    assert allowed(running.url) is None
+    with serving(make_engine(), cors_origin=("https://other.example",)) as open_one:
+        assert allowed(open_one.url) == "https://other.example"
+
+
+def test_tokens_of_texts(running: Running) -> None:
+    tokenizer = running.engine.target.tokenizer
+    assert tokenizer is not None
+    _, _, found = post(running.url, {"prompt": "def f():"}, "/tokenize")
+    assert found["tokens"] == tokenizer.encode("def f():") and found["count"] == len(found["tokens"])
+    assert post(running.url, {"tokens": found["tokens"]}, "/detokenize")[2]["prompt"] == "def f():"
+    status, _, told = post(running.url, {"tokens": [-1]}, "/detokenize")
+    assert status == 400 and "token id -1 is outside" in told["error"]["message"]
+
+
+def test_numbers_for_prometheus(running: Running) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    post(running.url, {"prompt": "class Stack:\n    def push(", "max_tokens": 40, "temperature": 0})
+    families = {family.name: family for family in text_string_to_metric_families(get(running.url, "/metrics")[1])}
+
+    def value(name: str) -> float:
+        return float(families[f"truedraft:{name}"].samples[0].value)
+
+    assert value("spec_decode_num_draft_tokens") >= value("spec_decode_num_accepted_tokens") > 0
+    places = [sample.value for sample in families["truedraft:spec_decode_num_accepted_tokens_per_pos"].samples]
+    assert sum(places) == value("spec_decode_num_accepted_tokens")
+    assert value("generation_tokens") >= 40 and value("num_requests_running") == 0
+    parts = {sample.labels["part"]: sample.value for sample in families["truedraft:step_seconds"].samples}
+    assert set(parts) == {"draft", "target", "verify", "decide", "other"} and parts["target"] > 0
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        assert f"truedraft:{name}" in families
+    assert all(sample.labels["model_name"] == "tiny" for family in families.values() for sample in family.samples)

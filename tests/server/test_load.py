@@ -1,0 +1,313 @@
+"""Load, faults and clients that misbehave: no other request suffers, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from server.conftest import Running, serving
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import Proposal
+from truedraft.drafters import DraftRequest, PromptLookup
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.server.errors import ApiError
+from truedraft.server.keys import Client
+from truedraft.server.service import Answering, Service
+
+PROMPT = "def f("
+
+
+def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
+    """Status, headers and body of an answer."""
+    at = urlsplit(url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
+    try:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path, data, {"Content-Type": "application/json", **headers})
+        reply = connection.getresponse()
+        text = reply.read()
+        return reply.status, reply.headers, json.loads(text)
+    finally:
+        connection.close()
+
+
+def get(url: str, path: str) -> tuple[int, str]:
+    at = urlsplit(url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection over which an answer streams; nobody has read any of it."""
+    at = urlsplit(url)
+    data = json.dumps(body | {"stream": True}).encode()
+    connection = socket.create_connection((at.hostname or "", at.port or 80), timeout=60)
+    connection.sendall(raw_request(data))
+    return connection
+
+
+def raw_request(data: bytes) -> bytes:
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    return "\r\n".join((*head, "", "")).encode() + data
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
+def test_many_clients_get_what_each_gets_alone(running: Running) -> None:
+    plain = Engine(running.engine.target)
+    prompts = [f"def f{number}(" for number in range(24)]
+    expected = [plain.generate(prompt, SamplingParams(max_tokens=12)).text for prompt in prompts]
+
+    def ask(prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+        return str(post(running.url, body)[2]["choices"][0]["text"])
+
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, prompts)) == expected
+
+
+def test_disconnects_free_their_slots(running: Running) -> None:
+    for _ in range(40):
+        connection = open_stream(
+            running.url, {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        )
+        connection.recv(100)
+        connection.close()
+    wait_for(lambda: running.service.is_idle)
+    assert running.engine.check_idle() == []
+
+
+def test_a_client_that_waits_and_goes_is_forgotten(running: Running) -> None:
+    at = urlsplit(running.url)
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}).encode()
+    for _ in range(10):
+        connection = socket.create_connection((at.hostname or "", at.port or 80), timeout=60)
+        connection.sendall(raw_request(body))
+        wait_for(lambda: running.service.running > 0)
+        connection.close()
+        wait_for(lambda: running.service.is_idle)
+
+
+def test_a_slow_reader_holds_nobody_up(running: Running) -> None:
+    slow = open_stream(running.url, {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True})
+    began = time.monotonic()
+    status, _, found = post(running.url, {"prompt": PROMPT, "max_tokens": 20, "temperature": 0})
+    assert status == 200 and found["choices"][0]["text"]
+    wait_for(lambda: running.service.is_idle)
+    assert time.monotonic() - began < 60
+    text = b""
+    for _ in range(20):
+        text += slow.recv(1)
+    while not text.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+        part = slow.recv(4096)
+        assert part, "the stream ended early"
+        text += part
+    slow.close()
+
+
+class Raising(PromptLookup):
+    """Fails for requests of one length."""
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        if any(request.tokens[0] == 7 for request in batch):
+            raise RuntimeError("no idea")
+        return super().propose(batch, budgets, noise)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_drafter_that_raises_costs_no_answer(target: LanguageModel) -> None:
+    plain = Engine(target)
+    with serving(Engine(target, Raising(), controller="fixed")) as running, ThreadPoolExecutor(4) as pool:
+        prompts = [[7, 8, 9], [8, 9, 10], [7, 1, 2], [9, 9, 9]]
+        bodies = [{"prompt": prompt, "max_tokens": 10, "temperature": 0} for prompt in prompts]
+        found = list(pool.map(lambda body: post(running.url, body)[2]["choices"][0]["text"], bodies))
+        assert found == [plain.generate(prompt, SamplingParams(max_tokens=10)).text for prompt in prompts]
+
+
+class Broken(LanguageModel):
+    """A model whose logits are NaN behind one token.
+
+    Args:
+        model: answers otherwise.
+    """
+
+    BAD = 5
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        for name in ("name", "tokenizer", "vocab_size", "context_length", "eos_token_ids", "device", "dtype"):
+            setattr(self, name, getattr(model, name))
+
+    def new_cache(self) -> Any:
+        return self._model.new_cache()
+
+    def release_cache(self, cache: Any) -> None:
+        self._model.release_cache(cache)
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        found = self._model.forward(segments)
+        logits, first = found.logits.clone(), 0
+        for segment in segments:
+            if int(segment.tokens[-1]) == self.BAD:
+                logits[first : first + len(segment.rows)] = torch.nan
+            first += len(segment.rows)
+        return ForwardOutput(logits, found.hidden)
+
+
+def test_nan_in_one_request_fails_that_one_alone(target: LanguageModel) -> None:
+    with serving(Engine(Broken(target))) as running, ThreadPoolExecutor(2) as pool:
+        bodies = [{"prompt": prompt, "max_tokens": 8, "temperature": 0} for prompt in ([1, 2, 5], [1, 2, 3])]
+        (bad, _, told), (good, _, found) = pool.map(lambda body: post(running.url, body), bodies)
+        assert bad == 500 and "gave NaN or infinite logits" in told["error"]["message"]
+        assert good == 200 and found["choices"][0]["text"]
+        stream = open_stream(running.url, {"prompt": [1, 2, 5], "max_tokens": 8})
+        text = b""
+        while part := stream.recv(4096):
+            text += part
+            if b"0\r\n\r\n" in part:
+                break
+        assert b"gave NaN or infinite logits" in text and b"Traceback" not in text
+
+
+def test_a_full_queue_says_when_to_come_again(make_engine: Callable[..., Engine]) -> None:
+    with serving(make_engine(max_batch=1), max_queue=2) as running:
+        long = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        streams = []
+        for _ in range(3):
+            streams.append(open_stream(running.url, long))
+            wait_for(lambda: running.service.running + running.service.waiting == len(streams))
+        status, headers, told = post(running.url, {"prompt": PROMPT})
+        assert status == 429 and int(headers["Retry-After"]) >= 1
+        assert told["error"]["code"] == "rate_limit_exceeded" and "2 requests wait already" in told["error"]["message"]
+        for stream in streams:
+            stream.close()
+        wait_for(lambda: running.service.is_idle)
+        assert post(running.url, {"prompt": PROMPT, "max_tokens": 2})[0] == 200
+
+
+def test_a_request_that_takes_too_long_is_ended(make_engine: Callable[..., Engine]) -> None:
+    with serving(make_engine(), request_timeout_s=0.3) as running:
+        status, _, told = post(
+            running.url, {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+        )
+        assert status == 504 and "longer than this server allows" in told["error"]["message"]
+        wait_for(lambda: running.service.is_idle)
+        assert post(running.url, {"prompt": PROMPT, "max_tokens": 1})[0] == 200
+
+
+def test_clients_take_turns(make_engine: Callable[..., Engine]) -> None:
+    """With one slot, a client with many requests lets one with few in between."""
+    service = Service(make_engine(max_batch=1))
+    order: list[str] = []
+
+    async def run() -> None:
+        service.listeners.append(lambda stream: order.append(stream.client.name))
+        answerings = []
+        for client, count in ((Client("many"), 4), (Client("few"), 2)):
+            for _ in range(count):
+                request = service.engine.prepare(PROMPT, SamplingParams(max_tokens=2))
+                answering = Answering(service)
+                answering.start([request], client)
+                answerings.append(answering)
+        service.start()
+        for answering in answerings:
+            await answering.answers()
+        service.stop()
+
+    asyncio.run(run())
+    assert sorted(order) == ["few"] * 2 + ["many"] * 4
+    assert order.index("few") <= 2
+
+
+def test_limits_of_a_client(make_engine: Callable[..., Engine]) -> None:
+    service = Service(make_engine(), max_per_client=2)
+
+    async def run() -> None:
+        def ask(client: Client, samples: int) -> Answering:
+            requests = [service.engine.prepare(PROMPT, SamplingParams(max_tokens=2)) for _ in range(samples)]
+            answering = Answering(service)
+            answering.start(requests, client)
+            return answering
+
+        first = ask(Client("a"), 2)
+        with pytest.raises(ApiError, match="this API key has 2 requests open, of at most 2"):
+            ask(Client("a"), 1)
+        other = ask(Client("b"), 1)
+        service.start()
+        await first.answers()
+        await other.answers()
+        again = ask(Client("a"), 2)
+        await again.answers()
+        service.stop()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_stopped_ends_what_is_open(make_engine: Callable[..., Engine]) -> None:
+    """What is open gets an answer or an error that says it may be asked again; nothing hangs."""
+    results: list[tuple[int, Any]] = []
+    with serving(make_engine(max_batch=2)) as running:
+        long = {"prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+        threads = [
+            threading.Thread(target=lambda: results.append((r := post(running.url, long))[0:1] + r[2:3]))  # type: ignore[arg-type]
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: running.service.running == 2 and running.service.waiting == 2)
+        running.service._loop.call_soon_threadsafe(running.service.abort)  # type: ignore[union-attr]
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert get(running.url, "/health")[0] == 503
+        assert post(running.url, {"prompt": PROMPT})[0] == 503
+    assert len(results) == 4 and all(
+        status == 503 and "ask again" in told["error"]["message"] for status, told in results
+    )
+
+
+def test_preempted_requests_go_on_exactly() -> None:
+    """Memory for about two long answers: one waits, one gives its room back, and all are those of plain decoding."""
+    target = load_model("embedded:target")  # whose pool keeps nothing of other tests
+    prompts = [f"def f{number}(" for number in range(4)]
+    params = SamplingParams(max_tokens=700, ignore_eos=True)
+    plain = Engine(target, prefix_cache_bytes=0)
+    expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
+    one = plain.cache_bytes
+    for drafter in (None, PromptLookup()):
+        engine = Engine(target, drafter, controller="fixed", max_cache_bytes=int(1.6 * one))
+        answers = engine.generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == expected
+        assert engine.preemptions > 0
+        assert engine.check_idle() == [] and engine.cache_bytes <= int(1.6 * one)

@@ -1,0 +1,327 @@
+"""The official client against every endpoint: what it gets is what the engine answers in process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from server.conftest import TEMPLATE, Running
+from truedraft import SamplingParams
+
+openai = pytest.importorskip("openai")
+
+PROMPT = "class Stack:\n    def push(self, item):"
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Any:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def expected(running: Running, prompt: Any = PROMPT, **params: Any) -> Any:
+    """What plain decoding answers."""
+    from truedraft import Engine
+
+    return Engine(running.engine.target).generate(prompt, SamplingParams(**params))
+
+
+def chat_prompt(running: Running, *messages: dict[str, Any], tools: Any = None) -> list[int]:
+    tokenizer = running.engine.target.tokenizer
+    assert tokenizer is not None
+    return tokenizer.chat(messages, tools=tools, template=TEMPLATE)
+
+
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    assert client.models.retrieve("alias").id == "alias"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here; served is 'tiny', 'alias'"):
+        client.models.retrieve("gpt")
+
+
+def test_a_completion(running: Running, client: Any) -> None:
+    plain = expected(running, max_tokens=40)
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, temperature=0)
+    assert found.choices[0].text == plain.text and found.choices[0].finish_reason == plain.finish_reason
+    assert found.object == "text_completion" and found.model == "tiny"
+    assert found.usage.prompt_tokens == plain.prompt_tokens and found.usage.completion_tokens == len(plain.token_ids)
+    speculation = found.speculation
+    assert speculation["num_accepted_tokens"] <= speculation["num_draft_tokens"]
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_drafts"] > 0
+    hits = sum(count * times for count, times in enumerate(speculation["acceptance_histogram"]))
+    assert hits == speculation["num_accepted_tokens"] == sum(speculation["num_accepted_tokens_per_pos"])
+
+
+def test_completions_of_many_prompts_and_samples(running: Running, client: Any) -> None:
+    prompts = [PROMPT, "import os\n", "def f("]
+    found = client.completions.create(
+        model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2, extra_body={"coupled": True}
+    )
+    assert [choice.index for choice in found.choices] == list(range(6))
+    for number, prompt in enumerate(prompts):
+        plain = expected(running, prompt, max_tokens=8, temperature=1.0, seed=4, coupled=True, n=2)
+        assert found.choices[2 * number].text == plain.text
+        assert found.choices[2 * number + 1].text == plain.others[0].text
+    ids = running.engine.target.tokenizer.encode(PROMPT)
+    by_ids = client.completions.create(model="tiny", prompt=ids, max_tokens=8, temperature=0)
+    by_text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0)
+    assert by_ids.choices[0].text == by_text.choices[0].text
+    lists = client.completions.create(model="tiny", prompt=[ids, ids[:4]], max_tokens=8, temperature=0)
+    assert lists.choices[0].text == by_ids.choices[0].text
+
+
+def test_a_stream_of_completions_joins_to_the_whole(running: Running, client: Any) -> None:
+    plain = expected(running, max_tokens=60, stop=("return",))
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=60,
+            temperature=0,
+            stop="return",
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == plain.text
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == plain.finish_reason and not any(reasons[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(plain.token_ids)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_echo_logprobs_and_best_of(running: Running, client: Any) -> None:
+    plain = expected(running, max_tokens=6, logprobs=2, prompt_logprobs=2)
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2, echo=True
+    ).choices[0]
+    assert found.text == PROMPT + plain.text
+    logprobs = found.logprobs
+    assert len(logprobs.tokens) == plain.prompt_tokens + len(plain.token_ids)
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx(
+        [each.logprob for each in [*plain.prompt_logprobs, *plain.logprobs]]
+    )
+    assert "".join(logprobs.tokens) == found.text and logprobs.text_offset[plain.prompt_tokens] == len(PROMPT)
+    only = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, temperature=0)
+    assert only.choices[0].text == PROMPT and len(only.choices[0].logprobs.tokens) == plain.prompt_tokens
+    best = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=6, temperature=1.5, best_of=4, n=2, logprobs=0, seed=1
+    )
+    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in best.choices]
+    assert len(means) == 2 and means == sorted(means, reverse=True)
+    every = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=6, temperature=1.5, n=4, logprobs=0, seed=1
+    )
+    all_means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in every.choices]
+    assert means == pytest.approx(sorted(all_means, reverse=True)[:2])
+
+
+def test_a_chat(running: Running, client: Any) -> None:
+    message = {"role": "user", "content": "Write a stack."}
+    plain = expected(running, chat_prompt(running, message), max_tokens=30, logprobs=3)
+    found = client.chat.completions.create(
+        model="tiny", messages=[message], max_completion_tokens=30, temperature=0, logprobs=True, top_logprobs=3
+    )
+    choice = found.choices[0]
+    assert choice.message.content == plain.text and choice.message.role == "assistant"
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx([e.logprob for e in plain.logprobs])
+    assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=[message],
+            max_tokens=30,
+            temperature=0,
+            stream=True,
+            n=2,
+            stream_options={"include_usage": True},
+        )
+    )
+    for number in range(2):
+        parts = [c.choices[0].delta.content or "" for c in chunks if c.choices and c.choices[0].index == number]
+        assert "".join(parts) == plain.text
+    assert chunks[-1].usage.completion_tokens == 2 * len(plain.token_ids)
+    turns = [
+        message,
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ]
+    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=4).choices[0].message.content
+
+
+def test_structured_outputs(client: Any) -> None:
+    schema = {"type": "object", "properties": {"size": {"type": "integer", "maximum": 99, "minimum": 0}}}
+    schema |= {"required": ["size"], "additionalProperties": False}
+    message = [{"role": "user", "content": "size?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    found = client.chat.completions.create(model="tiny", messages=message, response_format=form, max_tokens=40)
+    assert 0 <= json.loads(found.choices[0].message.content)["size"] <= 99 and found.choices[0].finish_reason == "stop"
+    anything = client.chat.completions.create(
+        model="tiny", messages=message, response_format={"type": "json_object"}, max_tokens=300, temperature=0
+    ).choices[0]
+    assert anything.finish_reason == "length" or isinstance(json.loads(anything.message.content), dict)
+    for form, check in (
+        ({"regex": "[0-9]{3}"}, str.isdigit),
+        ({"choice": ["yes", "no"]}, ["yes", "no"].__contains__),
+        ({"grammar": 'start: "a"+ "b"'}, lambda text: text.rstrip("b").strip("a") == ""),
+    ):
+        body = {"structured_outputs": form}
+        text = client.completions.create(model="tiny", prompt="x", max_tokens=40, extra_body=body).choices[0]
+        assert text.finish_reason == "length" or check(text.text)
+    with pytest.raises(openai.BadRequestError, match="structured cannot be read"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "("}})
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("push", "pop")
+]
+
+
+def test_tools(client: Any) -> None:
+    message = [{"role": "user", "content": "push 1"}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": message, "tools": TOOLS, "max_tokens": 80, "temperature": 0}
+    named = client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "pop"}})
+    call = named.choices[0].message.tool_calls[0]
+    assert named.choices[0].finish_reason == "tool_calls" and named.choices[0].message.content is None
+    assert call.function.name == "pop" and 0 <= json.loads(call.function.arguments)["x"] <= 9
+    forced = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+    assert len(forced.choices[0].message.tool_calls) == 1
+    chunks = list(
+        client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False, stream=True)
+    )
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert parts[0].id and parts[0].function.name == forced.choices[0].message.tool_calls[0].function.name
+    arguments = "".join(part.function.arguments or "" for part in parts)
+    assert arguments == forced.choices[0].message.tool_calls[0].function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    free = client.chat.completions.create(**asked, tool_choice="none")
+    assert free.choices[0].message.tool_calls is None
+    answered = [*message, {"role": "assistant", "tool_calls": [call.model_dump()]}]
+    answered.append({"role": "tool", "tool_call_id": call.id, "content": "1"})
+    assert client.chat.completions.create(model="tiny", messages=answered, max_tokens=4)
+    with pytest.raises(openai.BadRequestError, match="tool_choice names 'peek'; tools has 'push', 'pop'"):
+        client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "peek"}})
+
+
+def test_responses(running: Running, client: Any) -> None:
+    plain = expected(running, chat_prompt(running, {"role": "user", "content": "hello"}), max_tokens=20)
+    found = client.responses.create(model="tiny", input="hello", max_output_tokens=20, temperature=0)
+    assert found.output_text == plain.text and found.status in ("completed", "incomplete")
+    assert found.usage.output_tokens == len(plain.token_ids)
+    events = list(
+        client.responses.create(model="tiny", input="hello", max_output_tokens=20, temperature=0, stream=True)
+    )
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type in ("response.completed", "response.incomplete")
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == plain.text
+    assert events[-1].response.output_text == plain.text
+    tool = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
+    asked: dict[str, Any] = {"model": "tiny", "input": "push 1", "tools": [tool], "temperature": 0}
+    called = client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False).output
+    assert [item.type for item in called] == ["function_call"] and json.loads(called[0].arguments)["x"] >= 0
+    streamed = list(client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False, stream=True))
+    arguments = "".join(e.delta for e in streamed if e.type == "response.function_call_arguments.delta")
+    assert arguments == called[0].arguments
+    turns = [
+        {"role": "user", "content": [{"type": "input_text", "text": "push 1"}]},
+        called[0].model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": called[0].call_id, "output": "done"},
+    ]
+    assert client.responses.create(model="tiny", input=turns, max_output_tokens=4, instructions="be brief").output_text
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    assert client.responses.create(model="tiny", input="n", text=form, max_output_tokens=20).output_text.isdigit()
+    with pytest.raises(openai.BadRequestError, match="stores no responses"):
+        client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
+
+
+def test_predictions_are_counted(running: Running, client: Any) -> None:
+    plain = expected(running, max_tokens=60)
+    body = {"prediction": {"type": "content", "content": plain.text}, "speculation": {"drafter": "prediction"}}
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=body)
+    assert found.choices[0].text == plain.text
+    details = found.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 40
+    half = plain.text[:40] + " nothing of this"
+    wrong = {"prediction": {"type": "content", "content": half}, "speculation": {"drafter": "prediction"}}
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=wrong)
+    assert found.choices[0].text == plain.text
+    assert found.usage.completion_tokens_details.rejected_prediction_tokens > 0
+
+
+def test_speculation_by_request(running: Running, client: Any) -> None:
+    plain = expected(running, max_tokens=30).text
+
+    def ask(**speculation: Any) -> Any:
+        return client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, extra_body={"speculation": speculation}
+        )
+
+    off = ask(enabled=False)
+    assert off.speculation["num_draft_tokens"] == 0 and off.speculation["mean_acceptance_length"] == 1.0
+    lookup = ask(drafter="prompt-lookup")
+    assert set(lookup.speculation["drafters"]) <= {"prompt-lookup"}
+    short = ask(drafter="draft", num_speculative_tokens=1)
+    assert len(short.speculation["num_accepted_tokens_per_pos"]) == 1
+    block = ask(rule="block")
+    assert {off.choices[0].text, lookup.choices[0].text, short.choices[0].text, block.choices[0].text} == {plain}
+    for wrong, message in (
+        ({"drafter": "medusa"}, "unknown drafter 'medusa'"),
+        ({"rule": "typical"}, "rule 'typical' is not allowed here"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"speed": 2}, "unrecognized request argument: speculation.speed"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask(**wrong)
+
+
+def test_traces_tell_where_tokens_came_from(running: Running, client: Any) -> None:
+    body = {"speculation": {"trace": True}}
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=40, temperature=0, stream=True, extra_body=body
+        )
+    )
+    tokens = [token for chunk in chunks if chunk.choices for token in chunk.trace["tokens"]]
+    plain = expected(running, max_tokens=40)
+    assert [token["id"] for token in tokens] == plain.token_ids
+    assert {token["origin"] for token in tokens} <= {"accepted", "recovered", "bonus", "forced"}
+    steps = [step for chunk in chunks if chunk.choices for step in chunk.trace["steps"]]
+    assert sum(len(step["emitted"]) for step in steps) == len(tokens)
+    for step in steps:
+        assert all(-1 <= node["parent"] < place for place, node in enumerate(step["nodes"]))
+        emitted = step["emitted"][: len(step["accepted"])]
+        assert [step["nodes"][node]["text"] for node in step["accepted"]][: len(emitted)] == emitted
+
+
+def test_errors_have_openais_form(client: Any) -> None:
+    for more, message, param in (
+        ({"temperature": -1.0}, "temperature must be a number, 0 or more, got -1.0", "temperature"),
+        ({"nonsense": 1}, "unrecognized request argument: nonsense", "nonsense"),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens"),
+        ({"n": 17}, "asks for 17 answers, and this server gives 16", "n"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias must be a mapping", "logit_bias"),
+        ({"suffix": "end"}, "suffix is not supported", "suffix"),
+        ({"model": "gpt"}, "there is no model 'gpt' here", "model"),
+        ({"prompt": []}, "prompt", "prompt"),
+    ):
+        body = {"model": "tiny", "prompt": "x"} | more
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.post("/completions", body=body, cast_to=object)
+        error = refused.value.body
+        assert message in error["message"] and error["param"] == param, error
+        assert "Traceback" not in str(error)
