@@ -249,10 +249,8 @@ def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
     cell, load = Cell("engine", "8 clients, greedy"), loads(8, 0.0)
     server = Server("ours", ours("ours", "--prefix-cache-bytes", "0"), 8101)
-    child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("serving_engine.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
+    command = [sys.executable, str(Path(__file__).with_name("serving_engine.py"))]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
         server.wait()

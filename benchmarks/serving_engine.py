@@ -1,4 +1,4 @@
-"""The engine without a server, for the comparison in `serving.py`: reads loads, a line of JSON each, writes outcomes."""
+"""The engine without a server, for `serving.py`: reads loads, a line of JSON each, and writes what came of them."""
 
 from __future__ import annotations
 

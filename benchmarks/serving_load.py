@@ -141,7 +141,7 @@ async def closed_loop(port: int, load: Load) -> Outcome:
     answers: list[Answered] = []
 
     async def client() -> None:
-        for request in waiting:
+        while (request := next(waiting, None)) is not None:
             answers.append(await ask(port, request))
 
     began = time.perf_counter()
