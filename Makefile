@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,10 @@ test-browser: $(STAMP)
 	  fi; \
 	fi
 	$(BIN)/python -m pytest -m browser tests/browser -rs
+
+# Every sampling option beside every drafter and rule: docs/options.md.
+results-options: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/engine/test_option_table.py
 
 # A hundred thousand short requests to a server, of all kinds, from clients that come and go.
 soak: $(STAMP)

@@ -111,6 +111,9 @@ def test_defaults_are_those_of_the_design() -> None:
         "logprobs": None,
         "prompt_logprobs": None,
         "logprobs_mode": "raw",
+        "n": 1,
+        "structured": None,
+        "prediction": None,
     }
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import Asked
@@ -154,9 +154,8 @@ def load_engine(
     params: SamplingParams | None = None,
     requests: int = 1,
     *,
-    max_batch: int = 32,
-    prefix_cache_bytes: int | None = None,
     own_drafts: bool = False,
+    **more: Any,
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
 
@@ -169,9 +168,8 @@ def load_engine(
         console: shows what is being waited for.
         params: of the requests to come; None is greedy.
         requests: that will be answered together.
-        max_batch: most of them.
-        prefix_cache_bytes: kept for requests that begin alike, see `Engine`.
         own_drafts: whether requests may bring along what is drafted from: predictions, and forms of their answers.
+        more: of `Engine`.
 
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
@@ -198,15 +196,8 @@ def load_engine(
             drafter, budgets = sized(drafter, target, params, requests=requests)
         if plan is not None:
             controller.expect(plan.survival)
-        engine = Engine(
-            target,
-            with_own_drafts(drafter) if own_drafts else drafter,
-            rule,
-            controller,
-            max_batch=max_batch,
-            max_cache_bytes=most,
-            prefix_cache_bytes=prefix_cache_bytes,
-        )
+        drafter = with_own_drafts(drafter) if own_drafts else drafter
+        engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, **more)
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine

@@ -112,7 +112,8 @@ class Batch:
         """
         for item, merged in zip(self.items, proposals, strict=True):
             item.drafted, item.proposal = merged, merged.proposal
-            item.keep_legal()
+            if item.request.shaping is not None:
+                item.keep_legal()
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))

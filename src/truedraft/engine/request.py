@@ -75,13 +75,7 @@ class Request:
         self.tokens = list(prompt)  # prompt and answer so far
         self.prompt_tokens = len(prompt)
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self.shaping: Shaping | None = None  # what its options do to logits
-        if params.shapes_logits:
-            banned = ids_of_words(params.bad_words, tokenizer)
-            _check_ids(params, banned, vocab_size)
-            ends = [token for token in self._stop_ids if token < vocab_size]
-            form = None if params.structured is None else _form_of(params.structured, forms, self)
-            self.shaping = Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form)
+        self.shaping = self._shaped(tokenizer, forms, vocab_size)  # what its options do to logits
         self.scope = scope
         self.leader: Request | None = None  # that reads what it begins with, and that it waits for
         self.awaits = 0  # so many tokens of that
@@ -120,6 +114,17 @@ class Request:
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
         self._finished: float | None = None
+
+    def _shaped(self, tokenizer: Tokenizer | None, forms: Forms | None, vocab_size: int) -> Shaping | None:
+        """What its options do to logits; None where they do nothing."""
+        params = self.params
+        if not params.shapes_logits:
+            return None
+        banned = ids_of_words(params.bad_words, tokenizer)
+        _check_ids(params, banned, vocab_size)
+        ends = [token for token in self._stop_ids if token < vocab_size]
+        form = None if params.structured is None else _form_of(params.structured, forms, self)
+        return Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form)
 
     @property
     def id(self) -> int:

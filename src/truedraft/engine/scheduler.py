@@ -48,12 +48,13 @@ class Scheduler:
         """The next step: all requests that decode, and parts of prompts while they fit."""
         items: list[StepItem] = []
         prefill = 0
-        most = self.chunk if any(request.decodes for request in self.running) else self._max_prefill
-        for request in self.running:
+        decode = [request.decodes for request in self.running]
+        most = self.chunk if True in decode else self._max_prefill
+        for request, decodes in zip(self.running, decode, strict=True):
             if request.leader is not None:
                 continue
-            fed = min(request.uncomputed, self.chunk)
-            if not request.decodes:
+            fed = 1 if decodes else min(request.uncomputed, self.chunk)
+            if not decodes:
                 if prefill and prefill + fed > most:
                     continue
                 prefill += fed

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from truedraft import __version__
 from truedraft.errors import TruedraftError
+from truedraft.machine import machine_facts
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
 from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_http_error, answer_unreadable
@@ -77,7 +77,9 @@ def build_app(
         finally:
             front.service.stop()
 
-    app = FastAPI(title="truedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="truedraft", version=str(machine_facts()["truedraft"]), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     for router in (completions_router(front), chat_router(front), responses_router(front), _about(front, metrics)):
         app.include_router(router, responses=_ERRORS)
     if playground:

@@ -41,4 +41,7 @@ class ServerOptions:
     price_per_hour: float | None = option(
         None, "What this machine costs an hour, for the estimated cost of a million tokens in /metrics.", "PRICE"
     )
+    otlp_endpoint: str | None = option(
+        None, "Send a trace of every answer to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces.", "URL"
+    )
     no_playground: bool = flag("No page at /.")

@@ -59,6 +59,10 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     for words, rule in front.rules.items():
         with errors_about("allow_rule"):
             rule.check(engine.drafter.kinds, words)
+    if options.otlp_endpoint is not None:
+        from truedraft.server.spans import Spans
+
+        service.listeners.append(Spans(names[0], options.otlp_endpoint))
     metrics = Metrics(service, names[0], forward_s, options.price_per_hour)
     keys = ApiKeys({}) if options.api_key_file is None else ApiKeys.read(options.api_key_file)
     app = build_app(

@@ -1,0 +1,95 @@
+"""Cases that broke other servers, word for word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.conftest import Running, serving
+from server.test_load import open_stream, post
+from truedraft import Engine, SamplingParams
+from truedraft.core.params import Structured
+from truedraft.drafters import DraftModel
+from truedraft.models.base import LanguageModel
+
+PROMPT = "class Stack:\n    def push(self, item):"
+
+
+def plain(running: Running, **params: object) -> object:
+    return Engine(running.engine.target).generate(PROMPT, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def test_an_end_inside_an_accepted_block_ends_the_answer(target: LanguageModel) -> None:
+    """The target drafts for itself, so whole blocks are accepted; each token of the answer in turn is made its end."""
+    engine = Engine(target, DraftModel(target, num_speculative_tokens=6), controller="fixed")
+    whole = Engine(target).generate(PROMPT, SamplingParams(max_tokens=14)).token_ids
+    with serving(engine) as running:
+        for place, token in enumerate(whole):
+            body = {"prompt": PROMPT, "max_tokens": 14, "temperature": 0, "stop_token_ids": [token]}
+            _, _, found = post(running.url, body)
+            first = whole.index(token)
+            assert found["usage"]["completion_tokens"] == first <= place
+            assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stop_text_across_tokens_and_blocks(running: Running) -> None:
+    whole = Engine(running.engine.target).generate(PROMPT, SamplingParams(max_tokens=60)).text or ""
+    for first in range(5, 40, 5):
+        stop = whole[first : first + 7]
+        expected = whole[: whole.index(stop)]
+        body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": stop}
+        assert post(running.url, body)[2]["choices"][0]["text"] == expected
+        stream = open_stream(running.url, body)
+        raw = b""
+        while b"[DONE]" not in raw:
+            raw += stream.recv(4096)
+        stream.close()
+        events = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: {")]
+        assert "".join(each["choices"][0]["text"] for each in events) == expected
+
+
+def test_a_grammar_whose_tokens_are_drafted_and_committed_is_read_once(running: Running) -> None:
+    """A grammar that is fed accepted tokens twice is at its end too early, and the answer has no five of them."""
+    body = {"prompt": "1111111111", "max_tokens": 40, "temperature": 0, "structured_outputs": {"regex": "(11){5}x"}}
+    _, _, found = post(running.url, body)
+    assert found["choices"][0]["text"] == "1111111111x" and found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_penalties_count_drafted_tokens_as_if_they_stood(running: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 50, "temperature": 0, "frequency_penalty": 1.0, "presence_penalty": 0.5}
+    expected = plain(running, max_tokens=50, frequency_penalty=1.0, presence_penalty=0.5)
+    assert post(running.url, body)[2]["choices"][0]["text"] == expected.text  # type: ignore[attr-defined]
+
+
+def test_logprobs_are_those_of_emitted_tokens_however_many_drafts_were_rejected(running: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.3, "seed": 5, "coupled": True, "logprobs": 1}
+    _, _, found = post(running.url, body)
+    assert found["speculation"]["num_accepted_tokens"] < found["speculation"]["num_draft_tokens"]
+    expected = plain(running, max_tokens=40, temperature=1.3, seed=5, coupled=True, logprobs=1)
+    values = [each.logprob for each in expected.logprobs]  # type: ignore[attr-defined]
+    assert found["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(values)
+
+
+def test_a_chat_template_that_fails(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{{ raise_exception('roles must alternate') }}")
+    with serving(make_engine(), chat_template=broken) as running:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        status, _, told = post(running.url, body, "/v1/chat/completions")
+        assert status == 400 and "roles must alternate" in told["error"]["message"]
+        assert post(running.url, {"prompt": "x", "max_tokens": 1})[0] == 200
+    with serving(make_engine()) as running:
+        status, _, told = post(running.url, body, "/v1/chat/completions")
+        assert status == 400 and "has no chat template" in told["error"]["message"]
+
+
+def test_two_forms_at_once_and_forms_that_cannot_be(running: Running) -> None:
+    both = {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    assert post(running.url, both)[0] == 400
+    for form in ({}, {"regex": "a", "choice": ["b"]}, {"json": {"type": "nonsense"}}, {"grammar": "x" * 70_000}):
+        status, _, told = post(running.url, {"prompt": "x", "structured_outputs": form})
+        assert status == 400, told
+    assert Structured("choice", ["a"]).value == ("a",)
