@@ -119,7 +119,7 @@ def test_logs_hold_no_text(running: Running, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "truedraft.server.requests"):
         logging.getLogger("truedraft.server").propagate = True
         post(running.url, {"prompt": "a very private matter", "max_tokens": 3}, Authorization="Bearer sk-private")
-    wait_for(lambda: any("/v1/completions" in record.getMessage() for record in caplog.records))
+        wait_for(lambda: any("/v1/completions" in record.getMessage() for record in caplog.records))
     line = next(record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage())
     assert "private" not in line and "POST /v1/completions 200" in line
     assert "tokens=3" in line and "finish=length" in line and "client=anyone" in line

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
-from truedraft.server.chat import chat_router
+from truedraft.server.chat import chat_router, template_of
 from truedraft.server.completions import completions_router
 from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_http_error, answer_unreadable
 from truedraft.server.fields import Fields
@@ -26,6 +26,7 @@ from truedraft.server.front import Front
 from truedraft.server.keys import ApiKeys
 from truedraft.server.metrics import Metrics
 from truedraft.server.responses import responses_router
+from truedraft.text.tokenizer import Tokenizer
 
 _OPEN = ("/", "/health", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
 """What needs no key: nothing of any request is told there."""
@@ -80,7 +81,8 @@ def build_app(
     app = FastAPI(
         title="truedraft", version=str(machine_facts()["truedraft"]), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    for router in (completions_router(front), chat_router(front), responses_router(front), _about(front, metrics)):
+    answering = completions_router(front), chat_router(front), responses_router(front)
+    for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
         app.include_router(router, responses=_ERRORS)
     if playground:
         page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
@@ -178,11 +180,10 @@ class DetokenizeRequest(Fields):
     tokens: list[int]
 
 
-def _about(front: Front, metrics: Metrics) -> APIRouter:
-    """Endpoints about the server and its model."""
+def _models(front: Front) -> APIRouter:
+    """Endpoints about the model."""
     router = APIRouter()
-    service = front.service
-    target = service.engine.target
+    engine = front.service.engine
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -196,26 +197,33 @@ def _about(front: Front, metrics: Metrics) -> APIRouter:
         return model(name)
 
     def model(name: str) -> dict[str, Any]:
-        engine = service.engine
         about = {"id": name, "object": "model", "created": front.created, "owned_by": "truedraft"}
         return about | {
             "root": front.names[0],
-            "max_model_len": target.context_length,
+            "max_model_len": engine.target.context_length,
             "speculation": {
                 "drafters": [name for name, each in engine.drafter.members.items() if not each.limits.is_zero],
                 "rule": engine.rule.name,
                 "rules": list(front.rules),
                 "lossless": engine.rule.lossless and all(rule.lossless for rule in front.rules.values()),
             },
-            "chat": bool(front.chat_template or (target.tokenizer and target.tokenizer.chat_template)),
+            "chat": bool(template_of(front)),
         }
+
+    return router
+
+
+def _texts(front: Front) -> APIRouter:
+    """Endpoints between texts and token ids."""
+    router = APIRouter()
+    target = front.service.engine.target
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """The token ids of a text."""
         front.check_model(body.model)
-        tokenizer = _tokenizer()
-        ids = tokenizer.encode(body.prompt) if body.add_special_tokens else list(tokenizer.plain_ids(body.prompt))
+        found = tokenizer()
+        ids = found.encode(body.prompt) if body.add_special_tokens else list(found.plain_ids(body.prompt))
         return {"count": len(ids), "max_model_len": target.context_length, "tokens": ids}
 
     @router.post("/detokenize")
@@ -225,12 +233,20 @@ def _about(front: Front, metrics: Metrics) -> APIRouter:
         wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise ApiError(400, f"token id {wrong} is outside 0 to {target.vocab_size - 1}", param="tokens")
-        return {"prompt": _tokenizer().decode(body.tokens)}
+        return {"prompt": tokenizer().decode(body.tokens)}
 
-    def _tokenizer() -> Any:
+    def tokenizer() -> Tokenizer:
         if target.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; it takes and gives token ids")
         return target.tokenizer
+
+    return router
+
+
+def _state(front: Front, metrics: Metrics) -> APIRouter:
+    """Endpoints about the server."""
+    router = APIRouter()
+    service = front.service
 
     @router.get("/health")
     async def health() -> Response:
