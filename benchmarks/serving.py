@@ -121,17 +121,17 @@ def vllm(venv: Path, target: Path, draft: Path | None, *more: str) -> list[str]:
         "--speculative-config",
         json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}),
     ]  # fmt: skip
-    return [
-        str(venv / "bin" / "vllm"), "serve", str(target), "--port", "{port}", "--served-model-name", "model",
-        "--dtype", "bfloat16", "--max-num-seqs", "32", "--disable-log-requests", *speculation, *more,
-    ]  # fmt: skip
+    # By its module: the command asks for a package of the name vllm, and its CPU build has another.
+    module = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    named = ["--port", "{port}", "--served-model-name", "model", "--dtype", "bfloat16", "--max-num-seqs", "32"]
+    return [*module, *named, *speculation, *more]
 
 
 def prompts(count: int, tokens: int | None = None) -> list[str]:
     """Held-out code; of about so many tokens each, where that is asked."""
     from truedraft.embedded import heldout_prompts_file
 
-    texts = [json.loads(line)["prompt"] for line in heldout_prompts_file().read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in heldout_prompts_file().read_text().splitlines()]
     if tokens is None:
         return [texts[number % len(texts)] + "\n" * (number // len(texts)) for number in range(count)]
     chance = random.Random(tokens)
@@ -247,24 +247,25 @@ def exported(name: str, pad_to: str | None) -> Path:
 
 def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
-    cell, load = Cell("engine", "8 clients, greedy"), loads(8, 0.0)
     server = Server("ours", ours("ours", "--prefix-cache-bytes", "0"), 8101)
     command = [sys.executable, str(Path(__file__).with_name("serving_engine.py"))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
         server.wait()
-        while kept.turns(cell) < 2 * TURNS and left_s() > 0:
-            before, began, own = server.main_thread_s(), time.perf_counter(), time.process_time()
-            served = asdict(run(closed_loop(server.port, load)))
-            wall = time.perf_counter() - began
-            client_share = (time.process_time() - own) / wall
-            outside = (server.main_thread_s() - before) / wall
-            child.stdin.write(json.dumps({"load": asdict(load), "burn": client_share}) + "\n")
-            child.stdin.flush()
-            engine = json.loads(child.stdout.readline())
-            shares = {"client_share": client_share, "outside_share": outside}
-            kept.add(cell, {"ours": served, "engine": engine, **shares})
+        for clients in (1, 8):
+            cell, load = Cell("engine", f"{clients} clients, greedy"), loads(clients, 0.0)
+            while kept.turns(cell) < 2 * TURNS and left_s() > 0:
+                before, began, own = server.main_thread_s(), time.perf_counter(), time.process_time()
+                served = asdict(run(closed_loop(server.port, load)))
+                wall = time.perf_counter() - began
+                client_share = (time.process_time() - own) / wall
+                outside = (server.main_thread_s() - before) / wall
+                child.stdin.write(json.dumps({"load": asdict(load), "burn": client_share}) + "\n")
+                child.stdin.flush()
+                engine = json.loads(child.stdout.readline())
+                shares = {"client_share": client_share, "outside_share": outside}
+                kept.add(cell, {"ours": served, "engine": engine, **shares})
     finally:
         server.stop()
         child.stdin.close()
