@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from server.conftest import Running, serving
-from server.test_load import get, post, wait_for
+from server.test_load import Raising, get, post, wait_for
 from truedraft import Engine
 from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import ApiKeys
 
@@ -164,3 +165,13 @@ def test_numbers_for_prometheus(running: Running) -> None:
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
         assert f"truedraft:{name}" in families
     assert all(sample.labels["model_name"] == "tiny" for family in families.values() for sample in family.samples)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_had_to_be_done_again_is_counted(target: LanguageModel) -> None:
+    with serving(Engine(target, Raising(), controller="fixed")) as running:
+        status, _, _ = post(running.url, {"prompt": [[7, 8, 9], [8, 9, 10]], "max_tokens": 10, "temperature": 0})
+        assert status == 200
+        lines = get(running.url, "/metrics")[1].splitlines()
+    assert float(next(line for line in lines if line.startswith("truedraft:recoveries_total")).split()[-1]) > 0

@@ -319,10 +319,7 @@ class Engine:
         target = self.target
         ids = encode_prompt(target, prompt)
         judge = self._verifier.rule_for(params, rule)
-        ends, context = target.eos_token_ids, target.context_length
-        request = Request(
-            ids, params, judge, target.tokenizer, ends, context, target.vocab_size, sample, scope, self._forms
-        )
+        request = Request(ids, params, judge, target, sample, scope, self._forms)
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         return request

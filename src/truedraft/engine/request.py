@@ -27,7 +27,7 @@ from truedraft.verification import Rule
 if TYPE_CHECKING:
     from truedraft.drafters.base import StepOutcome
     from truedraft.engine.batch import StepItem
-    from truedraft.models.base import ForwardOutput
+    from truedraft.models.base import ForwardOutput, LanguageModel
 
 _numbers = itertools.count()  # over all engines: two of them may share a drafter
 
@@ -43,10 +43,7 @@ class Request:
         prompt: token ids, at least one.
         params: sampling options.
         rule: judges what is drafted for it.
-        tokenizer: None when ids go out.
-        eos_ids: ids that end the answer unless the options ignore them.
-        context_length: most tokens of prompt and answer together.
-        vocab_size: of the target.
+        target: that answers.
         sample: which of several answers to the same prompt; each has noise of its own.
         scope: it shares what it begins with with requests of this one.
         forms: makes the form of a structured answer.
@@ -60,10 +57,7 @@ class Request:
         prompt: Sequence[int],
         params: SamplingParams,
         rule: Rule,
-        tokenizer: Tokenizer | None,
-        eos_ids: Sequence[int],
-        context_length: int,
-        vocab_size: int,
+        target: LanguageModel,
         sample: int = 0,
         scope: Hashable = None,
         forms: Forms | None = None,
@@ -72,11 +66,13 @@ class Request:
         self.rule = rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.sample = sample
+        tokenizer = target.tokenizer
         self.tokens = list(prompt)  # prompt and answer so far
         self.prompt_tokens = len(prompt)
-        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self.shaping = self._shaped(tokenizer, forms, vocab_size)  # what its options do to logits
-        self.scope = scope
+        self._stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(target.eos_token_ids)
+        )
+        self.shaping = self._shaped(tokenizer, forms, target.vocab_size)  # what its options do to logits
         self.leader: Request | None = None  # that reads what it begins with, and that it waits for
         self.awaits = 0  # so many tokens of that
         self.copied_tokens = 0  # of its prompt, that others had computed
@@ -109,7 +105,7 @@ class Request:
         self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, params.stop, params.min_tokens)
-        self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, context_length)
+        self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.context_length)
         self._steps = 0
         self._submitted = time.perf_counter()
         self._first_token: float | None = None

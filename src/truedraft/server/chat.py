@@ -14,7 +14,7 @@ from truedraft.errors import PromptError
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, EventStream, event
 from truedraft.server.fields import Fields, ResponseFormat, SamplingFields, TextPart, text_of
-from truedraft.server.front import Front, closing, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse
 from truedraft.server.traces import trace_of
@@ -166,7 +166,7 @@ def chat_router(front: Front) -> APIRouter:
         answering = await front.begin([ids], params, body, http)
         made = _Chat(front, body, answering, use)
         if body.stream:
-            return EventStream(closing(made.events(), answering))
+            return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
         return JSONResponse(made.whole())
 

@@ -19,7 +19,7 @@ from truedraft.engine.prompts import Prompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, EventStream, event
 from truedraft.server.fields import ResponseFormat, SamplingFields
-from truedraft.server.front import Front, closing, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.traces import trace_of
 
@@ -88,7 +88,7 @@ def completions_router(front: Front) -> APIRouter:
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
         made = _Completion(front, body, answering, max_tokens)
         if body.stream:
-            return EventStream(closing(made.events(), answering))
+            return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
         return JSONResponse(made.whole())
 

@@ -30,6 +30,7 @@ class EventStream(Response):
 
     Args:
         events: made by `event`.
+        close: is called when nothing is sent any more, also where nothing ever was.
         failed: the last events where making them failed.
     """
 
@@ -38,18 +39,20 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncIterator[str],
+        close: Callable[[], None],
         failed: Callable[[ApiError], str] = lambda error: event(error.body),
     ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
+        self._close = close
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_until_gone(receive))
+        leaving = asyncio.ensure_future(until_gone(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -58,6 +61,7 @@ class EventStream(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
             if hasattr(self._events, "aclose"):
                 await self._events.aclose()
+            self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -90,6 +94,7 @@ async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
             coming.cancel()
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

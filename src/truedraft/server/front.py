@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from truedraft.engine.decisions import Decisions, ForwardSeconds
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
 from truedraft.server.errors import ApiError
+from truedraft.server.events import until_gone
 from truedraft.server.fields import SamplingFields
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.service import Answering, Service, Stream
@@ -247,7 +248,7 @@ async def unless_gone(http: HttpRequest, work: Awaitable[_Value]) -> _Value:
         ApiError: the client has gone; nobody reads this.
     """
     doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(client_gone(http))
+    gone = asyncio.ensure_future(until_gone(http.receive))
     try:
         await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -257,18 +258,3 @@ async def unless_gone(http: HttpRequest, work: Awaitable[_Value]) -> _Value:
         for each in (doing, gone):
             each.cancel()
         await asyncio.gather(doing, gone, return_exceptions=True)
-
-
-async def client_gone(http: HttpRequest) -> None:
-    """Returns when the client has closed the connection."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def closing(events: AsyncIterator[str], answering: Answering) -> AsyncIterator[str]:
-    """The same events; what is not over when they end is cancelled."""
-    try:
-        async for event in events:
-            yield event
-    finally:
-        answering.close()

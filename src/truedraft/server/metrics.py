@@ -45,6 +45,7 @@ class Metrics(Collector):
         self._seconds = dict.fromkeys(("draft", "target", "verify", "decide", "other"), 0.0)
         self._budgets: dict[int, int] = {}  # how often so many nodes were drafted for a request
         self._finished: dict[str, int] = {}
+        self._recoveries = 0
         self._asked_tokens = 0
         self._shared_tokens = 0
         self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
@@ -88,6 +89,7 @@ class Metrics(Collector):
             return
         reason = "abort" if answer.finish_reason == "cancelled" else answer.finish_reason
         self._finished[reason] = self._finished.get(reason, 0) + 1
+        self._recoveries += answer.stats.recoveries
         self._asked_tokens += stream.request.prompt_tokens
         self._shared_tokens += stream.request.copied_tokens
         timing = answer.timing
@@ -121,7 +123,7 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_queries", "Tokens of prompts that were asked.", self._asked_tokens)
         yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
         yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
-        yield self._counter("recoveries", "Steps or drafts that failed and were done again.", steps.recoveries)
+        yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)
         yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished)
         yield self._labelled("step_seconds", "Seconds of steps, by what they were spent on.", "part", self._seconds)
         budgets = {str(nodes): count for nodes, count in sorted(self._budgets.items())}

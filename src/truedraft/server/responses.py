@@ -20,7 +20,7 @@ from truedraft.server.chat import chat_ids, room_for, template_of
 from truedraft.server.errors import ApiError
 from truedraft.server.events import EventStream, event
 from truedraft.server.fields import Fields, SamplingFields, TextPart, text_of
-from truedraft.server.front import Front, closing, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import Call, CallReader, FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
 
@@ -57,21 +57,16 @@ class InputResult(Fields):
     status: str | None = None
 
 
-class FlatTool(Fields):
+class FlatTool(FunctionFields):
     """A function that may be called."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class FlatNamedTool(Fields):
+class FlatNamedTool(NamedFunction):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
 class TextFormat(Fields):
@@ -191,7 +186,7 @@ def responses_router(front: Front) -> APIRouter:
         answering = await front.begin([ids], params, body, http)
         made = _Response(front, body, answering, use)
         if body.stream:
-            return EventStream(closing(made.events(), answering), made.failed)
+            return EventStream(made.events(), answering.close, made.failed)
         await unless_gone(http, answering.answers())
         return JSONResponse(made.whole())
 

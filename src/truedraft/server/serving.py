@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import ssl
 from collections.abc import Callable
@@ -163,7 +162,6 @@ class _Server(uvicorn.Server):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_ending, 0.0 if again else self._drain_s)
         self.should_exit = True  # uvicorn's own would end the process by the signal, once all is done
-        self.force_exit = again and sig == signal.SIGINT and self.force_exit
 
     def _begin_ending(self, seconds: float) -> None:
         if self._ending is not None:
