@@ -350,15 +350,20 @@ def _listen(engine: Engine) -> list[tuple[float, float, int]]:
     controller = _controller_of(engine)
     observe = controller.observe
     costs: list[tuple[float, float, int]] = []
+    observing_s = [0.0]  # since the last step; in some steps nobody is told anything
 
     def timed(record: StepRecord) -> None:
         began = time.perf_counter()
         observe(record)
-        observe_s = time.perf_counter() - began
+        observing_s[0] += time.perf_counter() - began
+
+    def listen(record: StepRecord) -> None:
+        observe_s, observing_s[0] = observing_s[0], 0.0
         if not record.prefill:
             costs.append((record.decide_s + observe_s, record.total_s + observe_s, len(record.requests)))
 
     controller.observe = timed  # type: ignore[method-assign]
+    engine.listeners.append(listen)
     return costs
 
 

@@ -361,6 +361,24 @@ def test_decisions_are_kept_where_making_them_takes_long() -> None:
     assert 3 <= made <= 60
 
 
+@pytest.mark.parametrize("asking_s", [5e-6, 2e-5, 1.5e-4])
+def test_where_asking_takes_long_it_is_asked_of_fewer_steps(asking_s: float) -> None:
+    """Steps of two milliseconds and more. At most two in a row with drafts go by without a question."""
+    machine = Machine(lambda rows: 0.002 + 0.00006 * (rows - 1))
+    drafter = SimulatedDrafter(steady(0.7), token_s=0.0002)
+    simulation = simulated(drafters=[drafter], machine=machine, reading_s=asking_s / 5.0, deciding_s=asking_s)
+    simulation.run(1.0)
+    simulation.reset()
+    simulation.run(5.0)
+    asked = simulation.deciding_s / asking_s / len(simulation.lengths)
+    if asking_s < 1e-4:
+        assert asked > 0.99
+    else:
+        assert 1 / 3 <= asked < 0.6
+    assert simulation.deciding_s < 0.03 * simulation.seconds
+    assert simulation.of_best > 0.93
+
+
 def test_a_decision_for_many_requests_asks_for_few_costs() -> None:
     """At most one for each number of rows and each depth that it weighs, however many requests there are."""
     for requests in (4, 16):

@@ -25,7 +25,8 @@ KINDS = {
     "greedy": SamplingParams(),
     "coupled": SamplingParams(temperature=1.0, seed=7, coupled=True),
 }
-STEP_SECONDS = 0.013
+STEP_SECONDS = 0.002
+DECIDING_SECONDS = LOOKING_SECONDS = 0.0001  # so dear that decisions are kept for some steps where they may be
 
 Seen = list[tuple[str, int, str]]
 """Of each decision its drafter, nodes and reason."""
@@ -38,12 +39,16 @@ class EvenSteps(Simulation):
     contexts are thought to take longer.
     """
 
+    def step(self) -> StepRecord:
+        self.controller._look_s = LOOKING_SECONDS  # type: ignore[attr-defined]
+        return super().step()
+
     def _judged(self, request: SimulatedRequest, view: RequestView, decision: Decision, now: float) -> RequestStep:
         self._chance = random.Random(f"{request.id}/{len(request.decisions)}")
         return super()._judged(request, view, decision, now)
 
-    def _record(self, steps: list[RequestStep], now: float) -> StepRecord:  # type: ignore[override]
-        return StepRecord(tuple(steps), 0.0, STEP_SECONDS, 0.0, STEP_SECONDS)
+    def _record(self, steps: list[RequestStep], now: float, decide_s: float) -> StepRecord:  # type: ignore[override]
+        return StepRecord(tuple(steps), 0.0, STEP_SECONDS, 0.0, STEP_SECONDS, decide_s)
 
 
 Script = Callable[[EvenSteps, SimulatedRequest, list[SimulatedRequest]], None]
@@ -92,7 +97,8 @@ def decisions_for_others(accepted: float, params: SamplingParams, script: Script
         for name, own in rates.items()
     }
     clock = FakeClock()
-    simulation = EvenSteps(Goodput(clock=clock), drafters, clock, Machine(context_share=0.001))
+    machine = Machine(context_share=0.001)
+    simulation = EvenSteps(Goodput(clock=clock), drafters, clock, machine, deciding_s=DECIDING_SECONDS)
     simulation.times.observe = lambda record: None  # type: ignore[method-assign]
     first, *others = [SimulatedRequest(number, params if number < 2 else OPEN) for number in range(4)]
     others[0].params = PRIVATE  # whose seed is the first one's

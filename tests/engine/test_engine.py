@@ -557,6 +557,67 @@ def test_a_controller_that_rests_is_asked_as_soon_as_other_requests_run() -> Non
     assert controller.asked == [both] * 2 + [one] * 4
 
 
+class Changing(ScriptedDrafter):
+    """Finds something every second time that it is asked."""
+
+    hints_change = True
+
+    def hint(self, request: DraftRequest) -> Hint:
+        return Hint(finds=len(request.tokens) % 4 < 2)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_drafters_find_ends_a_rest_but_beside_a_private_request(private: bool) -> None:
+    """Whether it rests may hang on that one's verdicts, and what it is asked about the others must not."""
+    controller = Resting()
+    engine = Engine(MarkovModel.random(5, 1), Changing(lambda tokens: []), controller=controller)
+    sampled = SamplingParams(max_tokens=15, temperature=1.0, seed=3 if private else None)
+    engine.generate([[1, 2], [1, 3, 2]], [sampled, SamplingParams(max_tokens=15)])
+    assert (len(controller.asked) == 4) == private
+
+
+class RestingWithDrafts(Resting):
+    """Drafts four tokens, and decides the same for four steps."""
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        super().decide(views)
+        return [Decision(next(iter(view.limits)), Budget(4)) for view in views]
+
+
+def test_a_decision_to_draft_that_is_kept_drafts_no_more_than_the_answer_has_left() -> None:
+    target, controller = MarkovModel.random(5, 1), RestingWithDrafts()
+    engine = Engine(target, oracle(target), controller=controller)
+    records: list[StepRecord] = []
+    engine.listeners.append(records.append)
+    plain = Engine(target).generate([1, 2], SamplingParams(max_tokens=14))
+    assert engine.generate([1, 2], SamplingParams(max_tokens=14)).token_ids == plain.token_ids
+    # One token is the prompt's; each of the steps emits five but for the last, whose draft was cut to two.
+    assert [record.nodes for record in records if not record.prefill] == [4, 4, 2]
+    assert (len(controller.asked), controller.told) == (1, 1)
+
+
+class FailsOnce(ScriptedDrafter):
+    """Breaks at its second proposal."""
+
+    calls = 0
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("broken")
+        return super().propose(batch, budgets, noise)
+
+
+@pytest.mark.plants_failures
+def test_a_decision_that_is_kept_asks_nobody_who_failed_since() -> None:
+    target, controller = MarkovModel.random(5, 1), RestingWithDrafts()
+    drafter = FailsOnce(lambda tokens: [[0, 0, 0, 0]])
+    answer = Engine(target, drafter, controller=controller).generate([1, 2], SamplingParams(max_tokens=14))
+    assert answer.error is None
+    assert len(answer.token_ids) == 14
+    assert drafter.calls == 2
+
+
 class Failing(PromptLookup):
     """Its hints fail from the third call on."""
 

@@ -135,11 +135,13 @@ class Simulation:
         machine: what things take.
         clock: the controller's, too.
         jitter: standard deviation of steps' seconds, a fraction.
+        deciding_s: that asking the controller takes.
         seed: of what is accepted.
 
     Attributes:
         tokens: emitted so far, without those of steps before `reset`.
         seconds: that took.
+        deciding_s: of these.
         best_tokens: that the best fixed decision of each moment would be expected to emit in these seconds.
         plain_tokens: likewise, without drafting.
     """
@@ -152,6 +154,7 @@ class Simulation:
         machine: Machine | None = None,
         *,
         jitter: float = 0.0,
+        deciding_s: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.controller, self.drafters, self.clock = controller, drafters, clock
@@ -162,6 +165,7 @@ class Simulation:
         self._asked_for: list[int] = []
         self._decisions: list[Decision] = []
         self._jitter = jitter
+        self._deciding_s = deciding_s
         self._chance = random.Random(seed)
         self.times = RunningTimes(self.machine, drafters, clock)  # type: ignore[arg-type]
         controller.begin(self.times)
@@ -175,7 +179,7 @@ class Simulation:
     def reset(self) -> None:
         """Forget what was counted so far."""
         self.tokens = 0
-        self.seconds = self.best_tokens = self.plain_tokens = 0.0
+        self.seconds = self.deciding_s = self.best_tokens = self.plain_tokens = 0.0
         self.lengths: list[int] = []
 
     @property
@@ -205,13 +209,13 @@ class Simulation:
         self._rests -= 1
         decisions = self._decisions
         assert len(decisions) == len(views)
-        assert not rests or all(decision.is_zero for decision in decisions)
         now = self.elapsed
         steps = [self._judged(*each, now) for each in zip(self.requests, views, decisions, strict=True)]
-        record = self._record(steps, now)
+        record = self._record(steps, now, 0.0 if rests else self._deciding_s)
         self.clock.now += record.total_s
         self.tokens += sum(step.emitted for step in steps)
         self.seconds += record.total_s
+        self.deciding_s += record.decide_s
         self.best_tokens += record.total_s * max(self.rates(now).values())
         self.plain_tokens += record.total_s * self.rates(now)["", 0]
         self.lengths.append(sum(step.nodes for step in steps))
@@ -256,7 +260,7 @@ class Simulation:
         request.counters.count(step)
         return step
 
-    def _record(self, steps: Sequence[RequestStep], now: float) -> StepRecord:
+    def _record(self, steps: Sequence[RequestStep], now: float, decide_s: float) -> StepRecord:
         factor = self.machine.slow(now) * (1.0 + self._chance.gauss(0.0, self._jitter))
         spent = []
         for name, drafter in self.drafters.items():
@@ -267,7 +271,8 @@ class Simulation:
                 spent.append(DraftTime(name, len(own), depth, sum(step.nodes for step in own), len(own), seconds))
         target_s = self.machine.step_s(sum(step.rows for step in steps)) * factor
         draft_s = sum(each.seconds for each in spent)
-        return StepRecord(tuple(steps), draft_s, target_s, 0.0, draft_s + target_s, drafting=tuple(spent))
+        total_s = draft_s + target_s + decide_s
+        return StepRecord(tuple(steps), draft_s, target_s, 0.0, total_s, decide_s, drafting=tuple(spent))
 
     def rates(self, now: float) -> dict[tuple[str, int], float]:
         """Expected tokens a second of each fixed decision, by drafter and length, the same for all requests."""

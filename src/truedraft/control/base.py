@@ -59,8 +59,9 @@ class Controller(ABC):
     Attributes:
         weighs_costs: whether it chooses sizes by what they cost, so that nobody else need do so beforehand.
         takes_all_sizes: whether it drafts whatever a drafter can, pay or not, so that nobody should choose beforehand.
-        rests: steps behind the next one in which it would draft nothing either, as long as the same requests run and
-            drafters do not find other things. The engine neither asks nor tells it anything of these.
+        rests: steps behind the next one in which it would decide the same, as long as the same requests run and, where
+            that is to draft nothing, drafters do not find other things. The engine neither asks nor tells it anything
+            of these.
     """
 
     weighs_costs: ClassVar[bool] = False

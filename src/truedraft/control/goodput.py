@@ -29,6 +29,7 @@ _OWN_MEMORY = 12.0  # verdicts
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.003  # of time that deciding may take before decisions are kept for several steps
 _LONGEST_HOLD = 96
+_DECIDE_SHARE, _MOST_HELD = 0.02, 2  # of time that deciding may take where drafts are made, and steps that it rests for
 _OTHER_BATCH = 0.34  # change of the number of requests after which prices are others
 _LOOKS, _LOOKS_S = (8, 32), 0.02  # steps, at first and at most, or seconds, until who drafts nothing is looked at
 _SURPRISE = 0.15  # change of a first node's gain after which decisions are not kept
@@ -163,9 +164,11 @@ class Goodput(Controller):
         self._every = _LOOKS[0]  # steps between looks at requests that draft nothing; more, the longer nothing changes
         self._idle = 0  # until the next one
         self._rested = 0  # steps since the one that was last observed
+        self._plain_rest = False  # whether nothing was drafted in these
         self._observed = clock()
         self._look_s = 0.0  # that deciding takes
         self._steps_s = 0.0  # that a step takes
+        self._decide_s = 0.0  # that asking takes, all that the engine does for it included
 
     def begin(self, times: StepTimes) -> None:
         self._times = times
@@ -179,10 +182,17 @@ class Goodput(Controller):
         self._rested, self.rests = self.rests, 0
         decisions = self._decided(views)
         kept = self._left > 0 and self._idle > 1 and not (self._probes or self._plain_left)
-        if kept and all(each.budget.nodes == 0 for each in decisions):
+        self._plain_rest = kept and all(each.budget.nodes == 0 for each in decisions)
+        if kept:
             self.rests = min(self._idle - 1, self._left)
+            if not self._plain_rest:  # what is learnt of others must not hang on what a private one drafts
+                self.rests = 0 if self._privates and len(views) > 1 else min(self.rests, self._hold())
             self._left -= self.rests
         return decisions
+
+    def _hold(self) -> int:
+        """Steps behind one with drafts in which its decisions are kept, lest deciding take too much of the time."""
+        return min(int(self._decide_s / (_DECIDE_SHARE * self._steps_s)), _MOST_HELD) if self._steps_s else 0
 
     def _decided(self, views: Sequence[RequestView]) -> list[Decision]:
         if self._probes:  # of a step that failed
@@ -200,7 +210,8 @@ class Goodput(Controller):
             return self._renew(views, owns)
         self._left -= 1
         self._idle -= 1 + self._rested
-        look, news = self._idle <= 0 or self._rested > 0, False  # the engine breaks a rest where hints change
+        # The engine breaks a rest where hints change.
+        look, news = self._idle <= 0 or (self._rested > 0 and self._plain_rest), False
         for view, own in zip(views, owns, strict=True):
             gone = own.decision is not None and not own.decision.is_zero and own.decision.drafter not in view.limits
             own.stale |= own.decision is None or gone
@@ -485,6 +496,7 @@ class Goodput(Controller):
         if not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
             took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
+            self._decide_s += _SLOW * (record.decide_s - self._decide_s)
             seconds, most_s = self._share * took, _CREDIT_STEPS * self._steps_s
             # Whether a private request drafted hangs on its verdicts.
             hidden = self._privates and any(self._is_private(step.id) for step in record.requests)
@@ -515,11 +527,13 @@ class Goodput(Controller):
             self._learn(own, step)
 
     def _choose_anew(self, own: _Own) -> None:
-        """Let a request choose again, at the prices that are; alone, at new ones."""
-        own.stale = True
-        own.unhinted.clear()
+        """Let a request choose again, at the prices that are; alone at new ones, as soon as that is not too dear."""
         if len(self._batch) == 1:
-            self._left = 0
+            dear = self._look_s / (_DECIDE_SHARE * self._steps_s) if self._steps_s else 0.0
+            self._left = min(self._left, int(dear))
+        else:
+            own.stale = True
+            own.unhinted.clear()
 
     def _learn(self, own: _Own, step: RequestStep) -> None:
         for share in step.shares:

@@ -48,8 +48,9 @@ class Drafting:
         self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
+        self._resting_plain = False  # whether nothing is drafted in these
         self._watched = [member for member in self._members.values() if member.drafter.hints_change]
-        self._seen: list[Hint] = []  # what these knew when the controller was asked
+        self._seen: list[Hint] | None = None  # what these knew when it was asked, if that may end a rest
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
@@ -103,11 +104,11 @@ class Drafting:
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
-        if self._rests and self._rests % max(len(batch) // 2, 2) == 0:
+        if self._rests and self._seen is not None and self._rests % max(len(batch) // 2, 2) == 0:
             self._rests = self._rests if self._watched_hints(batch) == self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
-            return self._last[1]
+            return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
         asked = [number for number, item in enumerate(batch) if not item.prefill and not self._is_undrafted(item)]
         if not asked:
             return decisions
@@ -116,24 +117,36 @@ class Drafting:
             decided: Sequence[Decision | None] = self._decided(views)
         except Exception as error:
             decided = self._decide_alone([batch.items[number].request for number in asked], views, error)
-        for number, decision, view in zip(asked, decided, views, strict=True):
-            if decision is not None:
-                # A step emits one token more than it accepts, so the last block is cut to fit.
-                request = batch.items[number].request
-                decision = decision.cut(max(min(view.remaining - 1, request.most_depth), 0))
-                most = request.most_positions
-                decisions[number] = (
-                    decision if most is None else _cut_to(decision, most - view.context - 1, self._limits)
-                )
+        for number, decision in zip(asked, decided, strict=True):
+            decisions[number] = decision
         if self._controller.rests and len(asked) == len(batch):
             self._rests = 1 + self._controller.rests
-            self._last, self._seen = ([item.request for item in batch], decisions), self._watched_hints(batch)
-        return decisions
+            self._last = [item.request for item in batch], decisions
+            self._resting_plain = all(each is None or each.is_zero for each in decisions)
+            # Whether it rests may hang on a private request's verdicts, so others must not see what ends a rest.
+            private = len(batch) > 1 and any(item.request.params.private for item in batch)
+            self._seen = self._watched_hints(batch) if self._resting_plain and not private else None
+        return self._fitted(batch, decisions)
+
+    def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
+        """Decisions by drafters that are still there, cut to what answers have left and memory has room for."""
+        fitted: list[Decision | None] = []
+        for item, decision in zip(batch, decisions, strict=True):
+            request = item.request
+            if decision is not None and not decision.is_zero:
+                out = request.excluded | request.no_room if request.no_room else request.excluded
+                if out:
+                    decision = _without(decision, out)
+                # A step emits one token more than it accepts, so the last block is cut to fit.
+                decision = decision.cut(max(min(request.remaining - 1, request.most_depth), 0))
+                if request.most_positions is not None:
+                    decision = _cut_to(decision, request.most_positions - item.context - 1, self._limits)
+            fitted.append(decision)
+        return fitted
 
     def _watched_hints(self, batch: Batch) -> list[Hint]:
-        """What drafters know whose hints change; not of requests of which others may learn nothing."""
-        items = [item for item in batch if len(batch) == 1 or not item.request.params.private]
-        return [member.hint(item.request) for item in items for member in self._watched]
+        """What drafters know whose hints change."""
+        return [member.hint(item.request) for item in batch for member in self._watched]
 
     def _is_undrafted(self, item: StepItem) -> bool:
         excluded, no_room = item.request.excluded, item.request.no_room
@@ -158,15 +171,12 @@ class Drafting:
         decisions = self._controller.decide(views)
         if len(decisions) != len(views):
             raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
-        known: list[Decision] = []
         for decision, view in zip(decisions, views, strict=True):
             for part in decision.parts if not decision.is_zero else ():
                 if part.drafter not in self._limits:
                     there = ", ".join(map(repr, view.limits))
                     raise ValueError(f"it chose a drafter {part.drafter!r}; there is {there}")
-            # A decision that was kept for several steps may name one that has failed or lost its room since.
-            known.append(decision if view.limits is self._limits else _without_others(decision, view.limits))
-        return known
+        return decisions
 
     def _decide_alone(
         self, requests: Sequence[Request], views: Sequence[RequestView], error: Exception
@@ -292,10 +302,10 @@ class Drafting:
         request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
 
 
-def _without_others(decision: Decision, drafters: Collection[str]) -> Decision:
-    """A decision without the parts of all but some drafters."""
-    merged = tuple(each for each in decision.merged if each.drafter in drafters)
-    if decision.drafter in drafters:
+def _without(decision: Decision, drafters: Collection[str]) -> Decision:
+    """A decision without the parts of some drafters: one that was kept may name what has failed or lost its room."""
+    merged = tuple(each for each in decision.merged if each.drafter not in drafters)
+    if decision.drafter not in drafters:
         return decision if len(merged) == len(decision.merged) else replace(decision, merged=merged)
     return replace(decision, budget=NO_DRAFT, merged=merged)
 
