@@ -120,7 +120,7 @@ class Stream:
     """
 
     def __init__(self, engine: Engine, asked: Sequence[Asked], clock: Clock) -> None:
-        self._engine, self._clock = engine, clock
+        self._engine, self._clock, self._asked = engine, clock, asked
         self._next: Iterator[Asked] = cycle(asked)
         self._request: Request | None = None
         self._records: list[StepRecord] = []
@@ -142,10 +142,15 @@ class Stream:
                 counted += took
         return tokens, counted
 
-    def close(self) -> None:
-        """Give up what is running."""
+    def restart(self) -> None:
+        """Begin with the first request again, so that windows differ by the machine and not by what is written."""
         if self._request is not None and not self._request.closed:
             self._engine.cancel(self._request)
+        self._request, self._next = None, cycle(self._asked)
+
+    def close(self) -> None:
+        """Give up what is running."""
+        self.restart()
         self._engine.listeners.remove(self._keep)
 
 
@@ -196,7 +201,7 @@ def _interval(values: Sequence[float]) -> list[float] | None:
 
 def watch(
     run: Sequence[Callable[[float], tuple[int, float]]],
-    change: Callable[[str], None],
+    begin: Callable[[str], None],
     most_s: float,
     clock: Clock,
 ) -> Windows:
@@ -204,7 +209,7 @@ def watch(
 
     Args:
         run: the default's `Stream.run` and plain decoding's.
-        change: is told when a phase begins.
+        begin: is told the phase when a window begins.
         most_s: seconds; two repeats are made in any case, the first of which warms up.
         clock: seconds.
     """
@@ -213,8 +218,8 @@ def watch(
     while repeats < 2 or clock() - began + one <= most_s:
         window = 0
         for name, seconds in PHASES:
-            change(name)
             for _ in range(seconds):
+                begin(name)
                 tokens, took = [0, 0], [0.0, 0.0]
                 for side in _ORDER[window % 2]:
                     emitted, counted = run[side](_SLICE_S)

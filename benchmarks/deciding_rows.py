@@ -312,14 +312,16 @@ def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float) -> Found:
     streams = [Stream(each.engine, asked, lab.clock) for each in (default, plain)]
     with Neighbour(bandwidth / 2) as neighbour:
 
-        def change(phase: str) -> None:
+        def begin(phase: str) -> None:
             if phase == "loaded":
                 neighbour.come()
             else:
                 neighbour.leave()
+            for stream in streams:
+                stream.restart()
 
         try:
-            windows = watch([stream.run for stream in streams], change, most_s, lab.clock)
+            windows = watch([stream.run for stream in streams], begin, most_s, lab.clock)
             taken = neighbour.bytes_per_s()
         finally:
             for stream in streams:

@@ -108,6 +108,8 @@ def test_bad_input_is_one_sentence(texts: list, options: dict, words: str) -> No
         certify(healthy(), texts, WARM, **options)
     with pytest.raises(OptionError, match="lossy"):
         certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, coupled=True))
+    with pytest.raises(OptionError, match="leave out penalties"):
+        certify(healthy(), TEXTS, replace(WARM, presence_penalty=0.5))
 
 
 class GivesUp(PromptLookup):

@@ -129,6 +129,22 @@ def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
     assert at_once.legal(text[2:]) == len(text) - 2
 
 
+def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel) -> None:
+    """A chain goes on with one state of the form; branches, ends and what is illegal must not lead it astray."""
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    text = target.tokenizer.plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
+    chain = [tuple(text[:count]) for count in range(len(text) + 1)]
+    ends = [(*text, target.eos_token_ids[0]), (*text, target.eos_token_ids[0], text[0])]
+    branches = [(*path, token) for path in chain[:6] for token in (0, text[3], text[0])]
+    longer = [(*path, text[4]) for path in branches]
+    for paths in (chain + ends, ends + chain, branches + longer, [*longer, *branches[::-1], *chain]):
+        masks = forms.start(FORMS["schema"], [1], 1).masks(paths)
+        alone = [forms.start(FORMS["schema"], [1], 1).masks([path])[0] for path in paths]
+        assert np.array_equal(masks, np.stack(alone))
+    assert not masks[-1].all() and masks[0].any()
+
+
 def test_a_whole_form_may_only_end(target: LanguageModel) -> None:
     assert target.tokenizer is not None
     forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)

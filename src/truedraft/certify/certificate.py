@@ -100,7 +100,8 @@ def certify(
         The certificate; look at `issued`.
 
     Raises:
-        OptionError: no prompts, an unusable batch or time, or coupled requests with a lossy rule.
+        OptionError: no prompts, an unusable batch or time, options that shape logits, or coupled requests with a lossy
+            rule.
         TruedraftError: the target failed.
     """
     _refuse_unusable(stack, prompts, params, batch, seconds)
@@ -145,6 +146,11 @@ def _refuse_unusable(
         raise OptionError(
             f"coupled requests take the target's own tokens whatever the rule, and rule {stack.rule.spec!r} is lossy; "
             "leave one of them out"
+        )
+    if params.shapes_logits:
+        raise OptionError(
+            "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
+            "banned tokens, min_tokens and structured, whose exactness docs/options.md shows"
         )
     if not prompts:
         raise OptionError("there is nothing to certify with: give at least one prompt")

@@ -320,7 +320,8 @@ class Goodput(Controller):
             params, private = view.params, view.params.private
             probing = _Probing(self._clock()) if private else self._probing
             self._privates |= private
-            own = self._own[view.id] = _Own((params.probs_key, params.coupled), probing, private)
+            shaping = params.probs_key, params.coupled, params.structured is not None
+            own = self._own[view.id] = _Own(shaping, probing, private)
         return own
 
     def _candidates(self, view: RequestView, own: _Own) -> list[Candidate]:

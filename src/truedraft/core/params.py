@@ -27,8 +27,9 @@ class Structured:
 
     Attributes:
         kind: one of `STRUCTURED`.
-        value: of "json_schema" the schema, as JSON or as an object; of "regex" a regular expression that the whole
-            answer matches; of "choice" texts of which it is one; of "grammar" a grammar in Lark's notation; of
+        value: of "json_schema" the schema, as JSON or as an object; the answer stands on one line, one space behind
+            commas and colons, unless the schema's "x-guidance" says else. Of "regex" a regular expression that the
+            whole answer matches; of "choice" texts of which it is one; of "grammar" a grammar in Lark's notation; of
             "json_object" nothing.
 
     Raises:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from truedraft.errors import PromptError
 from truedraft.server.errors import ApiError
-from truedraft.server.events import DONE, EventStream, event
+from truedraft.server.events import DONE, OR_STREAM, EventStream, event
 from truedraft.server.fields import Fields, ResponseFormat, SamplingFields, TextPart, text_of
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
@@ -150,7 +150,7 @@ def chat_router(front: Front) -> APIRouter:
     """The endpoint."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=OR_STREAM)
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         front.check_model(body.model)

@@ -17,7 +17,7 @@ from truedraft.core.logprobs import TokenLogprobs
 from truedraft.engine import Answer
 from truedraft.engine.prompts import Prompt
 from truedraft.server.errors import ApiError
-from truedraft.server.events import DONE, EventStream, event
+from truedraft.server.events import DONE, OR_STREAM, EventStream, event
 from truedraft.server.fields import ResponseFormat, SamplingFields
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
@@ -74,7 +74,7 @@ def completions_router(front: Front) -> APIRouter:
     """The endpoint."""
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=OR_STREAM)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continue texts."""
         body.check()

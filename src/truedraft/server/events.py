@@ -25,6 +25,12 @@ def event(data: Any, name: str | None = None) -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+OR_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer; with `stream` events, as they come."}
+}
+"""For the document, of endpoints that answer by events where they are asked to."""
+
+
 class EventStream(Response):
     """Sends events as they come; stops making them when the client has gone.
 

@@ -18,7 +18,7 @@ from truedraft.core.params import Structured
 from truedraft.engine import Answer
 from truedraft.server.chat import chat_ids, room_for, template_of
 from truedraft.server.errors import ApiError
-from truedraft.server.events import EventStream, event
+from truedraft.server.events import OR_STREAM, EventStream, event
 from truedraft.server.fields import Fields, SamplingFields, TextPart, text_of
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering
@@ -169,7 +169,7 @@ def responses_router(front: Front) -> APIRouter:
     """The endpoint."""
     router = APIRouter()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=OR_STREAM)
     async def responses(body: ResponseRequest, http: HttpRequest) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)

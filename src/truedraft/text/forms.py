@@ -20,6 +20,11 @@ from truedraft.errors import MissingExtraError, OptionError
 from truedraft.text.tokenizer import Tokenizer
 
 _MOST_CHARACTERS = 1 << 16
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is laid out where its schema does not say: on one line, as Python's json.dumps does.
+
+Where spaces might stand anywhere small models write them for ever, and little of an answer is known beforehand.
+"""
 _MOST_MASKS = 256
 """Masks of one request that are kept until its text grows."""
 
@@ -97,22 +102,24 @@ class FormState:
     def __init__(self, matcher: Any, vocab: int, tokens: Sequence[int], prompt_tokens: int) -> None:
         self._matcher = matcher
         self._vocab = vocab
+        self._mask_bytes = -(-vocab // 8)
         self._tokens = tokens
         self._read = prompt_tokens  # so many of `tokens` the matcher has seen
-        self._masks: dict[tuple[int, ...], NDArray[np.bool_]] = {}
+        self._masks: dict[tuple[int, ...], bytes] = {}  # a bit for each id
+        self._last: tuple[tuple[int, ...], Any] = (), None  # the path looked at last, and a copy of the matcher there
         self._forced: list[int] | None = None
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
         self._go_on()
-        found = np.empty((len(paths), self._vocab), dtype=np.bool_)
-        for row, path in enumerate(paths):
-            key = tuple(path)
+        found: list[bytes] = []
+        for key in map(tuple, paths):
             if key not in self._masks:
                 if len(self._masks) >= _MOST_MASKS:
                     self._masks.clear()
                 self._masks[key] = self._mask(key)
-            found[row] = self._masks[key]
-        return found
+            found.append(self._masks[key])
+        bits = np.frombuffer(b"".join(found), dtype=np.uint8).reshape(len(found), -1)
+        return np.unpackbits(bits, axis=1, count=self._vocab, bitorder="little").view(np.bool_)
 
     def legal(self, path: Path) -> int:
         self._go_on()
@@ -131,26 +138,31 @@ class FormState:
             self._read += len(new)
             self._matcher.consume_tokens(new)
             self._masks.clear()
+            self._last = (), None
             self._forced = None
 
-    def _mask(self, path: tuple[int, ...]) -> NDArray[np.bool_]:
-        matcher = self._matcher
-        if path:
-            # A copy takes a microsecond, and rolling back goes astray behind an end of text.
-            matcher = matcher.deep_copy()
-            if matcher.try_consume_tokens(list(path)) < len(path):
-                return np.ones(self._vocab, dtype=np.bool_)
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        return np.unpackbits(bits, bitorder="little")[: self._vocab].astype(np.bool_)
+    def _mask(self, path: tuple[int, ...]) -> bytes:
+        if not path:
+            return bytes(self._matcher.compute_bitmask()[: self._mask_bytes])
+        # A copy takes a microsecond, and rolling back goes astray behind an end of text. A chain goes on with one copy.
+        before, matcher = self._last
+        if matcher is None or path[:-1] != before:
+            before, matcher = (), self._matcher.deep_copy()
+        added = list(path[len(before) :])
+        if matcher.try_consume_tokens(added) < len(added):
+            self._last = (), None
+            return b"\xff" * self._mask_bytes
+        self._last = path, matcher
+        return bytes(matcher.compute_bitmask()[: self._mask_bytes])
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:
     """What llguidance reads."""
     kind, value = structured.kind, structured.value
     if kind == "json_schema":
-        return str(matcher.grammar_from_json_schema(value))
+        return str(matcher.grammar_from_json_schema(value, defaults=_JSON))
     if kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type": "object"}'))
+        return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON))
     if kind == "regex":
         return str(matcher.grammar_from_regex(value))
     if kind == "choice":
