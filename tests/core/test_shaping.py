@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from truedraft import SamplingParams
-from truedraft.core.shaping import Shaping
+from truedraft.core.shaping import Shaping, shaped_trees
 from truedraft.core.tree import TokenTree
 
 VOCAB = 12
@@ -107,7 +107,7 @@ def test_at_a_node_it_is_what_plain_decoding_comes_to(options: dict[str, Any], d
     for token in ANSWER:
         stepwise.of_paths(logits[:1], [()])
         tokens.append(token)
-    found = stepwise.of_tree(logits, tree)
+    found = shaped_trees(logits, [tree], [stepwise], [False])
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for row in range(len(tree) + 1):
         path = tree.path_tokens(row - 1) if row else ()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from core.test_shaping import by_definition
 from support.chi_square import p_value
 from truedraft import Engine, SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.shaping import Shaping
+from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Portfolio, PromptLookup
+from truedraft.engine import verifier
 from truedraft.testing import MarkovModel
 
 VOCAB = 12  # as in core/test_shaping.py, whose ends are 0 and 11
@@ -93,9 +96,15 @@ def test_coupled_answers_are_those_of_plain_decoding(
     assert drafter == "lookup" or any(answer.stats.accepted_tokens for answer in drafted)
 
 
+def forgetting(logits: Tensor, trees: Sequence[TokenTree], shapings: Sequence[Shaping], _: object) -> Tensor:
+    """What options do to logits if nothing of a path counts."""
+    rows = logits.split([len(tree) + 1 for tree in trees])
+    return torch.cat([one.of_paths(own, [()] * len(own)) for own, one in zip(rows, shapings, strict=True)])
+
+
 def test_penalties_that_forget_the_path_are_caught(target: MarkovModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What engines do that count committed tokens alone."""
-    monkeypatch.setattr(Shaping, "of_tree", lambda self, logits, tree: self.of_paths(logits, [()] * len(logits)))
+    monkeypatch.setattr(verifier, "shaped_trees", forgetting)
     params = SamplingParams(max_tokens=24, frequency_penalty=0.8)
     assert engine(target, "itself").generate(PROMPT, params).token_ids != greedy_by_definition(target, params)
 
@@ -137,7 +146,7 @@ def test_sampled_answers_follow_the_law_of_the_definition(
 ) -> None:
     """A correct engine fails with probability 1e-6; one whose penalties forget the path must."""
     if forgets:
-        monkeypatch.setattr(Shaping, "of_tree", lambda self, logits, tree: self.of_paths(logits, [()] * len(logits)))
+        monkeypatch.setattr(verifier, "shaped_trees", forgetting)
     target, draft = MarkovModel.random(SMALL, seed=4), MarkovModel.random(SMALL, seed=9)
     made = Engine(target, DraftModel(draft, branching=branching), controller="fixed", max_batch=64)
     counts = np.zeros((SMALL,) * 3, dtype=np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def serve(options: ServeOptions) -> int:
     _log_to_standard_error()
     engine = _engine(options, terminal.err)
     app, service = application(engine, options.server, options.stack.model)
+    gc.collect()
+    gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer
 
     def ready(address: str) -> None:
         terminal.note(f"serving {options.stack.model} with {engine.drafter.name} at {address}/v1")

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.params import SamplingParams
+from truedraft.core.probs import most_likely
 from truedraft.core.tree import TokenTree
 
+_SIGN, _INFINITY = -(2**31), 0x7F800000  # bits of a float32
 Path: TypeAlias = Sequence[int]
 """Tokens behind the committed text."""
 
@@ -78,6 +80,9 @@ class Shaping:
         self._never = sorted(word[0] for word in bad_words if len(word) == 1)
         self._words = [word for word in bad_words if len(word) > 1]
         self._repetition = params.repetition_penalty
+        banned = bool(bad_words or params.allowed_token_ids or self._ends)
+        penalised = params.presence_penalty or params.frequency_penalty or self._repetition != 1.0
+        self._changes = bool(banned or params.logit_bias or penalised)
         self._subtracts = bool(params.presence_penalty or params.frequency_penalty)
         self._counts: dict[int, int] = {}  # of the answer's tokens
         self._counted = prompt_tokens  # so many of `tokens` were looked at
@@ -88,27 +93,27 @@ class Shaping:
         """Whether it looks at which tokens are on a path, and not only at how many."""
         return bool(self.form is not None or self._words or self._subtracts or self._repetition != 1.0)
 
-    def of_tree(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """Logits at the rows of a token tree.
+    def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
+        """Logits behind some paths.
 
         Args:
-            logits: `[tree rows, vocab]`: row 0 behind the committed text, row i + 1 behind node i.
-            tree: its tokens are read where they matter, so a device is waited for.
+            logits: `[paths, vocab]`.
+            paths: one for each row.
 
         Returns:
-            `[tree rows, vocab]`, float32, or float64 where the logits are; the given ones stay as they are.
+            `[paths, vocab]`, float32, or float64 where the logits are; the given ones stay as they are.
         """
-        if self.reads_paths:
-            return self.of_paths(logits, [(), *map(tree.path_tokens, range(len(tree)))])
-        return self._shaped(logits, (0, *tree.shape.depths), ())
+        wide = _wide(logits)
+        self._change(wide, [len(path) for path in paths], paths)
+        if self.form is not None:
+            _forbid(wide, self.form.masks(paths))
+        return wide
 
-    def of_paths(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
-        """Logits `[paths, vocab]` behind some paths; likewise."""
-        return self._shaped(logits, [len(path) for path in paths], paths)
-
-    def _shaped(self, logits: Tensor, depths: Sequence[int], paths: Sequence[Path]) -> Tensor:
+    def _change(self, wide: Tensor, depths: Sequence[int], paths: Sequence[Path]) -> None:
+        """Do all that options ask for in place, but for the form: what that forbids stays forbidden by any order."""
+        if not self._changes:
+            return
         self._count()
-        wide = logits.clone() if logits.dtype == torch.float64 else logits.to(torch.float32, copy=True)
         rows = wide[:, : self._vocab]
         tables = self._tables_for(rows)
         if tables.banned is not None:
@@ -119,14 +124,10 @@ class Shaping:
         if early and self._ends:
             at, ends = (transfers.upload(each, rows.device) for each in (early, self._ends))
             rows[at[:, None], ends] = -math.inf
-        if self.form is not None:
-            masks = torch.from_numpy(self.form.masks(paths)).to(rows.device)
-            rows.masked_fill_(~masks, -math.inf)
         if tables.bias is not None:
             rows.add_(tables.bias)
         if self._subtracts or self._repetition != 1.0:
             self._penalise(rows, paths, tables)
-        return wide
 
     def _ban_words(self, rows: Tensor, paths: Sequence[Path]) -> None:
         """No last token of a bad word where the others stand right before it."""
@@ -205,6 +206,67 @@ class Shaping:
                 tables.seen[transfers.upload(sorted(set(self._tokens)), rows.device)] = True
             tables.take(self._counts, lambda token: self._lost(self._counts[token]))
         return self._tables[key]
+
+
+def shaped_trees(
+    logits: Tensor, trees: Sequence[TokenTree], shapings: Sequence[Shaping | None], argmax: Sequence[bool]
+) -> Tensor:
+    """Logits at the rows of the token trees of several requests, as the options of each change them.
+
+    Args:
+        logits: `[rows, vocab]`, of one tree behind another: row 0 behind its committed text, row i + 1 behind node i.
+        trees: their tokens are read where they matter, so a device is waited for.
+        shapings: of each; None changes nothing.
+        argmax: of each, whether only the likeliest token of a row counts: where a form allows that, it need not be
+            worked out what else it allows.
+
+    Returns:
+        `[rows, vocab]`, float32, or float64 where the logits are, the given ones being left as they are; or the given
+        ones, where nothing is changed.
+    """
+    changes = any(shaping is not None and shaping._changes for shaping in shapings)
+    wide = _wide(logits) if changes else logits
+    places: list[int] = []  # of rows that masks are needed for
+    masks: list[NDArray[np.bool_]] = []
+    first = 0
+    for tree, shaping, alone in zip(trees, shapings, argmax, strict=True):
+        end = first + len(tree) + 1
+        if shaping is not None:
+            paths = [(), *map(tree.path_tokens, range(len(tree)))] if shaping.reads_paths else ()
+            shaping._change(wide[first:end], (0, *tree.shape.depths), paths)
+            if shaping.form is not None:
+                rows = _forbidden(shaping.form, paths, wide[first:end]) if alone else list(range(len(paths)))
+                places += [first + row for row in rows]
+                masks += [shaping.form.masks([paths[row] for row in rows])] if rows else []
+        first = end
+    if masks:  # one pass over all rows
+        allowed = np.ones((len(wide), masks[0].shape[1]), dtype=np.bool_)
+        allowed[places] = np.concatenate(masks)
+        wide = wide if changes else _wide(logits)
+        _forbid(wide, allowed)
+    return wide
+
+
+def _forbidden(form: Form, paths: Sequence[Path], logits: Tensor) -> list[int]:
+    """The rows of logits `[paths, vocab]` whose likeliest token the form does not allow behind the row's path."""
+    likeliest = most_likely(logits).tolist()
+    pairs = zip(paths, likeliest, strict=True)
+    return [row for row, (path, token) in enumerate(pairs) if form.legal((*path, token)) <= len(path)]
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """A copy in float32, or float64 where they are."""
+    return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def _forbid(wide: Tensor, allowed: NDArray[np.bool_]) -> None:
+    """Set to minus infinity, in place, what masks `[rows, ids]` do not allow."""
+    # The smaller of a logit and plus or minus infinity, which differ in the sign bit: torch's masked operations take
+    # twice the time of all this on the CPU.
+    known = torch.from_numpy(allowed).to(wide.device, torch.int32)
+    bounds = known.sub_(1).bitwise_and_(_SIGN).bitwise_or_(_INFINITY).view(torch.float32).to(wide.dtype)
+    rows = wide[:, : allowed.shape[1]]
+    torch.minimum(rows, bounds, out=rows)
 
 
 class _Tables:

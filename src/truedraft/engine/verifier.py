@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs, probs_from_logits
 from truedraft.core.proposal import DrawCheck, Proposal
+from truedraft.core.shaping import shaped_trees
 from truedraft.core.verdict import Verdict
 from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.drafting import Drafting
@@ -139,7 +139,8 @@ class Verifier:
         """The items with the distributions of their tree rows, and which rows of `logits` `[rows, vocab]` give any."""
         own = logits.split(list(sizes))
         if any(item.request.shaping is not None for item in items):
-            logits = _shaped(items, own)
+            trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
+            logits = shaped_trees(logits, trees, shapings, [self._argmax_will_do(item) for item in items])
             shaped: Sequence[Tensor] = logits.split(list(sizes))
         else:
             shaped = own
@@ -162,6 +163,12 @@ class Verifier:
     def _takes_argmax(self, item: StepItem) -> bool:
         """Whether the rule only looks at the largest entry of a row: then logits do, and no distribution is made."""
         return item.request.params.greedy and item.request.rule is self._coupled
+
+    def _argmax_will_do(self, item: StepItem) -> bool:
+        """Whether nobody looks at any other entry of a row either."""
+        params = item.request.params
+        told = params.logprobs is not None and params.logprobs_mode == "processed"
+        return self._takes_argmax(item) and not told
 
     def _params(self, item: StepItem) -> SamplingParams:
         """The options that make an item's distributions: at temperature 0 a lossy rule looks at p at temperature 1."""
@@ -237,16 +244,6 @@ def _note_prompt(item: StepItem, logits: Tensor) -> None:
     del request.prompt_logprobs[item.context :]  # of a step that failed half-way
     rows = logits[item.rows.start : item.rows.start + len(following)]
     request.prompt_logprobs += token_logprobs(rows, following, request.params.prompt_logprobs or 0)
-
-
-def _shaped(items: Sequence[StepItem], logits: Sequence[Tensor]) -> Tensor:
-    """The logits of all items `[rows, vocab]`, as the options of their requests change them."""
-    parts = []
-    for item, own in zip(items, logits, strict=True):
-        shaping = item.request.shaping
-        parts.append(own if shaping is None else shaping.of_tree(own, item.proposal.tree))
-    wide = functools.reduce(torch.promote_types, (each.dtype for each in parts))
-    return torch.cat([each.to(wide) for each in parts])
 
 
 def _sound(logits: Tensor) -> Tensor | None:

@@ -7,6 +7,8 @@ own path, so masks are functions of paths like all else that shapes logits.
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -25,6 +27,8 @@ _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 
 Where spaces might stand anywhere small models write them for ever, and little of an answer is known beforehand.
 """
+_MOST_FORMS = 64
+"""Forms that are kept compiled: clients ask for the same ones again and again."""
 _MOST_MASKS = 256
 """Masks of one request that are kept until its text grows."""
 
@@ -42,6 +46,10 @@ class Forms:
         self._tokenizer = tokenizer
         self._vocab = vocab_size
         self._eos_ids = tuple(eos_ids)
+        self._begun: OrderedDict[Structured, Any] = (
+            OrderedDict()
+        )  # matchers at the beginning, asked for last at the end
+        self._lock = threading.Lock()  # requests come from several threads
 
     @cached_property
     def _guide(self) -> Any:
@@ -73,6 +81,17 @@ class Forms:
             OptionError: it is no schema, expression or grammar, or too large.
             MissingExtraError: llguidance is not installed.
         """
+        with self._lock:
+            begun = self._begun.get(structured)
+            if begun is None:
+                begun = self._begun[structured] = self._compiled(structured)
+                begun.compute_bitmask()  # which copies need not work out again
+            self._begun.move_to_end(structured)
+            if len(self._begun) > _MOST_FORMS:
+                self._begun.popitem(last=False)
+            return FormState(begun.deep_copy(), self._vocab, tokens, prompt_tokens)
+
+    def _compiled(self, structured: Structured) -> Any:
         guide = self._guide
         from llguidance import LLMatcher
 
@@ -86,7 +105,7 @@ class Forms:
         matcher = LLMatcher(guide, grammar, log_level=0)
         if matcher.is_error():
             raise OptionError(f"cannot be read ({_first_line(matcher.get_error())})", field="structured")
-        return FormState(matcher, self._vocab, tokens, prompt_tokens)
+        return matcher
 
 
 class FormState:
