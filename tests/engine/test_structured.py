@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -143,6 +144,18 @@ def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel
         alone = [forms.start(FORMS["schema"], [1], 1).masks([path])[0] for path in paths]
         assert np.array_equal(masks, np.stack(alone))
     assert not masks[-1].all() and masks[0].any()
+
+
+def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -> None:
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    params = SamplingParams(24, structured=FORMS["schema"], logprobs=5, logprobs_mode="processed")
+    answer = Engine(target, "prompt-lookup,min_ngram=1", controller="fixed").generate(PROMPT, params)
+    state = forms.start(FORMS["schema"], tokens := [1], 1)
+    for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
+        allowed = state.masks([()])[0]
+        assert all(allowed[each] or not math.isfinite(value) for each, value in entry.top)
+        tokens.append(token)
 
 
 def test_a_whole_form_may_only_end(target: LanguageModel) -> None:

@@ -48,7 +48,7 @@ class Forms:
         self._eos_ids = tuple(eos_ids)
         self._begun: OrderedDict[Structured, Any] = (
             OrderedDict()
-        )  # matchers at the beginning, asked for last at the end
+        )  # matchers at the beginning, the latest asked for last
         self._lock = threading.Lock()  # requests come from several threads
 
     @cached_property
@@ -83,15 +83,18 @@ class Forms:
         """
         with self._lock:
             begun = self._begun.get(structured)
-            if begun is None:
-                begun = self._begun[structured] = self._compiled(structured)
-                begun.compute_bitmask()  # which copies need not work out again
+        if begun is None:  # a large one takes long, and others need not wait for it
+            begun = self._compiled(structured)
+            begun.compute_bitmask()  # which copies need not work out again
+        with self._lock:
+            self._begun[structured] = begun
             self._begun.move_to_end(structured)
             if len(self._begun) > _MOST_FORMS:
                 self._begun.popitem(last=False)
             return FormState(begun.deep_copy(), self._vocab, tokens, prompt_tokens)
 
     def _compiled(self, structured: Structured) -> Any:
+        """What llguidance makes of a form, at the beginning of an answer."""
         guide = self._guide
         from llguidance import LLMatcher
 
