@@ -254,7 +254,7 @@ def _where(kept: Kept) -> str:
 def _row_table(row: str, records: Mapping[str, Record]) -> str:
     if row == "sweep":
         lines = [[_place(each), each["best"], _speedups(each)] for each in records.values()]
-        return _table(["cell", "best", "speed-ups"], lines)
+        return f"{_table(['cell', 'best', 'speed-ups'], lines)}\n\n{_families(list(records.values()))}"
     if row == "f":
         return _neighbour_table(records.values())
     if row == "g":
@@ -296,6 +296,30 @@ def _interval(record: Record) -> str:
 def _speedups(record: Record) -> str:
     found = sorted(record["speedups"].items(), key=lambda each: -each[1])
     return ", ".join(f"{words.replace('num_speculative_tokens=', '')} {value:.2f}" for words, value in found)
+
+
+def _families(records: Records) -> str:
+    """Which drafter when: of each kind the best length on each set, from the set that it serves least to the most."""
+    kinds = list(dict.fromkeys(words.partition(",")[0] for each in records for words in each["speedups"]))
+    places = list(dict.fromkeys((each["size"], each["batch"]) for each in records))
+    lines = []
+    for size, batch in places:
+        own = [each["speedups"] for each in records if (each["size"], each["batch"]) == (size, batch)]
+        lines.append([f"{size}, {batch}", *(_family([_of_kind(each, kind) for each in own]) for kind in kinds)])
+    head = [f"{kind}, best length of each set" for kind in kinds]
+    return f"By kind, over {len(SETS)} sets:\n\n{_table(['size, requests', *head], lines)}"
+
+
+def _of_kind(speedups: Mapping[str, float], kind: str) -> Mapping[str, float]:
+    return {words: value for words, value in speedups.items() if words.partition(",")[0] == kind}
+
+
+def _family(sets: Sequence[Mapping[str, float]]) -> str:
+    best = [max(each.items(), key=lambda pair: pair[1]) for each in sets if each]
+    if not best:
+        return "-"
+    values, lengths = [value for _, value in best], [int(words.rpartition("=")[2]) for words, _ in best]
+    return f"{min(values):.2f} to {max(values):.2f} with {min(lengths)} to {max(lengths)}"
 
 
 def _neighbour_table(records: Sequence[Record] | Any) -> str:

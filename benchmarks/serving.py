@@ -35,6 +35,7 @@ ROWS = {
     "engine": "the server against `Engine` in process, 8 streams",
     "closed": "tokens per second with 1, 4, 8 and 16 clients, with the draft, against vLLM",
     "open": "tokens come at half and at 0.8 of the slower server's capacity: time per token, against vLLM",
+    "shared": "8 clients whose prompts begin with the same 600 tokens, prefix caches on on both sides, against vLLM",
     "batch": "16 clients, plain and with the draft, against vLLM",
     "first": "first token of a prompt of 1,400 tokens, against vLLM",
     "prefix": "first token of a prompt of 1,600 tokens of which 1,500 were asked before, against a cold one",
@@ -106,7 +107,7 @@ class Server:
             self.process.kill()
 
 
-def ours(name: str, *more: str, drafter: str = "draft,num_speculative_tokens=12", size: str | None = SIZE) -> list[str]:
+def ours(*more: str, drafter: str = "draft,num_speculative_tokens=12", size: str | None = SIZE) -> list[str]:
     """The command of our server."""
     padded = [] if size is None else ["--pad-to", size]
     return [
@@ -168,19 +169,28 @@ def loads(clients: int, temperature: float) -> Load:
     return Load([Request(text, 64, temperature, seed) for seed, text in enumerate(texts)], clients)
 
 
+def alike(temperature: float, turn: int) -> Load:
+    """Requests of 8 clients that begin with the same 600 tokens or so, others in each turn, and end each in its own."""
+    start = prompts(2 * TURNS, 600)[turn % TURNS + (TURNS if temperature else 0)]
+    texts = prompts(32)
+    return Load([Request(f"{start}\n\n{text}", 64, temperature, seed) for seed, text in enumerate(texts)], 8)
+
+
 def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) -> None:
-    """The rows closed, open, batch and first: both servers, in turns."""
+    """The rows closed, open, shared, batch and first: both servers, in turns."""
     target, draft = exported("target", SIZE), exported("draft", None)
     plain = row == "first"
-    off = ("--prefix-cache-bytes", "0")
+    caching = row == "shared"
+    off = () if caching else ("--prefix-cache-bytes", "0")
+    vllm_caching = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
     servers = [
-        Server("ours", ours("ours", *off, drafter="none" if plain else "draft,num_speculative_tokens=12"), 8101),
-        Server("vllm", vllm(venv, target, None if plain else draft, "--no-enable-prefix-caching"), 8102, _VLLM),
+        Server("ours", ours(*off, drafter="none" if plain else "draft,num_speculative_tokens=12"), 8101),
+        Server("vllm", vllm(venv, target, None if plain else draft, vllm_caching), 8102, _VLLM),
     ]
     if row == "batch":
         servers += [
-            Server("ours plain", ours("plain", *off, drafter="none"), 8103),
-            Server("vllm plain", vllm(venv, target, None, "--no-enable-prefix-caching"), 8104, _VLLM),
+            Server("ours plain", ours(*off, drafter="none"), 8103),
+            Server("vllm plain", vllm(venv, target, None, vllm_caching), 8104, _VLLM),
         ]
     try:
         for server in servers:
@@ -208,6 +218,10 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome
         return
     for temperature in (0.0, 0.8):
         way = "greedy" if temperature == 0.0 else f"temperature {temperature}"
+        if row == "shared":
+            cell = Cell(row, f"8 clients, {way}")
+            yield cell, lambda port, cell=cell, t=temperature: run(closed_loop(port, alike(t, kept.turns(cell))))
+            continue
         for clients in (16,) if row == "batch" else (1, 4, 8, 16):
             load = loads(clients, temperature)
             if row != "open":
@@ -247,7 +261,7 @@ def exported(name: str, pad_to: str | None) -> Path:
 
 def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
-    server = Server("ours", ours("ours", "--prefix-cache-bytes", "0"), 8101)
+    server = Server("ours", ours("--prefix-cache-bytes", "0"), 8101)
     command = [sys.executable, str(Path(__file__).with_name("serving_engine.py"))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
@@ -275,7 +289,7 @@ def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
 def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """A conversation's first 1,500 tokens and another 100, cold and again."""
     cell = Cell("prefix", "1,500 of 1,600 tokens")
-    server = Server("ours", ours("ours", drafter="draft,num_speculative_tokens=12"), 8101)
+    server = Server("ours", ours(drafter="draft,num_speculative_tokens=12"), 8101)
     try:
         server.wait()
         while kept.turns(cell) < TURNS and left_s() > 0:
@@ -298,7 +312,7 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
         }, "required": ["name", "size"], "additionalProperties": False}}},
         "required": ["items"], "additionalProperties": False,
     }  # fmt: skip
-    server = Server("ours", ours("ours", drafter="auto", size=None), 8101)
+    server = Server("ours", ours(drafter="auto", size=None), 8101)
     try:
         server.wait()
         for clients in (1, 8):
@@ -351,6 +365,8 @@ def _figures(row: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
     else:
         yield "tokens per second, ours / vLLM", ratio("ours", "vllm", "tokens_per_s")
         yield "95 % of times per token, ours / vLLM", ratio("ours", "vllm", "per_token_p95_s")
+        if row == "shared":
+            yield "first token, ours / vLLM", ratio("ours", "vllm", "first_s")
         if "ours plain" in turns[0]:
             yield "plain, tokens per second, ours / vLLM", ratio("ours plain", "vllm plain", "tokens_per_s")
 

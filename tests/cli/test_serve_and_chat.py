@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,24 @@ def test_open_requests_end_when_it_is_told_twice() -> None:
         assert process.wait(30) == 0
 
 
+def test_while_it_stops_new_requests_are_told_so_and_open_ones_go_on() -> None:
+    with served("--drain-s", "60") as (process, address):
+        body = json.dumps({"prompt": "x", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True})
+        request = urllib.request.Request(
+            f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            assert stream.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            for asked in (f"{address}/health", request):
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(asked, timeout=30)
+                assert refused.value.code == 503
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -108,6 +127,15 @@ def test_a_talk_with_a_model_here() -> None:
     assert [turn["message"] for turn in record["turns"]] == ["class Stack:", "class Stack:"]
     assert record["turns"][0]["text"] == record["turns"][1]["text"] != ""
     assert "there is no /nonsense" in done.stderr and "tokens in" in done.stderr
+
+
+def test_once_more_is_the_last_message_of_what_is_remembered() -> None:
+    done = talk("a = 1\n/system be brief\n/reset\n/again\nb = 2\n/again\n/again\n", "--drafter", "none", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert [turn["message"] for turn in record["turns"]] == ["a = 1", "b = 2", "b = 2", "b = 2"]
+    assert len({turn["text"] for turn in record["turns"][1:]}) == 1
+    assert "nothing was asked yet" in done.stderr
 
 
 def test_a_talk_with_a_server() -> None:

@@ -26,6 +26,7 @@ from support.simulated_drafting import (
 )
 from truedraft.control import Budget, Goodput, Hint, Thompson, UpperBound
 from truedraft.control.survival import Exploration
+from truedraft.core.params import SamplingParams
 
 EXPLORATIONS: list[Callable[[], Exploration]] = [UpperBound, Thompson]
 
@@ -389,3 +390,13 @@ def test_a_decision_for_many_requests_asks_for_few_costs() -> None:
             simulation.step()
         assert asked["step_s"] / 50 < 60
         assert asked["drafting_s"] / 50 < 120
+
+
+def test_what_is_learned_of_sampling_options_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truedraft.control.goodput._MOST_KINDS", 8)
+    simulation = simulated(steady(0.8), requests=1)
+    for number in range(40):
+        simulation.requests = [SimulatedRequest(number, SamplingParams(temperature=0.01 * (number + 1)))]
+        simulation.run(STEP_S * 20)
+    assert len(simulation.controller._pool) <= 8  # type: ignore[attr-defined]
+    assert simulation.requests[0].decisions

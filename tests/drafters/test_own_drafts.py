@@ -33,6 +33,15 @@ def test_the_place_moves_with_the_answer_and_is_found_again() -> None:
     assert _Follower([], 0).find([1, 2]) == (None, 0)
 
 
+def test_of_places_alike_the_next_one_behind_counts_then_the_nearest_before() -> None:
+    follower = _Follower([5, 6, 1, 5, 6, 2, 5, 6, 3], 0)
+    assert follower.find([5, 6, 1, 5]) == (4, 4)
+    assert follower.find([5, 6, 1, 5, 7, 5, 6]) == (5, 0), "the answer left at 4"
+    assert follower.find([5, 6, 1, 5, 7, 5, 6, 2, 5, 6, 3, 5, 6]) == (8, 0), "nothing lies behind the end"
+    long = _Follower([5, 6] * 5000, 0)
+    assert long.find([5, 6, 5, 6, 9, 5, 6]) == (4, 0), "where it stood"
+
+
 def test_it_reads_only_what_is_new() -> None:
     follower = _Follower([1, 2, 3, 4], 2)
     assert follower.find([7, 7]) == (0, 0), "the prompt is no part of the answer"
@@ -95,3 +104,6 @@ def test_requests_without_a_prediction_ask_nobody_for_one() -> None:
     assert engine.prepare([1, 2], SamplingParams(prediction=(1, 2))).excluded == {"forced"}
     with pytest.raises(OptionError, match="prediction is a text and needs a tokenizer"):
         engine.prepare([1, 2], SamplingParams(prediction="text"))
+    context = target.context_length
+    with pytest.raises(OptionError, match=f"prediction has {context + 1} tokens, and this model's context holds"):
+        engine.prepare([1, 2], SamplingParams(prediction=(1,) * (context + 1)))

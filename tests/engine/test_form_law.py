@@ -42,6 +42,9 @@ class NoTwins:
             found[row, (*self._tokens[-1:], *path)[-1]] = False
         return found
 
+    def allows(self, path: Path, token: int) -> bool:
+        return bool(self.masks([path])[0, token])
+
     def legal(self, path: Path) -> int:
         text = (self._tokens[-1], *path)
         return next((place for place in range(len(path)) if text[place] == text[place + 1]), len(path))

@@ -146,6 +146,29 @@ def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel
     assert not masks[-1].all() and masks[0].any()
 
 
+@pytest.mark.parametrize("name", [*FORMS, "counted"])
+def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: LanguageModel, name: str) -> None:
+    """Greedy answers are checked token by token, and must be the likeliest of what sampled ones are drawn from."""
+    assert target.tokenizer is not None
+    counted = Structured("grammar", 'start: body "Y"\nbody[max_tokens=3]: /[a-z ]+/')
+    structured = FORMS.get(name, counted)
+    text = (
+        Engine(target).generate(PROMPT, SamplingParams(40, 1.0, seed=1, coupled=True, structured=structured)).token_ids
+    )
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    looked = 0
+    for count in range(0, min(len(text), 14) + 1, 2):
+        path = tuple(text[:count])
+        mask = forms.start(structured, [1], 1).masks([path])[0]
+        asked = forms.start(structured, [1], 1)
+        tokens = {*np.flatnonzero(mask)[:60].tolist(), *range(40, 140), *range(3000, 3100), *target.eos_token_ids}
+        for token in tokens:
+            assert asked.allows(path, token) == mask[token], (path, token)
+            looked += 1
+        assert asked.legal((*path, int(np.flatnonzero(mask)[0]))) == count + 1
+    assert looked > 400
+
+
 def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -> None:
     assert target.tokenizer is not None
     forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
@@ -192,6 +215,26 @@ def test_forced_text_is_drafted_and_costs_few_calls(target: LanguageModel) -> No
     answers = [engine.generate(PROMPT, params) for _ in range(4)]
     assert all(answer.token_ids == plain.token_ids for answer in answers)
     assert answers[-1].stats.by_drafter["forced"].accepted_tokens > 0
+
+
+def test_a_grammar_too_ambiguous_to_be_followed_fails_its_request_alone(
+    target: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.text.forms._MOST_ITEMS", 2000)
+    form = Structured("grammar", 'start: s\ns: "a" | s s | s s s')
+    params = SamplingParams(60, 1.0, seed=3, coupled=True, min_tokens=60, structured=form)
+    other = SamplingParams(max_tokens=40)
+    expected = Engine(target).generate("import os\n", other).token_ids
+    found = []
+    for drafter in (None, with_own_drafts(from_spec("portfolio(draft;prompt-lookup)", target))):
+        engine = Engine(target, drafter, controller="fixed")
+        failed, answer = engine.generate([PROMPT, "import os\n"], [params, other])
+        assert failed.finish_reason == "error" and "less ambiguous" in str(failed.error)
+        assert set(failed.text or "") == {"a"}
+        assert answer.token_ids == expected
+        assert engine.check_idle() == []
+        found.append(failed.token_ids)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

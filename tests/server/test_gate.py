@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import http.client
 import json
 import logging
 from collections.abc import Callable
@@ -10,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from server.conftest import Running, serving
 from server.test_load import Raising, get, post, wait_for
 from truedraft import Engine
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
+from truedraft.server.chat import ChatRequest
+from truedraft.server.completions import CompletionRequest
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import ApiKeys
 
@@ -103,6 +108,11 @@ def test_what_is_no_request(running: Running) -> None:
         (json.dumps({"prompt": "x", "stop": ["x"] * 100}).encode(), "stop holds 100 entries"),
         (json.dumps({"prompt": "x", "stop": [""]}).encode(), "holds an empty text"),
         (json.dumps({"prompt": "x", "logit_bias": {str(n): 1 for n in range(2000)}}).encode(), "logit_bias holds 2000"),
+        (json.dumps({"prompt": "x", "query": 1}).encode(), "unrecognized request argument: query"),
+        (json.dumps({"prompt": "x", "\ud800": 1}).encode(), "the body cannot be used"),
+        (json.dumps({"prompt": "x", "bad_words": ["\ud800"]}).encode(), "half a character"),
+        (json.dumps({"prompt": "x", "prediction": {"content": "\ud800"}}).encode(), "half a character"),
+        (json.dumps({"prompt": "x", "metadata": {str(n): "x" for n in range(2000)}}).encode(), "metadata holds 2000"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
     ):
@@ -175,3 +185,82 @@ def test_what_had_to_be_done_again_is_counted(target: LanguageModel) -> None:
         assert status == 200
         lines = get(running.url, "/metrics")[1].splitlines()
     assert float(next(line for line in lines if line.startswith("truedraft:recoveries_total")).split()[-1]) > 0
+
+
+def test_one_mistake_is_told_of_a_million() -> None:
+    """A body of some megabytes may hold millions of them, and each that is looked for takes time and memory."""
+    for body in (
+        {"prompt": [None] * 5000},
+        {"prompt": [[None] * 50] * 100},
+        {"prompt": "x", "stop": [1] * 5000},
+        {"prompt": "x", "allowed_token_ids": ["a"] * 5000},
+        {"prompt": "x"} | {f"field_{number}": number for number in range(5000)},
+    ):
+        with pytest.raises(ValidationError) as refused:
+            CompletionRequest.model_validate(body)
+        assert refused.value.error_count() <= 6
+    message = {"role": "user", "content": "x"} | {f"field_{number}": number for number in range(5000)}
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest.model_validate({"messages": [message] * 50})
+    assert refused.value.error_count() <= 6
+
+
+def test_halves_of_characters_are_no_mistake_of_the_server(running: Running) -> None:
+    for path, body in (
+        ("/tokenize", {"prompt": "\ud800"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "x", "metadata": {"a": "\ud800"}, "max_output_tokens": 1}),
+    ):
+        status, _, told = post(running.url, body, path)
+        assert status == 400, told
+        assert told["error"]["message"] and "Traceback" not in str(told)
+
+
+def test_bodies_that_do_not_say_how_long_they_are(make_engine: Callable[..., Engine]) -> None:
+    with serving(make_engine(), max_body_bytes="10K") as running:
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
+        parts = iter([b'{"prompt": "', *[b"x" * 1000] * 20, b'"}'])
+        connection.request("POST", "/v1/completions", parts, {"Content-Type": "application/json"}, encode_chunked=True)
+        reply = connection.getresponse()
+        told = json.loads(reply.read())
+        assert reply.status == 413 and told["error"]["code"] == "request_too_large"
+        connection.close()
+
+
+def test_paths_of_requests_write_nothing_of_their_own_to_the_log(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="truedraft.server.requests")
+    get(running.url, "/%1b%5b2J%20200%20client=root%0aGET")
+    wait_for(lambda: any(" 404 " in record.getMessage() for record in caplog.records))
+    line = next(record.getMessage() for record in caplog.records if " 404 " in record.getMessage())
+    assert "\x1b" not in line and "\n" not in line and " 200 client=root" not in line
+
+
+def test_errors_name_no_folder(target: LanguageModel, tmp_path: Path) -> None:
+    folder = tmp_path / "secret" / "model"
+    folder.mkdir(parents=True)
+    named = copy.copy(target)
+    named.name = str(folder)
+    with serving(Engine(named, controller="fixed"), served_model_name=()) as running:
+        told = post(running.url, {"prompt": [1] * 200_000})[2]["error"]["message"]
+        assert "'tiny' has a context of" in told and "secret" not in told
+        told = post(running.url, {"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")[2]
+        assert "'tiny' has no chat template" in told["error"]["message"]
+        assert "secret" not in get(running.url, "/metrics")[1]
+
+
+def test_variables_of_templates_are_no_arguments_of_the_tokenizer(running: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for more in (
+        {"padding": "max_length", "max_length": 2_000_000_000},
+        {"truncation": True},
+        {"chat_template": "{{ 1 }}"},
+        {"tokenize": False},
+        {"messages": []},
+        {"return_tensors": "pt"},
+    ):
+        status, _, told = post(running.url, body | {"chat_template_kwargs": more}, "/v1/chat/completions")
+        assert status == 400 and told["error"]["param"] == "chat_template_kwargs", told
+    fine = {"template": 1, "variables": {}, "enable_thinking": False}
+    assert post(running.url, body | {"chat_template_kwargs": fine}, "/v1/chat/completions")[0] == 200

@@ -22,10 +22,11 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftRequest, PromptLookup
+from truedraft.engine import Request
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
-from truedraft.server.service import Answering, Service
+from truedraft.server.service import Answering, Service, Stream
 
 PROMPT = "def f("
 
@@ -95,7 +96,7 @@ def test_many_clients_get_what_each_gets_alone(running: Running) -> None:
 
 
 def test_disconnects_free_their_slots(running: Running) -> None:
-    for _ in range(40):
+    for _ in range(500):
         connection = open_stream(
             running.url, {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
         )
@@ -114,6 +115,32 @@ def test_a_client_that_waits_and_goes_is_forgotten(running: Running) -> None:
         wait_for(lambda: running.service.running > 0)
         connection.close()
         wait_for(lambda: running.service.is_idle)
+
+
+def test_a_client_that_leaves_while_the_engine_gets_its_request(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue = running.engine.enqueue
+    ended: list[Stream] = []
+
+    def slow(request: Request) -> None:
+        time.sleep(0.2)
+        enqueue(request)
+
+    monkeypatch.setattr(running.engine, "enqueue", slow)
+    listener = ended.append
+    running.service.listeners.append(listener)
+    try:
+        connection = open_stream(
+            running.url, {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        )
+        wait_for(lambda: running.service.running > 0)
+        connection.close()
+        wait_for(lambda: len(ended) == 1)
+    finally:
+        running.service.listeners.remove(listener)
+    assert ended[0].answer is not None and ended[0].answer.finish_reason == "cancelled"
+    assert running.service.is_idle and running.engine.check_idle() == []
 
 
 def test_a_slow_reader_holds_nobody_up(running: Running) -> None:
@@ -311,3 +338,90 @@ def test_preempted_requests_go_on_exactly() -> None:
         assert [answer.token_ids for answer in answers] == expected
         assert engine.preemptions > 0
         assert engine.check_idle() == [] and engine.cache_bytes <= int(1.6 * one)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.plants_failures
+def test_a_step_that_fails_is_told_as_a_failure(
+    make_engine: Callable[..., Engine], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_engine()) as running:
+        step, fails = running.engine.step, threading.Event()
+
+        def failing() -> bool:
+            if fails.is_set():
+                fails.clear()
+                raise RuntimeError("planted")
+            return step()
+
+        monkeypatch.setattr(running.engine, "step", failing)
+        body = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": stream}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(_read_all, running.url, body)
+            wait_for(lambda: running.service.running > 0)
+            fails.set()
+            text = asked.result(60)
+        assert "the server failed (RuntimeError)" in text and "planted" not in text
+        assert '"finish_reason":"length"' not in text.replace(" ", "")
+        assert post(running.url, {"prompt": PROMPT, "max_tokens": 2})[0] == 200
+
+
+def _read_all(url: str, body: dict[str, Any]) -> str:
+    at = urlsplit(url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    return connection.getresponse().read().decode()
+
+
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_an_engine_that_died(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_engine(max_batch=1)) as running:
+        dies, hand_over = threading.Event(), Service._hand_over
+
+        def dying(self: Service) -> None:
+            if dies.is_set():
+                raise RuntimeError("planted")
+            hand_over(self)
+
+        monkeypatch.setattr(Service, "_hand_over", dying)
+        body = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(post, running.url, body) for _ in range(3)]
+            wait_for(lambda: running.service.running > 0 and running.service.waiting == 2)
+            dies.set()
+            assert [each.result(60)[0] for each in asked] == [503] * 3
+        assert post(running.url, body)[0] == 503 and get(running.url, "/health")[0] == 503
+
+
+def test_clients_that_come_back_do_not_pass_one_that_waits(make_engine: Callable[..., Engine]) -> None:
+    service = Service(make_engine(max_batch=1))
+    clients = {name: Client(name) for name in "abc"}
+
+    def ask(name: str) -> None:
+        request = service.engine.prepare(PROMPT, SamplingParams(max_tokens=2))
+        Answering(service).start([request], clients[name])
+
+    async def run() -> str:
+        for name in "cccccab":
+            ask(name)
+        order = ""
+        for _ in range(9):
+            stream = service._next()
+            assert stream is not None
+            order += stream.client.name
+            service._forget(stream)
+            if stream.client.name != "c":
+                ask(stream.client.name)
+        return order
+
+    assert asyncio.run(run()) == "cabcabcab"
+
+
+def test_more_samples_than_ever_fit_are_refused_for_good(make_engine: Callable[..., Engine]) -> None:
+    with serving(make_engine(), max_per_client=2) as running:
+        status, headers, told = post(running.url, {"prompt": PROMPT, "max_tokens": 2, "n": 3})
+        assert status == 400 and "asks for 3 answers at once, and this server takes 2" in told["error"]["message"]
+        assert headers["Retry-After"] is None

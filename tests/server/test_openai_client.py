@@ -9,6 +9,7 @@ import pytest
 
 from server.conftest import TEMPLATE, Running
 from truedraft import SamplingParams
+from truedraft.server.chat import ChatRequest
 
 openai = pytest.importorskip("openai")
 
@@ -209,11 +210,16 @@ def test_tools(client: Any) -> None:
     arguments = "".join(part.function.arguments or "" for part in parts)
     assert arguments == forced.choices[0].message.tool_calls[0].function.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks), "no tag of a call is text"
     free = client.chat.completions.create(**asked, tool_choice="none")
     assert free.choices[0].message.tool_calls is None
     answered = [*message, {"role": "assistant", "tool_calls": [call.model_dump()]}]
     answered.append({"role": "tool", "tool_call_id": call.id, "content": "1"})
     assert client.chat.completions.create(model="tiny", messages=answered, max_tokens=4)
+    as_it_came = [*message, named.choices[0].message.model_dump(), answered[-1]]
+    assert client.chat.completions.create(model="tiny", messages=as_it_came, max_tokens=4)
+    declined = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *message]
+    assert client.chat.completions.create(model="tiny", messages=declined, max_tokens=4)
     with pytest.raises(openai.BadRequestError, match="tool_choice names 'peek'; tools has 'push', 'pop'"):
         client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "peek"}})
 
@@ -237,6 +243,7 @@ def test_responses(running: Running, client: Any) -> None:
     streamed = list(client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False, stream=True))
     arguments = "".join(e.delta for e in streamed if e.type == "response.function_call_arguments.delta")
     assert arguments == called[0].arguments
+    assert [item.type for item in streamed[-1].response.output] == ["function_call"]
     turns = [
         {"role": "user", "content": [{"type": "input_text", "text": "push 1"}]},
         called[0].model_dump(exclude_none=True),
@@ -318,6 +325,11 @@ def test_errors_have_openais_form(client: Any) -> None:
         ({"suffix": "end"}, "suffix is not supported", "suffix"),
         ({"model": "gpt"}, "there is no model 'gpt' here", "model"),
         ({"prompt": []}, "prompt", "prompt"),
+        ({"logprobs": 21}, "logprobs must lie in 0 to 20, got 21", "logprobs"),
+        ({"prompt_logprobs": 100_000}, "prompt_logprobs must lie in 0 to 20, got 100000", "prompt_logprobs"),
+        ({"logprobs_mode": "odd"}, "logprobs_mode", "logprobs_mode"),
+        ({"stop": ["x"] * 65}, "stop holds 65 entries, of at most 64", "stop"),
+        ({"prediction": {"content": "x y " * 5000}}, "and this model's context holds", "prediction"),
     ):
         body = {"model": "tiny", "prompt": "x"} | more
         with pytest.raises(openai.APIStatusError) as refused:
@@ -325,3 +337,38 @@ def test_errors_have_openais_form(client: Any) -> None:
         error = refused.value.body
         assert message in error["message"] and error["param"] == param, error
         assert "Traceback" not in str(error)
+
+
+def test_logprobs_of_responses_stay_with_their_text(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 12, "temperature": 0}
+    asked["include"] = ["message.output_text.logprobs"]
+    whole = client.responses.create(**asked).output[0].content[0].logprobs
+    events = list(client.responses.create(**asked, stream=True))
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    parts = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert len(whole) == 12 and [entry.token for entry in done.logprobs] == [entry.token for entry in whole]
+    assert [entry.token for entry in parts] == [entry.token for entry in whole][: len(parts)]
+    (item,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert item.status == "incomplete" == events[-1].response.status
+
+
+def test_echoes_alone_cost_no_tokens_and_have_logprobs_in_streams_too(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1, "temperature": 0}
+    alone = client.completions.create(**asked, max_tokens=0)
+    assert alone.choices[0].text == PROMPT and alone.usage.completion_tokens == 0
+    whole = client.completions.create(**asked, max_tokens=5)
+    chunks = list(client.completions.create(**asked, max_tokens=5, stream=True))
+    for field in ("tokens", "token_logprobs", "text_offset"):
+        streamed = [value for chunk in chunks for value in getattr(chunk.choices[0].logprobs, field)]
+        assert streamed == getattr(whole.choices[0].logprobs, field)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_arguments_of_earlier_calls_are_objects_to_templates() -> None:
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"id": "2", "function": {"name": "f", "arguments": "no object"}},
+    ]
+    body = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    shown = body.messages[0].for_template["tool_calls"]
+    assert [call["function"]["arguments"] for call in shown] == [{"x": 1}, "no object"]

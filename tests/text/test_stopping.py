@@ -248,3 +248,5 @@ def test_words_are_known_with_and_without_a_space(bytes_bpe: Tokenizer) -> None:
     for ids in bytes_bpe.word_ids(" tea"):
         assert bytes_bpe.decode(ids).strip() == "tea"
     assert bytes_bpe.word_ids(" tea") == bytes_bpe.word_ids("tea")
+    assert bytes_bpe.word_ids("\n") == [bytes_bpe.plain_ids("\n")], "white space is a word, too"
+    assert bytes_bpe.decode(bytes_bpe.word_ids("\ntea")[0]) == "\ntea"

@@ -200,13 +200,15 @@ class Prefixes:
 
     def trim(self, most_bytes: int) -> None:
         """Forget blocks until the others take no more than so many bytes."""
+        emptied = False
         while self._blocks and self.n_bytes > most_bytes:
             _, block = self._blocks.popitem(last=False)
             self.n_bytes -= block.n_bytes
             if block.before is not None:
                 del block.before.following[block.tokens]
-        if not self._blocks:
-            self._roots.clear()
+                emptied |= block.before.before is None and not block.before.following
+        for scope in [scope for scope, root in self._roots.items() if emptied and not root.following]:
+            del self._roots[scope]
 
 
 def _joined(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Tensor, Tensor]]:

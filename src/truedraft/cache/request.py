@@ -236,7 +236,9 @@ class CachePool:
         self._limit = limit
         self._keep = keep
         self._free: list[RequestCache] = []
-        self._lock = threading.Lock()  # several engines may share a model
+        # Several engines may share a model. One thread may come here twice: what is allocated here may end a forgotten
+        # stream, whose cache comes back.
+        self._lock = threading.RLock()
         self.in_use = 0
         self._kept_bytes = 0
         self.position_bytes = 0
@@ -250,10 +252,11 @@ class CachePool:
         """An empty cache."""
         with self._lock:
             self.in_use += 1
-            if not self._free:
-                return RequestCache(self._limit)
-            cache = self._free.pop()
-            self._kept_bytes -= cache.n_bytes
+            cache = self._free.pop() if self._free else None
+            n_bytes = 0 if cache is None else cache.n_bytes
+            self._kept_bytes -= n_bytes
+        if cache is None:
+            return RequestCache(self._limit)
         cache.limit = self._limit
         return cache
 
@@ -276,7 +279,8 @@ class CachePool:
         with self._lock:
             left = max(self._kept_bytes - n_bytes, 0)
             while self._free and self._kept_bytes > left:
-                self._kept_bytes -= self._free.pop(0).n_bytes
+                n_bytes_of_one = self._free.pop(0).n_bytes
+                self._kept_bytes -= n_bytes_of_one
 
     def bytes_alone(self, tokens: int) -> int:
         """Most bytes of a cache whose `limit` is so many tokens, where no others are."""

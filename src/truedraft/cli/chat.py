@@ -11,6 +11,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE
@@ -187,12 +188,14 @@ def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
 
 
 def _take_turn(line: str, talk: _Talk, partner: _Partner, terminal: Terminal) -> None:
+    before = list(talk.messages)
     if line.strip() == "/again":
-        if not talk.turns:
+        asked = [place for place, each in enumerate(before) if each["role"] == "user"]
+        if not asked:
             terminal.note("nothing was asked yet")
             return
-        line = talk.turns[-1].message
-        talk.messages = talk.messages[:-2]
+        line = before[asked[-1]]["content"]
+        del talk.messages[asked[-1] :]
     turn = _Turn(line)
     talk.messages.append({"role": "user", "content": line})
     began = time.perf_counter()
@@ -204,7 +207,7 @@ def _take_turn(line: str, talk: _Talk, partner: _Partner, terminal: Terminal) ->
     except TruedraftError as error:
         terminal.end_line()
         terminal.note(f"error: {error}")
-        talk.messages.pop()
+        talk.messages = before
         return
     turn.seconds = time.perf_counter() - began
     talk.messages.append({"role": "assistant", "content": turn.text})
@@ -316,6 +319,8 @@ class _Server(_Partner):
             name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "coupled")
         }
         body = {name: value for name, value in body.items() if value is not None}
+        body |= {"stop_token_ids": list(asked.stop_token_ids)} if asked.stop_token_ids else {}
+        body |= {"ignore_eos": True} if asked.ignore_eos else {}
         body |= {"model": self.name, "max_tokens": asked.max_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.chats:
@@ -323,8 +328,13 @@ class _Server(_Partner):
         else:
             path, body["prompt"] = "/completions", "".join(each["content"] for each in messages)
         with self._ask(path, body) as reply:
-            for chunk in _chunks(reply):
-                _read_chunk(chunk, turn, show)
+            try:
+                for chunk in _chunks(reply):
+                    _read_chunk(chunk, turn, show)
+            except (OSError, HTTPException) as error:
+                raise TruedraftError(
+                    f"the connection to {self._base} broke ({type(error).__name__}); ask again"
+                ) from error
 
 
 def _chunks(reply: Any) -> Iterator[dict[str, Any]]:

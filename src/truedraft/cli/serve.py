@@ -80,10 +80,11 @@ def _engine(options: ServeOptions, console: Console) -> Engine:
 
 
 def _log_to_standard_error() -> None:
-    """One line a request."""
+    """One line a request, and what the engine has to say, with tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log = logging.getLogger("truedraft.server")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    for name, level in (("truedraft.server", logging.INFO), ("truedraft.engine", logging.WARNING)):
+        log = logging.getLogger(name)
+        log.addHandler(handler)
+        log.setLevel(level)
+        log.propagate = False

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from truedraft.control.allocation import STOPS, Allocation, Allocator, Candidate, Share
 from truedraft.control.base import Controller, StepTimes
@@ -26,6 +26,7 @@ from truedraft.core.stats import RequestStep, StepRecord
 
 _PRIOR_WEIGHT, _POOL_MEMORY = 4.0, 200.0  # verdicts
 _OWN_MEMORY = 12.0  # verdicts
+_MOST_KINDS = 4096  # of guesses, over drafters and sampling options, of which it is known how good they are
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.003  # of time that deciding may take before decisions are kept for several steps
 _LONGEST_HOLD = 96
@@ -373,7 +374,11 @@ class Goodput(Controller):
         return gains
 
     def _odds_of(self, own: _Own, drafter: str) -> Odds:
-        return self._odds.setdefault((own.shaping, drafter), Odds())
+        key = own.shaping, drafter
+        if key not in self._odds:
+            self._odds[key] = Odds()
+            _forget_oldest(self._odds)
+        return self._odds[key]
 
     def _pooled(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
         key = own.shaping, kind
@@ -386,6 +391,7 @@ class Goodput(Controller):
                 self._pool[key] = ChainGains(rates, _PRIOR_WEIGHT, _POOL_MEMORY)
             else:
                 self._pool[key] = TreeGains(known or _tree_of(limits), _PRIOR_WEIGHT, _POOL_MEMORY)
+            _forget_oldest(self._pool)
         return self._pool[key]
 
     def _settled(
@@ -543,13 +549,14 @@ class Goodput(Controller):
                 budget = step.decision.budget if step.decision is not None else NO_DRAFT
                 stopped = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
                 stopped = stopped and budget.floor > 0.0
-                if not own.private:
-                    self._pool[own.shaping, kind].judge(own.gains[kind], share)
+                pool = None if own.private else self._pool.get((own.shaping, kind))
+                if pool is not None:
+                    pool.judge(own.gains[kind], share)
                 own.gains[kind].learn(share, self._step, stopped)
                 if abs(own.gains[kind].first - own.expected.get(kind, 0.0)) > _SURPRISE:
                     self._choose_anew(own)
-                if not own.private:
-                    self._pool[own.shaping, kind].learn(share, self._step, stopped)
+                if pool is not None:
+                    pool.learn(share, self._step, stopped)
                     if share.confidence:
                         self._odds_of(own, share.drafter).learn(share)
 
@@ -557,6 +564,12 @@ class Goodput(Controller):
     def _timing(self) -> StepTimes:
         assert self._times is not None, "an engine says what steps take when it takes a controller on"
         return self._times
+
+
+def _forget_oldest(found: dict[Any, Any]) -> None:
+    """What was learned of sampling options is bounded: clients may ask with ever new ones."""
+    while len(found) > _MOST_KINDS:
+        del found[next(iter(found))]
 
 
 def _kind_of(hint: Hint) -> int:

@@ -72,7 +72,7 @@ class SamplingParams:
         coupled: draw by Gumbel noise keyed by (seed, position, token), so that the tokens depend on
             model, prompt, options and seed alone, never on the drafter (arXiv 2408.07978).
         stop: texts that end the answer; the answer ends before them.
-        stop_token_ids: ids that end the answer; the answer ends before them.
+        stop_token_ids: ids that end the answer; the answer ends before them, in the middle of a form too.
         ignore_eos: go on past the end-of-text token.
         presence_penalty: taken off the logit of every token that the answer holds; in [-2, 2].
         frequency_penalty: taken off as often as the answer holds it; in [-2, 2].

@@ -36,6 +36,10 @@ class Form(Protocol):
         """Which tokens may follow behind some paths `[paths, vocab]`; all behind one that leaves the form."""
         ...
 
+    def allows(self, path: Path, token: int) -> bool:
+        """Whether a token may follow behind a path: what `masks` says of it; a mask need not be made."""
+        ...
+
     def legal(self, path: Path) -> int:
         """How many tokens of a path, from its first, are in the form."""
         ...
@@ -190,9 +194,12 @@ class Shaping:
             params, vocab = self._params, self._vocab
             tables = self._tables[key] = _Tables()
             if params.allowed_token_ids or self._never:
-                allowed = [token for token in params.allowed_token_ids or range(vocab) if token not in self._never]
-                tables.banned = torch.ones(vocab, dtype=torch.bool, device=rows.device)
-                tables.banned[transfers.upload(allowed, rows.device)] = False
+                tables.banned = torch.zeros(vocab, dtype=torch.bool, device=rows.device)
+                if params.allowed_token_ids:
+                    tables.banned.logical_not_()
+                    tables.banned[transfers.upload(list(params.allowed_token_ids), rows.device)] = False
+                if self._never:
+                    tables.banned[transfers.upload(self._never, rows.device)] = True
             if params.logit_bias:
                 ids, values = zip(*params.logit_bias, strict=True)
                 tables.bias = torch.zeros(vocab, device=rows.device, dtype=rows.dtype)
@@ -251,7 +258,7 @@ def _forbidden(form: Form, paths: Sequence[Path], logits: Tensor) -> list[int]:
     """The rows of logits `[paths, vocab]` whose likeliest token the form does not allow behind the row's path."""
     likeliest = most_likely(logits).tolist()
     pairs = zip(paths, likeliest, strict=True)
-    return [row for row, (path, token) in enumerate(pairs) if form.legal((*path, token)) <= len(path)]
+    return [row for row, (path, token) in enumerate(pairs) if not form.allows(path, token)]
 
 
 def _wide(logits: Tensor) -> Tensor:

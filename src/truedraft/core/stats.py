@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from truedraft.core.verdict import Divergence
@@ -97,7 +98,7 @@ class RequestStep:
         return (True,) * self.accepted + (False,) * self.rejected
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepRecord:
     """What one step of an engine did, and how long its parts took: what controllers, listeners and reports see.
 
@@ -121,25 +122,49 @@ class StepRecord:
     decide_s: float = 0.0
     drafting: tuple[DraftTime, ...] = ()
 
-    @property
+    # Each is worked out once: a server asks for them once for every request of the step.
+
+    @cached_property
     def rows(self) -> int:
         """Tokens that the target's forward was fed."""
         return sum(each.rows for each in self.requests)
 
-    @property
+    @cached_property
     def contexts(self) -> tuple[int, ...]:
         """Cached tokens of each request before the step."""
         return tuple(each.context for each in self.requests)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """Drafted nodes of all requests."""
         return sum(each.nodes for each in self.requests)
 
-    @property
+    @cached_property
     def prefill(self) -> bool:
         """Whether a part of a prompt was among them."""
         return any(each.prefill for each in self.requests)
+
+    @cached_property
+    def numbers(self) -> Mapping[int, int]:
+        """Where in `requests` each request stands, by id."""
+        return {each.id: number for number, each in enumerate(self.requests)}
+
+    @cached_property
+    def seconds_of_each(self) -> tuple[float, ...]:
+        """Its seconds by request: what a drafter took goes to those that it was asked for, the rest in parts to all."""
+        requests = self.requests
+        left = self.total_s
+        each = [0.0] * len(requests)
+        for spent in self.drafting:
+            asked = [
+                number
+                for number, step in enumerate(requests)
+                if step.decision is not None and any(part.drafter == spent.drafter for part in step.decision.parts)
+            ]
+            for number in asked:
+                each[number] += spent.seconds / len(asked)
+            left -= spent.seconds if asked else 0.0
+        return tuple(own + left / len(requests) for own in each)
 
     @property
     def counters(self) -> Counters:

@@ -182,6 +182,8 @@ class DraftModel(Drafter):
         """Give the cache back."""
         cache = self.caches.pop(request.id, None)
         if cache is not None:
-            self.prefixes.keep(request.id)
-            self.prefixes.leave(request.id)
-            self.model.release_cache(cache)
+            try:
+                self.prefixes.keep(request.id)
+            finally:
+                self.prefixes.leave(request.id)
+                self.model.release_cache(cache)

@@ -6,7 +6,7 @@ Both cost next to nothing and are deterministic, so every rule judges them exact
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -173,8 +173,10 @@ class _Follower:
         return (None, 0) if ended else (self._place, self._followed)
 
     def _found(self, tokens: Sequence[int]) -> int | None:
-        places = self._index().get(tuple(tokens[-self._SHORTEST :]), ())
-        near = sorted(places, key=lambda place: (place < self._last, abs(place - self._last)))[:_MOST_PLACES]
+        places = self._index().get(tuple(tokens[-self._SHORTEST :]), [])
+        behind = bisect_left(places, self._last)
+        near = places[behind : behind + _MOST_PLACES]
+        near += places[max(behind - _MOST_PLACES + len(near), 0) : behind][::-1]
         return max(near, key=lambda place: self._alike(tokens, place), default=None)  # the first of the longest
 
     def _alike(self, tokens: Sequence[int], place: int) -> int:

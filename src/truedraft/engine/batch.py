@@ -98,7 +98,7 @@ class Batch:
     def alone(self) -> list[Batch]:
         """Each request that is not over in a batch of its own, from the start."""
         left = [item for item in self.items if item.request.finish_reason is None]
-        return [Batch([StepItem(item.request, item.fed)]) for item in left]
+        return [Batch([StepItem(item.request, min(item.fed, item.request.uncomputed))]) for item in left]
 
     def segments(
         self, proposals: Sequence[MergedProposal], target: LanguageModel, features: Features | None

@@ -219,25 +219,26 @@ class Decisions:
         """A step was made."""
         if record.prefill or not record.requests:
             return
+        own: Sequence[int] = range(len(record.requests))
+        if self._request is not None:
+            if self._request not in record.numbers:
+                return  # the one that counts took no part
+            own = [record.numbers[self._request]]
         counts: dict[str, int] = {}
-        for step, seconds in zip(record.requests, _seconds_of_each(record), strict=True):
-            if self._request not in (None, step.id):
-                continue
+        for number in own:
+            step = record.requests[number]
             what = what_was_decided(step)
             counts[what] = counts.get(what, 0) + 1
-            self.tallies.setdefault(what, Tally()).count(step, seconds)
-        if not counts:
-            return  # the one that counts took no part
-        made = self._stretch(record, counts)
+            self.tallies.setdefault(what, Tally()).count(step, record.seconds_of_each[number])
+        made = self._stretch(record, [record.requests[number] for number in own], counts)
         if self.stretches and self.stretches[-1].steps < self._in_each:
             self.stretches[-1] += made
         else:
             self.stretches.append(made)
             self._keep_bounded()
 
-    def _stretch(self, record: StepRecord, counts: dict[str, int]) -> Stretch:
+    def _stretch(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> Stretch:
         requests = len(record.requests)
-        own = [step for step in record.requests if self._request in (None, step.id)]
         emitted = sum(step.emitted + step.stop_tokens for step in own)
         bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
         curve_s = self._curve(record.rows, record.contexts)
@@ -375,23 +376,6 @@ class Decisions:
     def time_share(self, tally: Tally) -> float:
         """Of all seconds, a fraction."""
         return tally.seconds / self.seconds if self.seconds else 0.0
-
-
-def _seconds_of_each(record: StepRecord) -> list[float]:
-    """A step's seconds by request: a drafter's among those that it drafted for, what is left among all."""
-    requests = record.requests
-    left = record.total_s
-    each = [0.0] * len(requests)
-    for spent in record.drafting:
-        asked = [
-            number
-            for number, step in enumerate(requests)
-            if step.decision is not None and any(part.drafter == spent.drafter for part in step.decision.parts)
-        ]
-        for number in asked:
-            each[number] += spent.seconds / len(asked)
-        left -= spent.seconds if asked else 0.0
-    return [own + left / len(requests) for own in each]
 
 
 def _joined(stretches: Sequence[Stretch], count: int) -> list[Stretch]:

@@ -40,6 +40,7 @@ class Drafting:
         has_others = list(drafter.members.values()) != [drafter]
         self._whole = drafter if has_others and not drafter.told_late else None  # is told of merged proposals
         shown = joint_features(drafter)
+        self._shows = shown is not None
         self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
         self._kept = [each.features for each in drafter.members.values() if each.told_late and each.features]
@@ -70,15 +71,16 @@ class Drafting:
         request.excluded.update(
             name for name, member in self._members.items() if not member.drafter.serves(request.draft)
         )
-        if speculation is None:
-            return
-        for name in speculation.drafters or ():
-            if name not in self._members:
-                raise UnknownOptionError.nearest("drafter", name, self._members)
-        if speculation.drafters is not None:
-            request.excluded.update(name for name in self._members if name not in speculation.drafters)
-        if speculation.num_speculative_tokens is not None:
-            request.most_depth = speculation.num_speculative_tokens
+        if speculation is not None:
+            for name in speculation.drafters or ():
+                if name not in self._members:
+                    raise UnknownOptionError.nearest("drafter", name, self._members)
+            if speculation.drafters is not None:
+                request.excluded.update(name for name in self._members if name not in speculation.drafters)
+            if speculation.num_speculative_tokens is not None:
+                request.most_depth = speculation.num_speculative_tokens
+        request.unasked = frozenset(request.excluded)
+        request.no_room |= request.unasked
 
     def begin(self, request: Request) -> None:
         """Tell the drafters that a request starts."""
@@ -257,7 +259,7 @@ class Drafting:
             logits = output.logits.clone() if any(each.logits for each in self._kept) else output.logits
             output = ForwardOutput(logits, output.hidden.clone(), tuple(layer.clone() for layer in output.layers))
         for item, outcome in zip(batch, outcomes, strict=True):
-            item.request.last_step = item, outcome, output
+            item.request.last_step = item, outcome, output if self._shows else None
         for member in self._told_at_once:
             self._tell(member, [item.request for item in batch])
         for name in self._asked:
@@ -272,8 +274,8 @@ class Drafting:
         for request in requests:
             step = request.last_step
             out = member.name in request.excluded or member.name in request.no_room
-            if step is not None and not out and request.told.get(member.name) is not step:
-                request.told[member.name] = step
+            if step is not None and not out and request.told.get(member.name) != step[0].context:
+                request.told[member.name] = step[0].context
                 outcome = _outcome_for(member.name, *step, member.drafter.features, self._layers)
                 seen.append((request, outcome))
         if seen:
@@ -334,7 +336,7 @@ def _outcome_for(
     name: str,
     item: StepItem,
     outcome: StepOutcome,
-    output: ForwardOutput,
+    output: ForwardOutput | None,
     features: Features | None,
     layers: Sequence[int],
 ) -> StepOutcome:
@@ -344,13 +346,13 @@ def _outcome_for(
         name: of the drafter.
         item: of the step.
         outcome: of the item.
-        output: of the step's forward.
+        output: of the step's forward, where any drafter declared features.
         features: that it declared.
         layers: numbers of those in `output`, which are all that any drafter declared.
     """
     proposal, nodes = item.drafted.own(name)
     path = item.drafted.own_path(name, outcome.path)
-    if features is None:
+    if features is None or output is None:
         if proposal is outcome.proposal:
             return outcome
         return StepOutcome(proposal, path, outcome.tokens, partial=outcome.partial)

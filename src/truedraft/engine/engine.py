@@ -34,6 +34,7 @@ from truedraft.engine.verifier import Verifier
 from truedraft.errors import CacheError, CompositionError, ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
+from truedraft.options import check_whole
 from truedraft.text.forms import Forms
 from truedraft.theory import TargetCost
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
@@ -172,6 +173,7 @@ class Engine:
         with self._turns, torch.inference_mode():
             self._times.measure((params or SamplingParams()).greedy)
             self._memory.settle(self._scheduler.running)
+        self._settle()
 
     @overload
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Answer: ...
@@ -318,6 +320,11 @@ class Engine:
             rule.check(self.drafter.kinds, self.drafter.name)
         target = self.target
         ids = encode_prompt(target, prompt)
+        check_whole("sample", sample, least=0)
+        try:
+            hash(scope)
+        except TypeError as error:
+            raise OptionError(f"must be hashable, as a text is, got a {type(scope).__name__}", field="scope") from error
         judge = self._verifier.rule_for(params, rule)
         request = Request(ids, params, judge, target, sample, scope, self._forms)
         self._drafting.limit(request, speculation)
@@ -409,24 +416,38 @@ class Engine:
         """Let requests in, for which drafters may have to give memory back; where there is more again, they get it."""
         grown, out = self._memory.grow(self._scheduler.running)
         for request in out:
-            self._preempt(request)
+            self._or_fail(request, self._preempt)
         admitted = self._scheduler.admit(self._memory.fits)
         taken, free = self._memory.share(self._scheduler.running, admitted)
         for each in taken:
             self._drafting.give_room(each.request, each.drafter)
         self._memory.trim()
         for request in grown:
-            self._memory.extend(request)
+            self._or_fail(request, self._memory.extend)
         for request in admitted:
-            self._open[request.id] = request
-            request.cache = self.target.new_cache()
-            self._drafting.begin(request)
-            self._memory.bound(request)
-            self._sharing.begin(request, self._scheduler.running)
-        self._sharing.go_on(self._scheduler.running)
+            self._or_fail(request, self._start)
+        for request in list(self._scheduler.running):
+            self._or_fail(request, self._sharing.go_on)
         for each in free:
-            self._drafting.take_room(each.request, each.drafter)
-            self._memory.bound_drafter(each.request, each.drafter)
+            if not each.request.closed:
+                self._drafting.take_room(each.request, each.drafter)
+                self._memory.bound_drafter(each.request, each.drafter)
+
+    def _start(self, request: Request) -> None:
+        self._open[request.id] = request
+        request.cache = self.target.new_cache()
+        self._drafting.begin(request)
+        self._memory.bound(request)
+        self._sharing.begin(request, self._scheduler.running)
+
+    def _or_fail(self, request: Request, work: Callable[[Request], None]) -> None:
+        """Do something for a request; where that fails, as for lack of memory, it is over, and the others go on."""
+        try:
+            work(request)
+        except Exception as error:
+            self._failures.log("a request", error)
+            request.fail(_as_ours(error))
+            self._close(request)
 
     def _preempt(self, request: Request) -> None:
         """A request gives its room back, and waits before all others until there is some again."""
@@ -472,17 +493,23 @@ class Engine:
         return lost
 
     def _close(self, request: Request) -> None:
+        """A request is over: give back what it held, whatever fails on the way."""
         self._scheduler.remove(request)
-        if request.cache is not None:
-            self._drafting.end(request)
-            self._sharing.end(request)
-            self.target.release_cache(request.cache)
-            request.cache = None
-            self._memory.released()
-            self._memory.settle(self._scheduler.running)
-        self._open.pop(request.id, None)
-        request.finish()
-        request.closed = True  # last: other threads take it that the answer is there
+        try:
+            if request.cache is not None:
+                self._drafting.end(request)
+                self._sharing.end(request)
+        except Exception as error:
+            self._failures.log("the end of a request", error)
+        finally:
+            if request.cache is not None:
+                self.target.release_cache(request.cache)
+                request.cache = None
+                self._memory.released()
+                self._memory.settle(self._scheduler.running)
+            self._open.pop(request.id, None)
+            request.finish()
+            request.closed = True  # last: other threads take it that the answer is there
 
     def _finish(self, requests: Sequence[Request]) -> list[Answer]:
         """Wait until all of these are over."""
@@ -500,6 +527,7 @@ class Engine:
         if left and not self._turns.mine:
             with self._turns:
                 self._close_cancelled()
+            self._settle()
 
 
 def _check_layers(drafter: Drafter, target: LanguageModel) -> None:

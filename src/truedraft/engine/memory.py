@@ -241,7 +241,8 @@ class CacheMemory:
 
     def used(self, running: Iterable[Request]) -> int:
         """Bytes that are allocated now: for running requests, by drafters, and kept."""
-        own = sum(request.cache.n_bytes for request in running if request.cache is not None)
+        caches = [request.cache for request in running]  # who asks may do so while a step runs
+        own = sum(cache.n_bytes for cache in caches if cache is not None)
         return own + sum(drafter.cache_bytes for drafter in self._members.values()) + self.kept_bytes
 
 

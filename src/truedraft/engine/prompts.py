@@ -73,12 +73,6 @@ def _encode_text(target: LanguageModel, prompt: str) -> list[int]:
         raise PromptError(f"{target.name!r} has no tokenizer; give a prompt as a list of token ids, not text")
     if not prompt:
         raise PromptError("the prompt is empty; give at least one character")
-    alone = next((place for place, one in enumerate(prompt) if "\ud800" <= one <= "\udfff"), None)
-    if alone is not None:
-        raise PromptError(
-            f"the prompt has half a character (a lone surrogate, U+{ord(prompt[alone]):04X}) at place {alone}; read "
-            'its bytes with errors="replace"'
-        )
     try:
         return target.tokenizer.encode(prompt)
     except TruedraftError:

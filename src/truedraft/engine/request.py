@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _numbers = itertools.count()  # over all engines: two of them may share a drafter
 
 
-LastStep: TypeAlias = "tuple[StepItem, StepOutcome, ForwardOutput]"
-"""What a request's last step was and came to, for drafters that are told of it later."""
+LastStep: TypeAlias = "tuple[StepItem, StepOutcome, ForwardOutput | None]"
+"""What a request's last step was and came to, for drafters that are told of it later, and the forward that they see."""
 
 
 class Request:
@@ -78,7 +78,7 @@ class Request:
         self.copied_tokens = 0  # of its prompt, that others had computed
         view = TokenView(self.tokens)
         self.draft = DraftRequest(
-            next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, tokenizer)
+            next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, target)
         )
         self.cache: RequestCache | None = None
         self.counters = Counters()
@@ -87,10 +87,11 @@ class Request:
         self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
         self.preemptions = 0  # how often it gave its room back and began again
         self.most_depth = MOST_NODES  # of what is drafted
-        self.no_room: set[str] = set()  # drafters that hold nothing for it, for memory is short
+        self.unasked: frozenset[str] = frozenset()  # of these, those that it never had
+        self.no_room: set[str] = set()  # drafters that hold nothing for it: it never had them, or memory is short
         self.view: RequestView | None = None  # what a controller sees of it
         self.last_step: LastStep | None = None
-        self.told: dict[str, LastStep] = {}  # of which step each drafter was told last
+        self.told: dict[str, int] = {}  # with how many tokens the step began that each drafter was told of last
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []
@@ -155,7 +156,7 @@ class Request:
     def put_back(self) -> None:
         """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
         self.cache, self.leader, self.last_step = None, None, None
-        self.no_room.clear()
+        self.no_room = set(self.unasked)
         self.told.clear()
         self.preemptions += 1
 
@@ -228,6 +229,9 @@ class Request:
         rest = self._text.finish()
         if self._text.stopped and self.finish_reason == "length":
             self.finish_reason = "stop"  # the stop text became complete in what was held back
+        if self.last_step is not None:
+            self.last_step = (*self.last_step[:2], None)  # the forward's output is that of the whole batch
+        self.view = None
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)
         answer = self.answer(kept)
@@ -291,17 +295,26 @@ def _form_of(structured: Structured, forms: Forms | None, request: Request) -> F
     return forms.start(structured, request.tokens, request.prompt_tokens)
 
 
-def _predicted(prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:
     """Token ids of what an answer is expected to repeat.
 
     Raises:
-        OptionError: a text, and there is no tokenizer.
+        OptionError: a text, and there is no tokenizer; or longer than any answer.
     """
-    if prediction is None or not isinstance(prediction, str):
-        return prediction or ()
-    if tokenizer is None:
-        raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
-    return tokenizer.plain_ids(prediction)
+    if isinstance(prediction, str):
+        if target.tokenizer is None:
+            raise OptionError("is a text and needs a tokenizer; this model has none, so give ids", field="prediction")
+        known = target.tokenizer.plain_ids(prediction)
+        ids = tuple(itertools.takewhile(lambda token: token < target.vocab_size, known))
+    else:
+        ids = prediction or ()
+        _check_known("prediction", ids, target.vocab_size)
+    if len(ids) > target.context_length:
+        raise OptionError(
+            f"has {len(ids)} tokens, and this model's context holds {target.context_length}; shorten it",
+            field="prediction",
+        )
+    return ids
 
 
 def _check_ids(params: SamplingParams, banned: Sequence[tuple[int, ...]], vocab_size: int) -> None:
@@ -310,22 +323,22 @@ def _check_ids(params: SamplingParams, banned: Sequence[tuple[int, ...]], vocab_
     Raises:
         OptionError: names the first one.
     """
-    named = {
-        "allowed_token_ids": params.allowed_token_ids,
-        "logit_bias": [token for token, _ in params.logit_bias],
-        "bad_words": [token for word in banned for token in word],
-    }
-    for field, ids in named.items():
-        wrong = next((token for token in ids if token >= vocab_size), None)
-        if wrong is not None:
-            raise OptionError(f"names token id {wrong}, and the model's ids end at {vocab_size - 1}", field=field)
+    _check_known("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    _check_known("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
+    _check_known("bad_words", [token for word in banned for token in word], vocab_size)
+
+
+def _check_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token for token in ids if token >= vocab_size), None)
+    if wrong is not None:
+        raise OptionError(f"names token id {wrong}, and the model's ids end at {vocab_size - 1}", field=field)
 
 
 def ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     """Token ids of texts as they stand in a text, at its beginning and behind a space; lists of ids are themselves.
 
     Raises:
-        OptionError: a text, and there is no tokenizer.
+        OptionError: a text, and there is no tokenizer, or none of its tokens write it.
     """
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -333,6 +346,8 @@ def ids_of_words(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | 
             found.append(word)
         elif tokenizer is None:
             raise OptionError(f"{word!r} needs a tokenizer, and this model has none; give token ids", field="bad_words")
+        elif ids := tokenizer.word_ids(word):
+            found += ids
         else:
-            found += tokenizer.word_ids(word)
+            raise OptionError(f"holds {word!r}, which is no token of this model; remove it", field="bad_words")
     return found

@@ -51,7 +51,7 @@ class Scheduler:
         decode = [request.decodes for request in self.running]
         most = self.chunk if True in decode else self._max_prefill
         for request, decodes in zip(self.running, decode, strict=True):
-            if request.leader is not None:
+            if request.leader is not None or request.finish_reason is not None:
                 continue
             fed = 1 if decodes else min(request.uncomputed, self.chunk)
             if not decodes:

@@ -63,20 +63,25 @@ class Sharing:
         if request.params.prompt_logprobs is not None and not request.emitted:
             return
         reading = {each.id: each for each in running if each is not request and each.cache and not each.decodes}
-        request.copied_tokens = self._own.fill(request.id)
+        copied = self._own.fill(request.id)
+        if not request.preemptions:  # what it copies when it goes on is no longer its prompt alone
+            request.copied_tokens = copied
         found = self._own.leader(request.id, list(reading))
         if found is not None:
             request.leader, request.awaits = reading[found[0]], found[1]
 
-    def go_on(self, running: Sequence[Request]) -> None:
+    def go_on(self, request: Request) -> None:
         """Who waited for another copies what that has read, once it is all that they have in common, or it is over."""
-        for request in running:
-            leader = request.leader
-            if leader is not None and (leader.cache is None or leader.cache.length >= request.awaits):
-                request.leader = None
-                request.copied_tokens += self._own.fill(request.id)
+        leader = request.leader
+        if leader is not None and (leader.cache is None or leader.cache.length >= request.awaits):
+            request.leader = None
+            copied = self._own.fill(request.id)
+            request.copied_tokens += 0 if request.preemptions else copied
 
     def end(self, request: Request) -> None:
-        """A request is over, and its cache still there: keep what it began with."""
-        self._own.keep(request.id)
-        self._own.leave(request.id)
+        """A request is over, and its cache still there: keep what it began with, unless it failed by what is there."""
+        try:
+            if request.error is None:
+                self._own.keep(request.id)
+        finally:
+            self._own.leave(request.id)

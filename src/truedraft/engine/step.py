@@ -93,7 +93,7 @@ class Step:
             request.fail(
                 OptionError(
                     f"the options leave no token that may follow after {len(request.tokens)} tokens; loosen "
-                    "allowed_token_ids, bad_words or min_tokens"
+                    "allowed_token_ids, bad_words or min_tokens, or make the form less ambiguous"
                 )
                 if judged.banned
                 else InvalidLogitsError(

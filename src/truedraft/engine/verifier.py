@@ -223,6 +223,7 @@ class Verifier:
         for number, part in enumerate(parts):
             item = part.item
             if part in on_device and not self._drafting.admits(item):
+                item.rows = slice(item.rows.start, item.judged_rows.start + 1)
                 item.drafted, item.proposal, part.probs = NOTHING_DRAFTED, NOTHING_DRAFTED.proposal, part.probs[:1]
             elif number in unsound:
                 item.proposal = self._drafting.disown(item, unsound[number])

@@ -20,8 +20,8 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.server.chat import chat_router, template_of
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_http_error, answer_unreadable
-from truedraft.server.fields import Fields
+from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable
+from truedraft.server.fields import Fields, Items
 from truedraft.server.front import Front
 from truedraft.server.keys import ApiKeys
 from truedraft.server.metrics import Metrics
@@ -94,8 +94,9 @@ def build_app(
 
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(TruedraftError, answer_api_error)
+    app.add_exception_handler(UnicodeEncodeError, answer_api_error)
     app.add_exception_handler(RequestValidationError, answer_unreadable)
-    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(HTTPException, answer_api_error)
     app.add_exception_handler(Exception, answer_api_error)
     app.add_middleware(_Gate, front=front, keys=keys, max_body_bytes=max_body_bytes)
     if cors_origins:
@@ -139,27 +140,26 @@ class _Gate:
             if scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
                 http.state.client = self._keys.client(http.headers.get("authorization"))
             self._check_length(int(http.headers.get("content-length") or 0))
-            await self._app(scope, self._counting(receive), noting)
-        except ApiError as error:
-            await error.response()(scope, receive, noting)
+            await self._app(scope, self._counting(http, receive), noting)
+        except (ApiError, HTTPException) as error:
+            await ApiError.of(error).response()(scope, receive, noting)
         finally:
             if scope["path"] not in _OPEN:
                 self._front.log(http, status)
 
     def _check_length(self, length: int) -> None:
-        if length > self._most:
-            raise ApiError(413, f"the body has {length} bytes, of at most {self._most}", code="request_too_large")
+        if length > self._most:  # by an exception that FastAPI lets through where it reads bodies
+            raise HTTPException(413, f"the body has {length} bytes, of at most {self._most}")
 
-    def _counting(self, receive: Receive) -> Receive:
+    def _counting(self, http: HttpRequest, receive: Receive) -> Receive:
         """Bodies may come without saying how long they are."""
-        read = 0
+        http.state.body_bytes = 0
 
         async def counted() -> Message:
-            nonlocal read
             message = await receive()
             if message["type"] == "http.request":
-                read += len(message.get("body", b""))
-                self._check_length(read)
+                http.state.body_bytes += len(message.get("body", b""))
+                self._check_length(http.state.body_bytes)
             return message
 
         return counted
@@ -177,7 +177,7 @@ class DetokenizeRequest(Fields):
     """The body of a request for the text of token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 def _models(front: Front) -> APIRouter:
@@ -219,21 +219,21 @@ def _texts(front: Front) -> APIRouter:
     target = front.service.engine.target
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, http: HttpRequest) -> dict[str, Any]:
         """The token ids of a text."""
         front.check_model(body.model)
-        found = tokenizer()
-        ids = found.encode(body.prompt) if body.add_special_tokens else list(found.plain_ids(body.prompt))
+        encode = tokenizer().encode if body.add_special_tokens else tokenizer().plain_ids
+        ids = list(await front.apart(http, encode, body.prompt))
         return {"count": len(ids), "max_model_len": target.context_length, "tokens": ids}
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> dict[str, Any]:
         """The text of token ids."""
         front.check_model(body.model)
         wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise ApiError(400, f"token id {wrong} is outside 0 to {target.vocab_size - 1}", param="tokens")
-        return {"prompt": tokenizer().decode(body.tokens)}
+        return {"prompt": await front.apart(http, tokenizer().decode, body.tokens)}
 
     def tokenizer() -> Tokenizer:
         if target.tokenizer is None:

@@ -13,13 +13,11 @@ from fastapi.responses import JSONResponse, Response
 from truedraft.errors import PromptError
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
-from truedraft.server.fields import Fields, ResponseFormat, SamplingFields, TextPart, text_of
+from truedraft.server.fields import Content, Fields, Items, ResponseFormat, SamplingFields, checked_logprobs, text_of
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
-from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse
+from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
-
-_MOST_LOGPROBS = 20
 
 
 class CalledFunction(Fields):
@@ -36,16 +34,26 @@ class CalledTool(Fields):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        function = {"name": self.function.name, "arguments": arguments_for_template(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class Message(Fields):
     """A part of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
+    # What OpenAI's own library sends where an answer of it is sent back as it came.
+    annotations: Items[Any] | None = None
+    audio: None = None
+    function_call: None = None
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -56,7 +64,7 @@ class Message(Fields):
             "content": text_of(content),
         }
         if self.tool_calls:
-            found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            found["tool_calls"] = [call.for_template for call in self.tool_calls]
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
@@ -66,16 +74,16 @@ class Message(Fields):
 class ChatRequest(SamplingFields):
     """The body of a request for a chat's next message."""
 
-    messages: list[Message]
+    messages: Items[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[ToolFields] | None = None
+    tools: Items[ToolFields] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Taken, and of no effect: nothing is stored, and how models think is a matter of their templates.
     store: bool | None = None
@@ -89,10 +97,7 @@ class ChatRequest(SamplingFields):
             if self.top_logprobs is not None:
                 raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
             return None
-        most = self.top_logprobs or 0
-        if not 0 <= most <= _MOST_LOGPROBS:
-            raise ApiError(400, f"top_logprobs must lie in 0 to {_MOST_LOGPROBS}, got {most}", param="top_logprobs")
-        return most
+        return checked_logprobs("top_logprobs", self.top_logprobs or 0)
 
 
 def chat_ids(
@@ -108,6 +113,7 @@ def chat_ids(
 
     Raises:
         ApiError: there is no template, or it refuses the messages.
+        OptionError: what else it is given are no variables of templates.
     """
     tokenizer = front.service.engine.target.tokenizer
     if tokenizer is None:
@@ -118,7 +124,7 @@ def chat_ids(
     if use is not None and "tools" not in template:
         told.insert(0, {"role": "system", "content": use.style.told(use.tools)})
     try:
-        return tokenizer.chat(told, tools=tools, template=front.chat_template, **(more or {}))
+        return tokenizer.chat(told, tools=tools, template=front.chat_template, variables=more)
     except PromptError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
@@ -157,7 +163,8 @@ def chat_router(front: Front) -> APIRouter:
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, template_of(front))
-        ids = chat_ids(front, [each.for_template for each in body.messages], use, body.chat_template_kwargs)
+        messages = [each.for_template for each in body.messages]
+        ids = await front.apart(http, chat_ids, front, messages, use, body.chat_template_kwargs)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         form = None if body.response_format is None else body.response_format.asked
         if use is not None and use.forced is not None:
@@ -204,7 +211,8 @@ class _Chat:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._use is not None:
             reader = CallReader(self._use)
-            plain, _ = reader.push(text, last=True)
+            plain = "".join(part for part in reader.push(text, last=True) if isinstance(part, str))
+            message["content"] = plain
             if reader.calls:
                 message |= {"content": plain or None, "tool_calls": [call.record for call in reader.calls]}
                 reason = "tool_calls" if reason == "stop" else reason
@@ -228,7 +236,9 @@ class _Chat:
             answer = news.pieces[-1].answer if news.pieces else None
             text, calls = "".join(piece.text for piece in news.pieces), list[CallDelta]()
             if reader is not None:
-                text, calls = reader.push(text, last=answer is not None)
+                parts = reader.push(text, last=answer is not None)
+                text = "".join(part for part in parts if isinstance(part, str))
+                calls = [part for part in parts if not isinstance(part, str)]
             delta: dict[str, Any] = {"content": text} if text else {}
             if calls:
                 delta["tool_calls"] = list(map(_call_delta, calls))

@@ -18,18 +18,18 @@ from truedraft.engine import Answer
 from truedraft.engine.prompts import Prompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
-from truedraft.server.fields import ResponseFormat, SamplingFields
+from truedraft.server.fields import Items, ResponseFormat, SamplingFields, checked_logprobs
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.traces import trace_of
-
-_MOST_LOGPROBS = 20
 
 
 class CompletionRequest(SamplingFields):
     """The body of a request for completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="A text, token ids, or a list of either.")
+    prompt: str | Items[int] | Items[str] | Items[Items[int]] = Field(
+        description="A text, token ids, or a list of either."
+    )
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
@@ -64,8 +64,7 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, f"best_of must be at least n, {self.samples}, got {self.best_of}", param="best_of")
         if self.drawn > self.samples and self.stream:
             raise ApiError(400, "best_of cannot be streamed: the best is known at the end", param="best_of")
-        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
-            raise ApiError(400, f"logprobs must lie in 0 to {_MOST_LOGPROBS}, got {self.logprobs}", param="logprobs")
+        checked_logprobs("logprobs", self.logprobs)
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens is 0, so nothing would be answered; ask for 1 or more", param="max_tokens")
 
@@ -122,8 +121,11 @@ class _Completion:
             chosen += ranked[: body.samples]
         choices = [self._choice(number, stream) for number, stream in enumerate(chosen)]
         front = self._front
-        rest = {"usage": front.usage(self._answering, body.drawn), "speculation": front.speculation(streams)}
+        rest = {"usage": self._usage(), "speculation": front.speculation(streams)}
         return self._head | {"choices": choices} | rest
+
+    def _usage(self) -> dict[str, Any]:
+        return self._front.usage(self._answering, self._body.drawn, answers_count=self._keeps)
 
     def _choice(self, number: int, stream: Stream) -> dict[str, Any]:
         answer = stream.answer
@@ -153,12 +155,11 @@ class _Completion:
         tokens: list[str] = []
         values: list[float | None] = []
         top: list[dict[str, float] | None] = []
-        answer = stream.answer
-        if echoes and answer is not None and answer.prompt_logprobs is not None:
+        if echoes:
             tokens.append(self._front.token_text(stream.request.tokens[0]))
             values.append(None)
             top.append(None)
-            found = [*answer.prompt_logprobs, *(found if self._keeps else ())]
+            found = [*stream.request.prompt_logprobs, *(found if self._keeps else ())]
         for each in found:
             tokens.append(self._front.token_text(each.token))
             values.append(_finite(each.logprob))
@@ -179,19 +180,22 @@ class _Completion:
         """The choices piece by piece, each as it comes."""
         body, front, streams = self._body, self._front, self._answering.streams
         offsets = [0] * len(streams)
-        if body.echo:
-            for stream in streams:
-                text = self._echoed(stream)
-                offsets[stream.number] = len(text)
-                yield event(self._head | {"choices": [_delta(stream.number, text)]})
+        waiting = {stream.number for stream in streams if body.echo}  # for the text of their prompt
         async for news in self._answering.news():
             stream = streams[news.number]
+            if news.number in waiting:  # here, for logprobs of a prompt are known once it is read
+                waiting.remove(news.number)
+                choice = _delta(news.number, self._echoed(stream))
+                if body.logprobs is not None:
+                    choice["logprobs"] = self._logprobs(stream, (), 0, echoes=True)
+                offsets[news.number] = len(choice["text"])
+                yield event(self._head | {"choices": [choice]})
             pieces = news.pieces if self._keeps else [each for each in news.pieces if each.answer is not None]
             answer = pieces[-1].answer if pieces else None
             text = "".join(piece.text for piece in pieces) if self._keeps else ""
             choice = _delta(news.number, text)
             if body.logprobs is not None:
-                entries = [entry for piece in pieces for entry in piece.logprobs]
+                entries = [entry for piece in pieces for entry in piece.logprobs] if self._keeps else []
                 choice["logprobs"] = self._logprobs(stream, entries, offsets[news.number])
                 offsets[news.number] += sum(len(front.token_text(entry.token)) for entry in entries)
             chunk = self._head | {"choices": [choice]}
@@ -203,7 +207,7 @@ class _Completion:
             if text or answer is not None or choice["logprobs"] or stream.shows_steps:
                 yield event(chunk)
         if body.stream_options is not None and body.stream_options.include_usage:
-            yield event(self._head | {"choices": [], "usage": front.usage(self._answering, body.drawn)})
+            yield event(self._head | {"choices": [], "usage": self._usage()})
         yield DONE
 
 

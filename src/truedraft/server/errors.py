@@ -22,7 +22,13 @@ _TYPES = {
     503: "server_error",
     504: "server_error",
 }
-_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "server_unavailable", 504: "timeout"}
+_CODES = {
+    401: "invalid_api_key",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "server_unavailable",
+    504: "timeout",
+}
 
 
 class ErrorFields(BaseModel):
@@ -71,7 +77,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """As it is sent."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = self.message.encode(errors="replace").decode()  # what a client sent may hold half a character
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The whole answer."""
@@ -84,18 +91,17 @@ class ApiError(Exception):
             return error
         if isinstance(error, OptionError | PromptError):
             return cls(400, str(error), param=error.field, code="invalid_value")
+        if isinstance(error, HTTPException):
+            return cls(error.status_code, str(error.detail), headers=error.headers)
+        if isinstance(error, UnicodeEncodeError):
+            return cls(400, "a text holds half of a surrogate pair, which is no character; mend how it was cut")
         if isinstance(error, TruedraftError):
             return cls(500, f"the model failed ({error})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
 
-def too_long(message: str) -> ApiError:
-    """A prompt that does not fit the model's context."""
-    return ApiError(400, message, param="messages", code="context_length_exceeded")
-
-
 async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
-    """For FastAPI: an error of ours."""
+    """For FastAPI: an error of ours, or of the web framework's: no such page, or not by this method."""
     return ApiError.of(error).response()
 
 
@@ -103,7 +109,7 @@ async def answer_unreadable(_: Request, error: Exception) -> JSONResponse:
     """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query")]
+    place = [str(part) for part in first["loc"][1:]]  # behind where it was: the body, the path
     kind, message = str(first["type"]), str(first["msg"])
     if kind == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}").response()
@@ -111,16 +117,13 @@ async def answer_unreadable(_: Request, error: Exception) -> JSONResponse:
         return ApiError(400, f"unrecognized request argument: {'.'.join(place)}", param=place[0]).response()
     if not place:
         return ApiError(400, f"the body cannot be used: {message}").response()
+    if kind == "value_error":  # ours
+        return ApiError(
+            400, f"{'.'.join(place)} {first['ctx']['error']}", param=place[0], code="invalid_value"
+        ).response()
     given = first.get("input")
     shown = f", got {_shown(given)}" if kind != "missing" else ""
     return ApiError(400, f"{'.'.join(place)}: {message}{shown}", param=place[0], code="invalid_value").response()
-
-
-async def answer_http_error(_: Request, error: Exception) -> JSONResponse:
-    """For FastAPI: no such page, or not by this method."""
-    assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, str(error.detail), headers=error.headers)
-    return found.response()
 
 
 def _shown(given: object) -> str:

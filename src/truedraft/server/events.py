@@ -73,13 +73,13 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for text in _kept_alive(self._events):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": text.encode(errors="replace"), "more_body": True})
         except (asyncio.CancelledError, OSError):
             raise
         except Exception as error:
             if not isinstance(error, ApiError):
                 _log.exception("a stream failed")
-            body = self._failed(ApiError.of(error)).encode()
+            body = self._failed(ApiError.of(error)).encode(errors="replace")
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

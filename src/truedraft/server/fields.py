@@ -5,9 +5,9 @@ A field that is not known is refused, as OpenAI's own server does; those that me
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
@@ -16,8 +16,23 @@ from truedraft.server.errors import ApiError
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _MOST_STOPS = 64
 _MOST_BIASES = 1024
+_MOST_LOGPROBS = 20
 
-Texts: TypeAlias = str | list[str]
+_Item = TypeVar("_Item")
+
+Items = Annotated[list[_Item], Field(fail_fast=True)]  # a body may hold millions of wrong ones, and one is told
+Texts: TypeAlias = str | Items[str]
+
+
+def checked_logprobs(name: str, count: int | None) -> int | None:
+    """How many likeliest tokens are told, as a field of this name says.
+
+    Raises:
+        ApiError: fewer than none, or too many.
+    """
+    if count is not None and not 0 <= count <= _MOST_LOGPROBS:
+        raise ApiError(400, f"{name} must lie in 0 to {_MOST_LOGPROBS}, got {count}", param=name)
+    return count
 
 
 class Fields(BaseModel):
@@ -25,12 +40,30 @@ class Fields(BaseModel):
 
     model_config = _STRICT
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, given: Any) -> Any:
+        """One field that is not known is enough to be told."""
+        if not isinstance(given, dict):
+            return given
+        kept = {name for field, about in cls.model_fields.items() for name in (field, about.alias or field)}
+        unknown = [name for name in given if name not in kept]
+        kept.update(unknown[:1])
+        return {name: value for name, value in given.items() if name in kept} if unknown[1:] else given
+
+
+def _few(given: Any) -> Any:
+    """A mapping, before its pairs are looked at."""
+    if isinstance(given, dict) and len(given) > _MOST_BIASES:
+        raise ValueError(f"holds {len(given)} entries, of at most {_MOST_BIASES}")
+    return given
+
 
 class Ignored(Fields):
     """Fields that are taken and change nothing: they are about accounts and storage, which there are none of here."""
 
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -48,7 +81,7 @@ class SpeculationFields(Fields):
     """What may be drafted for a request, within what the server drafts; none of it changes what is answered."""
 
     enabled: bool = Field(True, description="False answers by plain decoding.")
-    drafter: str | list[str] | None = Field(None, description="Draft with these of the server's drafters only.")
+    drafter: Texts | None = Field(None, description="Draft with these of the server's drafters only.")
     num_speculative_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="Draft no longer paths.")
     rule: str | None = Field(None, description="Judge by this rule, if the server allows it.")
     trace: bool = Field(False, description="Tell of each token where it came from, and of each step its token tree.")
@@ -65,17 +98,32 @@ class SpeculationFields(Fields):
 class TextPart(Fields):
     """A part of a message that is text."""
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Items[Any] | None = None
+    logprobs: Items[Any] | None = None
+
+
+class RefusalPart(Fields):
+    """A part of an earlier answer that declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it said."""
+        return self.refusal
+
+
+Content: TypeAlias = str | Items[TextPart | RefusalPart]
 
 
 class Prediction(Fields):
     """Text that the answer is expected to repeat in large parts; it is drafted from."""
 
     type: Literal["content"] = "content"
-    content: str | list[TextPart]
+    content: Content
 
     @property
     def text(self) -> str:
@@ -83,7 +131,7 @@ class Prediction(Fields):
         return text_of(self.content)
 
 
-def text_of(content: str | list[TextPart]) -> str:
+def text_of(content: Content) -> str:
     """The text of a content that may be in parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -93,7 +141,7 @@ class StructuredFields(Fields):
 
     json_schema: dict[str, Any] | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = Field(None, description="In Lark's notation.")
     json_object: bool | None = None
 
@@ -152,17 +200,18 @@ class SamplingFields(Ignored):
     stop: Texts | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few)] = None
     # What other servers of open models know, too.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
     prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None
     # What is this server's own.
     coupled: bool | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
@@ -186,14 +235,13 @@ class SamplingFields(Ignored):
 
         Raises:
             OptionError: a value is out of range.
-            ApiError: a list is too long, or two forms are asked for.
+            ApiError: a list is too long, too many tokens are to be told, or two forms are asked for.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         for name, values, most in (
             ("stop", stop, _MOST_STOPS),
             ("bad_words", self.bad_words or (), _MOST_STOPS),
             ("stop_token_ids", self.stop_token_ids or (), _MOST_STOPS),
-            ("logit_bias", self.logit_bias or (), _MOST_BIASES),
         ):
             if len(values) > most:
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
@@ -215,7 +263,8 @@ class SamplingFields(Ignored):
             "ignore_eos": self.ignore_eos,
             "bad_words": self.bad_words,
             "allowed_token_ids": self.allowed_token_ids,
-            "prompt_logprobs": self.prompt_logprobs,
+            "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
+            "logprobs_mode": self.logprobs_mode,
             "coupled": self.coupled,
             "logprobs": logprobs,
             "structured": form if form is not None else own,

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
+from urllib.parse import quote
 
+import numpy as np
 from fastapi import Request as HttpRequest
 
 from truedraft.core.logprobs import TokenLogprobs
@@ -30,7 +32,7 @@ from truedraft.verification import Rule
 _log = logging.getLogger("truedraft.server.requests")
 _Value = TypeVar("_Value")
 
-_LONG_TEXT = 4096  # characters whose encoding would hold up other clients
+_LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
 
 
 @dataclass(eq=False)
@@ -110,14 +112,20 @@ class Front:
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         answering = Answering(self.service, deadline)
         asked = (prompts, params, fields, client, count)
-        if sum(map(len, prompts)) > _LONG_TEXT:
+        if params.structured is not None:
             requests = await asyncio.to_thread(self._prepared, *asked)
         else:
-            requests = self._prepared(*asked)
+            requests = await self.apart(http, self._prepared, *asked)
         traced = fields.speculation is not None and fields.speculation.trace
         answering.start(requests, client, shows_steps=traced)
         http.state.answering = answering
         return answering
+
+    async def apart(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
+        """Do some work on what a request holds: in a thread where that is long, so that other clients need not wait."""
+        if getattr(http.state, "body_bytes", 0) > _LONG_BODY:
+            return await asyncio.to_thread(work, *given)
+        return work(*given)
 
     def _prepared(
         self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
@@ -141,12 +149,18 @@ class Front:
             raise ApiError(400, f"rule {words!r} is not allowed here; allowed is {allowed}", param="speculation")
         return self.rules[words]
 
-    def usage(self, answering: Answering, samples_of_one: int) -> dict[str, Any]:
-        """What a whole HTTP request used; a prompt with several samples counts once."""
+    def usage(self, answering: Answering, samples_of_one: int, *, answers_count: bool = True) -> dict[str, Any]:
+        """What a whole HTTP request used.
+
+        Args:
+            answering: its samples.
+            samples_of_one: of each prompt, which counts once.
+            answers_count: whether what was written was asked for.
+        """
         streams = answering.streams
         answers = [stream.answer for stream in streams if stream.answer is not None]
         prompt = sum(stream.request.prompt_tokens for stream in streams[::samples_of_one])
-        written = sum(len(answer.token_ids) for answer in answers)
+        written = sum(len(answer.token_ids) for answer in answers) if answers_count else 0
         copied = sum(stream.request.copied_tokens for stream in streams[::samples_of_one])
         predicted = [answer.stats.by_drafter.get("prediction") for answer in answers]
         accepted = sum(each.accepted_tokens for each in predicted if each is not None)
@@ -169,17 +183,17 @@ class Front:
         accepted: list[int] = []
         for stream in streams:
             decisions += Decisions.of(stream.records, self.forward_s, stream.request.id)
-            accepted += [
-                step.accepted
-                for record in stream.records
-                for step in record.requests
-                if step.id == stream.request.id and step.nodes and not step.prefill
-            ]
+            for record in stream.records:
+                step = (
+                    record.requests[record.numbers[stream.request.id]] if stream.request.id in record.numbers else None
+                )
+                if step is not None and step.nodes and not step.prefill:
+                    accepted.append(step.accepted)
         speedup = decisions.speedup()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,
-            "acceptance_histogram": [accepted.count(count) for count in range(max(accepted, default=-1) + 1)],
+            "acceptance_histogram": np.bincount(np.asarray(accepted, dtype=np.int64)).tolist(),
             "num_drafts": len(accepted),
             "num_draft_tokens": counters.draft_tokens,
             "num_accepted_tokens": counters.accepted_tokens,
@@ -210,7 +224,7 @@ class Front:
         """One line about an HTTP request, without anything that it said."""
         answering: Answering | None = getattr(http.state, "answering", None)
         client: Client = getattr(http.state, "client", ANYONE)
-        parts = [f"{http.method} {http.url.path} {status}", f"client={client.name}"]
+        parts = [f"{quote(http.method)} {quote(http.scope['path'])} {status}", f"client={client.name}"]
         began = getattr(http.state, "began", None)
         if began is not None:
             parts.append(f"seconds={time.perf_counter() - began:.3f}")

@@ -11,12 +11,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.engine.decisions import Decisions, ForwardSeconds, Speedup
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"
 _RECENT_STEPS = 512
 _RECENT_S = 60.0
+_FRESH_S = 5.0
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 _EACH = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _WHOLE = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
@@ -49,6 +50,7 @@ class Metrics(Collector):
         self._asked_tokens = 0
         self._shared_tokens = 0
         self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
+        self._told: tuple[float, Speedup | None] | None = None  # the estimated speed-up, and when it was worked out
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", _FIRST)
@@ -126,13 +128,13 @@ class Metrics(Collector):
         yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)
         yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished)
         yield self._labelled("step_seconds", "Seconds of steps, by what they were spent on.", "part", self._seconds)
-        budgets = {str(nodes): count for nodes, count in sorted(self._budgets.items())}
+        budgets = {str(nodes): count for nodes, count in sorted(self._budgets.copy().items())}
         yield self._labelled("budget_tokens", "Steps of a request by the tokens drafted.", "tokens", budgets)
         yield from self._now()
 
     def _by_drafter(self) -> Iterator[Metric]:
-        drafted = {name: each.draft_tokens for name, each in self._steps.by_drafter.items()}
-        accepted = {name: each.accepted_tokens for name, each in self._steps.by_drafter.items()}
+        drafted = {name: each.draft_tokens for name, each in self._steps.by_drafter.copy().items()}
+        accepted = {name: each.accepted_tokens for name, each in self._steps.by_drafter.copy().items()}
         yield self._labelled("drafter_draft_tokens", "Drafted tokens by drafter.", "drafter", drafted)
         yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
 
@@ -148,7 +150,7 @@ class Metrics(Collector):
             yield self._gauge(
                 "kv_cache_usage_perc", "Of what they may take, from 0 to 1.", service.engine.cache_bytes / limit
             )
-        speedup = Decisions.of([record for _, record in list(self._recent)], self._forward_s).speedup()
+        speedup = self._speedup_now()
         if speedup is not None:
             yield self._gauge("speedup", "Estimated factor over plain decoding, of the last steps.", speedup.factor)
         since = time.monotonic() - _RECENT_S
@@ -160,6 +162,13 @@ class Metrics(Collector):
             if self._price is not None and rate > 0.0:
                 cost = self._price / 3600.0 / rate * 1e6
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
+
+    def _speedup_now(self) -> Speedup | None:
+        """Of the last steps; worked out now and then, for anyone may ask, as often as they like."""
+        now = time.monotonic()
+        if self._told is None or self._told[1] is None or now - self._told[0] > _FRESH_S:
+            self._told = now, Decisions.of([record for _, record in list(self._recent)], self._forward_s).speedup()
+        return self._told[1]
 
     def _counter(self, name: str, meaning: str, value: float) -> Metric:
         family = CounterMetricFamily(_PREFIX + name, meaning, labels=("model_name",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,22 +14,33 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import Structured
 from truedraft.engine import Answer
 from truedraft.server.chat import chat_ids, room_for, template_of
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import Fields, SamplingFields, TextPart, text_of
+from truedraft.server.fields import Content, Fields, Items, SamplingFields, checked_logprobs, text_of
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering
-from truedraft.server.tools import Call, CallReader, FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
+from truedraft.server.tools import (
+    Call,
+    CallDelta,
+    CallReader,
+    FunctionFields,
+    NamedFunction,
+    NamedTool,
+    ToolFields,
+    ToolUse,
+    arguments_for_template,
+)
 
 
 class InputMessage(Fields):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Content
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -52,7 +63,7 @@ class InputResult(Fields):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: Content
     id: str | None = None
     status: str | None = None
 
@@ -89,15 +100,15 @@ class TextFields(Fields):
 class ResponseRequest(SamplingFields):
     """The body of a request for a response."""
 
-    input: str | list[InputMessage | InputCall | InputResult]
+    input: str | Items[InputMessage | InputCall | InputResult]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FlatTool] | None = None
+    tools: Items[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -120,7 +131,7 @@ class ResponseRequest(SamplingFields):
     def wanted_logprobs(self) -> int | None:
         """How many likeliest tokens are told."""
         asked = "message.output_text.logprobs" in (self.include or ())
-        return (self.top_logprobs or 0) if asked or self.top_logprobs else None
+        return checked_logprobs("top_logprobs", self.top_logprobs or 0) if asked or self.top_logprobs else None
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -135,7 +146,7 @@ class ResponseRequest(SamplingFields):
                 role = "system" if item.role == "developer" else item.role
                 found.append({"role": role, "content": text_of(item.content)})
             elif isinstance(item, InputCall):
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": item.name, "arguments": arguments_for_template(item.arguments)}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 found.append({"role": "assistant", "content": "", "tool_calls": [call]})
             else:
@@ -179,7 +190,7 @@ def responses_router(front: Front) -> APIRouter:
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
-        ids = chat_ids(front, messages, use, None)
+        ids = await front.apart(http, chat_ids, front, messages, use, None)
         form = use.forced if use is not None and use.forced is not None else body.form
         room = room_for(front, ids, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
@@ -201,25 +212,28 @@ class _Item:
         index: of it.
         call: of a function; None for the message.
         text: of the message so far.
+        logprobs: of its tokens.
         id: of it.
     """
 
     index: int
     call: Call | None
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     id: str = field(default_factory=lambda: new_id("item"))
 
-    def record(self, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def record(self, status: str) -> dict[str, Any]:
         """As it is sent."""
         if self.call is not None:
             about = {"call_id": self.call.id, "name": self.call.name, "arguments": self.call.arguments}
             return {"type": "function_call", "id": self.id, "status": status} | about
-        content = [self.part(logprobs)] if self.text or status != "in_progress" else []
+        content = [self.part] if self.text or status != "in_progress" else []
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
 
-    def part(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def part(self) -> dict[str, Any]:
         """The text as a part."""
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
 class _Response:
@@ -236,7 +250,8 @@ class _Response:
         self._front = front
         self._body = body
         self._answering = answering
-        self._use = use
+        self._reader = None if use is None else CallReader(use)
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._id = new_id("resp")
         self._created = time.time()
         self._numbers = itertools.count()
@@ -244,15 +259,10 @@ class _Response:
 
     def whole(self) -> dict[str, Any]:
         """The response."""
-        answer = self._answer
-        text, calls = answer.text or "", list[Call]()
-        if self._use is not None:
-            reader = CallReader(self._use)
-            text, _ = reader.push(text, last=True)
-            calls = reader.calls
-        if text or not calls:
-            self._items.append(_Item(0, None, text))
-        self._items += [_Item(len(self._items) + number, call) for number, call in enumerate(calls)]
+        for _ in self._read(self._answer.text or "", self._answer.logprobs or (), last=True):
+            pass
+        if not self._items:
+            self._items.append(_Item(0, None))
         return self._finished()
 
     @property
@@ -261,15 +271,19 @@ class _Response:
         assert answer is not None
         return answer
 
+    @property
+    def _status(self) -> str:
+        return "incomplete" if finish_reason(self._answer) == "length" else "completed"
+
     def _finished(self) -> dict[str, Any]:
-        front, answer = self._front, self._answer
+        front = self._front
         used = front.usage(self._answering, 1)
-        cut = finish_reason(answer) == "length"
-        logprobs = list(map(front.logprobs_entry, answer.logprobs or ()))
-        status = "incomplete" if cut else "completed"
+        status = self._status
+        cut = status == "incomplete"
+        *whole, last = self._items
         return self._record(status) | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [item.record(status, logprobs) for item in self._items],
+            "output": [*(item.record("completed") for item in whole), last.record(status)],
             "usage": {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": used["prompt_tokens_details"],
@@ -318,71 +332,78 @@ class _Response:
         """The response piece by piece."""
         yield self._event("response.created", response=self._record("in_progress"))
         yield self._event("response.in_progress", response=self._record("in_progress"))
-        reader = None if self._use is None else CallReader(self._use)
         async for news in self._answering.news():
-            last = bool(news.pieces) and news.pieces[-1].answer is not None
             text = "".join(piece.text for piece in news.pieces)
             entries = [entry for piece in news.pieces for entry in piece.logprobs]
-            if reader is None:
-                for each in self._wrote(text, list(map(self._front.logprobs_entry, entries))):
-                    yield each
-                continue
-            plain, calls = reader.push(text, last=last)
-            for each in self._wrote(plain, []):
+            last = bool(news.pieces) and news.pieces[-1].answer is not None
+            for each in self._read(text, entries, last=last):
                 yield each
-            for new in calls:
-                if new.begins:
-                    for each in self._begin(new.call):
-                        yield each
-                elif new.arguments:
-                    about = {"item_id": self._items[-1].id, "output_index": self._items[-1].index}
-                    yield self._event("response.function_call_arguments.delta", **about, delta=new.arguments)
         if not self._items:
             for each in self._begin(None):
                 yield each
-        for each in self._end():
+        for each in self._end(self._status):
             yield each
         done = self._finished()
         yield self._event(
             "response.incomplete" if done["status"] == "incomplete" else "response.completed", response=done
         )
 
-    def _wrote(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[str]:
-        if not text:
+    def _read(self, text: str, entries: Sequence[TokenLogprobs], *, last: bool) -> Iterator[str]:
+        """The next text of the answer, and its tokens, as events; `last` where nothing follows."""
+        self._logprobs += map(self._front.logprobs_entry, entries)
+        parts: list[str | CallDelta] = [text] if self._reader is None else self._reader.push(text, last=last)
+        for part in parts:
+            if isinstance(part, str):
+                yield from self._wrote(part)
+            elif part.begins:
+                yield from self._begin(part.call)
+            else:
+                about = {"item_id": self._items[-1].id, "output_index": self._items[-1].index}
+                yield self._event("response.function_call_arguments.delta", **about, delta=part.arguments)
+        if last and self._items and self._items[-1].call is None:
+            self._items[-1].logprobs += self._logprobs
+
+    def _wrote(self, text: str) -> Iterator[str]:
+        if not text:  # of tokens that make none by themselves; their logprobs go with the next text
             return
         if not self._items or self._items[-1].call is not None:
             yield from self._begin(None)
-        item = self._items[-1]
+        item, logprobs = self._items[-1], self._logprobs
         item.text += text
+        item.logprobs += logprobs
+        self._logprobs = []
         about = {"item_id": item.id, "output_index": item.index, "content_index": 0}
         yield self._event("response.output_text.delta", **about, delta=text, logprobs=logprobs)
 
     def _begin(self, call: Call | None) -> Iterator[str]:
         """A new item; the one before is over."""
-        yield from self._end()
+        yield from self._end("completed")
         item = _Item(len(self._items), call)
         self._items.append(item)
-        record = item.record("in_progress", []) | ({} if call is None else {"arguments": ""})
+        record = item.record("in_progress")
+        if call is not None:
+            self._logprobs = []  # those of a call belong to no text
+            record["arguments"] = ""
         yield self._event("response.output_item.added", output_index=item.index, item=record)
         if call is None:
             about = {"item_id": item.id, "output_index": item.index, "content_index": 0}
-            yield self._event("response.content_part.added", **about, part=item.part([]))
+            yield self._event("response.content_part.added", **about, part=item.part)
 
-    def _end(self) -> Iterator[str]:
+    def _end(self, status: str) -> Iterator[str]:
         """The last item is over."""
         if not self._items:
             return
         item = self._items[-1]
         about = {"item_id": item.id, "output_index": item.index}
         if item.call is None:
-            part = item.part([])
-            yield self._event("response.output_text.done", **about, content_index=0, text=item.text, logprobs=[])
-            yield self._event("response.content_part.done", **about, content_index=0, part=part)
+            text = {"text": item.text, "logprobs": item.logprobs}
+            yield self._event("response.output_text.done", **about, content_index=0, **text)
+            yield self._event("response.content_part.done", **about, content_index=0, part=item.part)
         else:
             arguments = item.call.arguments
             name = item.call.name
             yield self._event("response.function_call_arguments.done", **about, arguments=arguments, name=name)
-        yield self._event("response.output_item.done", output_index=item.index, item=item.record("completed", []))
+        yield self._event("response.output_item.done", output_index=item.index, item=item.record(status))
 
 
 def _dumped(choice: str | FlatNamedTool | None) -> Any:

@@ -17,7 +17,6 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters.base import StepOutcome
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
-from truedraft.engine.request import LastStep
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
 
@@ -45,7 +44,7 @@ class Stream:
         waits: whether the engine has not got it yet.
         records: of all steps that it took part in, and of some others.
         answer: once it is over.
-        last_step: that was handed over.
+        last_item: whose step was handed over.
         began_s: when the engine got it, by `time.monotonic`.
         shown_tokens: of the answer, that a trace told of.
         forced_tokens: places in the answer of tokens that a form left no choice in, of steps that a trace told of.
@@ -59,7 +58,7 @@ class Stream:
     waits: bool = True
     records: list[StepRecord] = field(default_factory=list)
     answer: Answer | None = None
-    last_step: LastStep | None = None
+    last_item: StepItem | None = None
     began_s: float = 0.0
     shown_tokens: int = 0
     forced_tokens: set[int] = field(default_factory=set)
@@ -133,6 +132,8 @@ class Answering:
                     error = self.streams[each.number].request.error
                     if answer is not None and error is not None:
                         raise ApiError.of(error)
+                    if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
+                        raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
                 if self._failure is not None and left:
                     raise self._failure
@@ -200,9 +201,7 @@ class Service:
         self._guard = threading.Lock()  # of what follows
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
-        self._served: dict[
-            Client, int
-        ] = {}  # number of its last request that the engine got, of clients with open ones
+        self._served: dict[Client, int] = {}  # which of all requests that the engine got was its last
         self._admitted = 0
         self._running: list[Stream] = []
         self._work = threading.Event()
@@ -259,12 +258,15 @@ class Service:
         later = {"Retry-After": str(self._free_in_s())}
         if self.draining:
             raise ApiError(503, _STOPPING, headers=later)
+        most = self._max_per_client
+        ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
+        if count > ever:
+            raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; ask for fewer")
         waiting, room = self.waiting, self.engine.max_batch - self.running
         if waiting + count > self._max_queue + max(room, 0):
             raise ApiError(
                 429, f"{waiting} requests wait already; ask again in {later['Retry-After']} s", headers=later
             )
-        most = self._max_per_client
         if most is not None and self._open.get(client, 0) + count > most:
             raise ApiError(
                 429, f"this API key has {self._open.get(client, 0)} requests open, of at most {most}", headers=later
@@ -308,23 +310,28 @@ class Service:
             self._open[stream.client] = left
         else:
             self._open.pop(stream.client, None)
-            self._served.pop(stream.client, None)
             if not self._waiting.get(stream.client):
                 self._waiting.pop(stream.client, None)
 
     def _drive(self) -> None:
-        while not self._stopped:
-            self._admit()
-            try:
-                busy = self.engine.step()
-            except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
-                _log.exception("a step failed")
-                self._fail_all(ApiError.of(error))
-                busy = False
-            self._hand_over()
-            if not busy and not self.waiting:
-                self._work.wait()
-                self._work.clear()
+        try:
+            while not self._stopped:
+                self._admit()
+                try:
+                    busy = self.engine.step()
+                except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
+                    _log.exception("a step failed")
+                    self._fail_all(ApiError.of(error))
+                    busy = False
+                self._hand_over()
+                if not busy and not self.waiting:
+                    self._work.wait()
+                    self._work.clear()
+        finally:  # where the thread ends by a mistake of ours nobody may wait for it
+            self.draining = True
+            with self._guard:
+                left = [stream for queue in self._waiting.values() for stream in queue] + self._running
+            self._tell_all(left, ApiError(503, _STOPPING))
 
     def _admit(self) -> None:
         """Give the engine as many requests as it runs together."""
@@ -335,7 +342,7 @@ class Service:
                     return
                 stream.waits, stream.began_s = False, time.monotonic()
                 self._running.append(stream)
-            self.engine.enqueue(stream.request)
+                self.engine.enqueue(stream.request)  # guarded: who cancels finds it waiting or the engine's
 
     def _next(self) -> Stream | None:
         """Whose turn it is; the guard is held."""
@@ -365,9 +372,10 @@ class Service:
             while request.pieces:  # a thread that cancels may add the last one meanwhile
                 pieces.append(request.pieces.pop(0))
             steps: list[ShownStep] = []
-            if stream.shows_steps and request.last_step is not None and request.last_step is not stream.last_step:
-                stream.last_step = request.last_step
-                steps.append(request.last_step[:2])
+            last = request.last_step
+            if stream.shows_steps and last is not None and last[0] is not stream.last_item:
+                stream.last_item = last[0]
+                steps.append(last[:2])
             if not pieces and not steps:
                 continue
             if pieces and pieces[-1].answer is not None:
@@ -394,7 +402,12 @@ class Service:
 
     def _fail_all(self, error: ApiError) -> None:
         streams = list(self._running)
+        self._tell_all(streams, error)
         for stream in streams:
             self.engine.cancel(stream.request)
-            if self._loop is not None:
+
+    def _tell_all(self, streams: Sequence[Stream], error: ApiError) -> None:
+        """Nothing more comes of these."""
+        for stream in streams:
+            if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(stream.answering.fail, error)

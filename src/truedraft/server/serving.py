@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -27,13 +28,15 @@ from truedraft.verification.specs import rule_from_spec
 _LAST_PORT = 65_535
 _ENDING_S = 5
 """Seconds that answers have to end after what was open was broken off."""
+_LOOK_S = 0.05
+"""Seconds between looks at whether all is answered, once the server is being stopped."""
 
 
 def application(engine: Engine, options: ServerOptions, name: str) -> tuple[FastAPI, Service]:
     """The web application over an engine, as the options say.
 
     Args:
-        engine: that answers; nobody else steps it.
+        engine: that answers; nobody else steps it. Where its model is named by a folder, it gets the served name.
         options: of the server.
         name: of the model, where the options give it none.
 
@@ -42,7 +45,12 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         TruedraftError: the target failed while it was measured.
     """
     service = Service(engine, max_queue=options.max_queue, max_per_client=options.max_per_client)
-    names = options.served_model_name or (name,)
+    names = options.served_model_name or (_without_folder(name),)
+    target = engine.target
+    if _without_folder(target.name) != target.name:  # errors name the model, and clients are told no paths
+        target.name = names[0]
+    if target.tokenizer is not None:
+        target.tokenizer.name = names[0]
     forward_s = engine.forwards()
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
     front = Front(
@@ -75,6 +83,12 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     return app, service
 
 
+def _without_folder(name: str) -> str:
+    """A model's name, of a folder its last part."""
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.is_dir() else name
+
+
 def _read(field: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -102,7 +116,6 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(options.drain_s) + _ENDING_S,
         ssl_certfile=options.tls_certificate,
         ssl_keyfile=options.tls_key,
     )
@@ -156,12 +169,13 @@ class _Server(uvicorn.Server):
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C or SIGTERM."""
+        """Ctrl-C or SIGTERM; uvicorn's own would end the process by the signal, once all is done."""
         again = self._service.draining
         self._service.draining = True
-        if self._loop is not None:
+        if self._loop is None:
+            self.should_exit = True
+        else:
             self._loop.call_soon_threadsafe(self._begin_ending, 0.0 if again else self._drain_s)
-        self.should_exit = True  # uvicorn's own would end the process by the signal, once all is done
 
     def _begin_ending(self, seconds: float) -> None:
         if self._ending is not None:
@@ -169,7 +183,13 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.ensure_future(self._end_after(seconds))
 
     async def _end_after(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        """Stop once all is answered, and at the latest after so many seconds; until then new requests are told so."""
+        end = time.monotonic() + seconds
+        while not self._service.is_idle and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
         if not self._service.is_idle:
             logging.getLogger("truedraft.server").warning("%d requests are broken off", self._service.running)
         self._service.abort()
+        # What was answered may still be on its way to a slow reader.
+        self.config.timeout_graceful_shutdown = max(int(end - time.monotonic()), 0) + _ENDING_S
+        self.should_exit = True

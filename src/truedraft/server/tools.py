@@ -15,6 +15,7 @@ from typing import Any, Literal
 from truedraft.core.params import Structured
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import Fields
+from truedraft.text.forms import JSON_LAYOUT
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
@@ -85,8 +86,15 @@ class CallStyle:
         return Structured("grammar", "\n".join([f"start: {one}{more}", f"any_call: {any_call}", *rules]))
 
     def _schema(self, tool: ToolFields) -> dict[str, Any]:
-        arguments = tool.function.parameters or _ANY_ARGUMENTS
+        """Of a call; what the arguments' schema says of the whole document stands at the top, where it belongs."""
+        arguments = dict(tool.function.parameters or _ANY_ARGUMENTS)
+        top: dict[str, Any] = {
+            key: arguments.pop(key) for key in ("$defs", "definitions", "$schema", "$id") if key in arguments
+        }
+        layout = {**JSON_LAYOUT, **(arguments.pop("x-guidance", None) or {})}
         return {
+            **top,
+            "x-guidance": layout,
             "type": "object",
             "properties": {"name": {"const": tool.function.name}, self.arguments: arguments},
             "required": ["name", self.arguments],
@@ -184,29 +192,33 @@ class CallDelta:
 
 
 class CallReader:
-    """Reads text and calls from an answer as it comes.
+    """Reads text and calls from an answer as it comes, the same whatever parts it comes in.
 
     Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
-    text.
+    text. Space before, between and behind calls is left out where there is no other text before it.
 
     Args:
         use: what calls there may be.
 
     Attributes:
-        calls: that were read to their end.
+        calls: that were read to their end, or to the answer's.
     """
 
     def __init__(self, use: ToolUse) -> None:
         self.calls: list[Call] = []
-        self._style = use.style
         self._tag = use.style.opening.strip()  # without one a call begins with the brace of an object
+        self._closing = use.style.closing.strip()
+        self._arguments = use.style.arguments
         self._names = {tool.function.name for tool in use.tools}
         self._most = None if use.parallel else 1
         self._held = ""  # not yet known to be text or a call
-        self._current: Call | None = None  # that is being read
+        self._call: Call | None = None  # that is being read
+        self._object = _Object(self._arguments)  # of that call
+        self._closes = False  # whether the tag that closes a call comes next
         self._wrote = False  # any text but space
+        self._space = ""  # that came before any other text
 
-    def push(self, text: str, *, last: bool = False) -> tuple[str, list[CallDelta]]:
+    def push(self, text: str, *, last: bool = False) -> list[str | CallDelta]:
         """Take the next text.
 
         Args:
@@ -214,129 +226,171 @@ class CallReader:
             last: whether nothing follows.
 
         Returns:
-            What of it is plain text, and what came of calls.
+            Plain text, and what came of calls, in order.
         """
         self._held += text
-        plain, before = "", -1
-        deltas: list[CallDelta] = []
-        while self._held and len(self._held) != before:
-            before = len(self._held)
-            if self._current is None:
-                plain += self._read_text(last)
-            elif not self._read_call(self._current, deltas):
-                plain += self._give_up()
-        if last and self._held and (self._current is None or not self._current.name):
-            plain += self._give_up()
-        self._wrote = self._wrote or bool(plain.strip())
-        return (plain if self._wrote or not self.calls else ""), deltas
+        found: list[str | CallDelta] = []
+        goes_on = bool(self._held) or last
+        while goes_on:
+            if self._closes:
+                goes_on = self._skip_closing(last)
+            elif self._call is not None:
+                goes_on = self._read_call(self._call, found, last)
+            else:
+                goes_on = self._read_text(found, last)
+        if last and not self._wrote and not self.calls and self._space:
+            found.append(self._space)
+        return found
 
-    def _give_up(self) -> str:
-        """What is held is no call."""
-        text = (self._style.opening if self._current is not None else "") + self._held
-        self._held, self._current, self._wrote = "", None, True
-        return text
+    def _skip_closing(self, last: bool) -> bool:
+        """Leave out the tag behind a call; returns whether more can be read."""
+        held = self._held.lstrip()
+        if self._closing.startswith(held) and held != self._closing:  # not yet there, or only its beginning
+            if not last:
+                return False
+            held = ""
+        self._held = held.removeprefix(self._closing) if held.startswith(self._closing) or not held else self._held
+        self._closes = False
+        return bool(self._held)
 
-    def _read_text(self, last: bool) -> str:
-        """Take text up to where a call begins, or may begin."""
+    def _tell(self, text: str, found: list[str | CallDelta]) -> None:
+        """Hand over plain text."""
+        if not self._wrote:
+            text = self._space + text
+            self._wrote = bool(text.strip())
+            self._space = "" if self._wrote else text
+        if self._wrote and text:
+            found.append(text)
+
+    def _read_text(self, found: list[str | CallDelta], last: bool) -> bool:
+        """Take text up to where a call begins, or may begin; returns whether more can be read."""
         held, opening = self._held, self._tag or "{"
         allowed = self._most is None or len(self.calls) < self._most
         if not self._tag:
             allowed = allowed and not self._wrote and held.lstrip()[:1] in ("", "{")
         place = held.find(opening) if allowed else -1
         if place >= 0:
-            self._current = Call()
+            self._call, self._object = Call(), _Object(self._arguments)
+            self._tell(held[:place], found)
             self._held = held[place + len(self._tag) :]
-            return held[:place]
+            return True
         kept = _overlap(held, opening) if allowed and not last else 0
         self._held = held[len(held) - kept :]
-        return held[: len(held) - kept]
+        self._tell(held[: len(held) - kept], found)
+        return False
 
-    def _read_call(self, call: Call, deltas: list[CallDelta]) -> bool:
-        """Read on in the call that is begun; False where it is none."""
-        scan = _scan(self._held, self._style.arguments)
-        if scan is None:
-            return not self._held.strip()
-        known = scan.name is not None and (bool(self._tag) or scan.name in self._names)
-        if not known:
-            return scan.name is None and scan.end is None
+    def _read_call(self, call: Call, found: list[str | CallDelta], last: bool) -> bool:
+        """Read on in the call that is begun; returns whether more can be read."""
+        read = self._object
+        read.push(self._held)
+        self._held = ""
+        named = read.name is not None and (bool(self._tag) or read.name in self._names)
+        if read.fails or (not named and (read.name is not None or read.end is not None or last)):
+            self._give_up(found)
+            return bool(self._held)
+        if not named:
+            return False
         index = len(self.calls)
         if not call.name:
-            call.name = str(scan.name)
-            deltas.append(CallDelta(index, call, True, ""))
-        new = scan.arguments[len(call.arguments) :]
+            call.name, self._space = str(read.name), ""
+            found.append(CallDelta(index, call, True, ""))
+        known = read.value if read.value or read.end is None else "{}"
+        new = known[len(call.arguments) :]
         if new:
             call.arguments += new
-            deltas.append(CallDelta(index, call, False, new))
-        if scan.end is not None:
-            self.calls.append(call)
-            rest, closing = self._held[scan.end :], self._style.closing.strip()
-            self._held = rest.lstrip().removeprefix(closing) if closing else rest
-            self._current = None
-        return True
+            found.append(CallDelta(index, call, False, new))
+        if read.end is None and not last:
+            return False
+        self.calls.append(call)
+        self._call = None
+        self._held = "" if read.end is None else read.text[read.end :]
+        self._closes = bool(self._closing) and read.end is not None
+        return self._closes or bool(self._held)
+
+    def _give_up(self, found: list[str | CallDelta]) -> None:
+        """What was read is no call: its tag is text, and behind it a call may begin."""
+        self._held, self._call = self._object.text, None
+        text, self._space, self._wrote = self._space + self._tag, "", True
+        if text:
+            found.append(text)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """What is known of an object that may not be whole.
+class _Object:
+    """An object in JSON that comes in parts.
+
+    Worked example: of `{"name": "f", "arguments": {"x": [1, "}` the name is f and the value of "arguments" is
+    `{"x": [1, "}` so far.
+
+    Args:
+        key: of the value that is wanted beside the name.
 
     Attributes:
-        name: its "name", once that is whole.
-        arguments: text of its arguments, as far as it is there.
+        text: so far.
+        fails: whether it is no object.
+        name: the value of "name", once that is whole.
+        value: text of the wanted value, as far as it is there.
         end: place behind the object; None while it is open.
     """
 
-    name: str | None
-    arguments: str
-    end: int | None
+    def __init__(self, key: str) -> None:
+        self.text = ""
+        self.fails = False
+        self.name: str | None = None
+        self.value = ""
+        self.end: int | None = None
+        self._wanted = key
+        self._place = 0
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self._key: str | None = None
+        self._value_from = 0
+        self._string_from = 0
+        self._string = ""  # the last whole one, quotes included
 
+    def push(self, more: str) -> None:
+        """Read on."""
+        self.text += more
+        while self._place < len(self.text) and self.end is None and not self.fails:
+            self._take(self.text[self._place])
+            self._place += 1
+        if self.end is None and self._key == self._wanted:
+            self.value = self.text[self._value_from :].strip()
 
-def _scan(text: str, arguments: str) -> _Scan | None:
-    """Read an object from its opening brace on; None before there is one.
-
-    >>> _scan('{"name": "f", "arguments": {"x": [1, "}', "arguments")
-    _Scan(name='f', arguments='{"x": [1, "}', end=None)
-    """
-    start = len(text) - len(text.lstrip())
-    if text[start : start + 1] != "{":
-        return None
-    depth, quoted, escaped = 0, False, False
-    key: str | None = None
-    name: str | None = None
-    value_from: int | None = None
-    found = ""
-    string_from = 0
-    last_string = ""
-    for place in range(start, len(text)):
-        character = text[place]
-        if quoted:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == '"':
-                quoted = False
-                last_string = text[string_from : place + 1]
-            continue
-        if character == '"':
-            quoted, string_from = True, place
-        elif character == ":" and depth == 1 and key is None:
-            key, value_from = _string(last_string), place + 1
+    def _take(self, character: str) -> None:
+        if self._quoted:
+            self._in_string(character)
+        elif self._depth == 0:
+            self._depth = int(character == "{")
+            self.fails = not self._depth and not character.isspace()
+        elif character == '"':
+            self._quoted, self._string_from = True, self._place
+        elif character == ":" and self._depth == 1 and self._key is None:
+            self._key, self._value_from = _string(self._string), self._place + 1
         elif character in "{[":
-            depth += 1
+            self._depth += 1
         elif character in "}],":
-            ends_value = depth == 1
-            if character != ",":
-                depth -= 1
-            if ends_value and key is not None and value_from is not None:
-                value = text[value_from:place].strip()
-                name = _string(value) if key == "name" else name
-                found = value if key == arguments else found
-                key, value_from = None, None
-            if depth == 0:
-                return _Scan(name, found, place + 1)
-    if key == arguments and value_from is not None:
-        found = text[value_from:].strip()
-    return _Scan(name, found, None)
+            if self._depth == 1:
+                self._end_value()
+            self._depth -= character != ","
+            if self._depth == 0:
+                self.end = self._place + 1
+
+    def _in_string(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._quoted = False
+            self._string = self.text[self._string_from : self._place + 1]
+
+    def _end_value(self) -> None:
+        value = self.text[self._value_from : self._place].strip()
+        if self._key == "name":
+            self.name = _string(value)
+        elif self._key == self._wanted:
+            self.value = value
+        self._key = None
 
 
 def _string(text: str) -> str | None:
@@ -345,6 +399,15 @@ def _string(text: str) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) else None
+
+
+def arguments_for_template(text: str) -> Any:
+    """The arguments of an earlier call as chat templates want them: as an object, where they are one."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _overlap(text: str, opening: str) -> int:

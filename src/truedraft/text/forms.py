@@ -22,10 +22,16 @@ from truedraft.errors import MissingExtraError, OptionError
 from truedraft.text.tokenizer import Tokenizer
 
 _MOST_CHARACTERS = 1 << 16
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is laid out where its schema does not say: on one line, as Python's json.dumps does.
 
 Where spaces might stand anywhere small models write them for ever, and little of an answer is known beforehand.
+"""
+_MOST_ITEMS = 10_000
+"""Parser items that working out one mask may take, which is about a tenth of a second.
+
+Ambiguous grammars take more with each token, and other requests wait meanwhile. Schemas of 60 fields that may each be
+one of three kinds take 2,000.
 """
 _MOST_FORMS = 64
 """Forms that are kept compiled: clients ask for the same ones again and again."""
@@ -46,9 +52,7 @@ class Forms:
         self._tokenizer = tokenizer
         self._vocab = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._begun: OrderedDict[Structured, Any] = (
-            OrderedDict()
-        )  # matchers at the beginning, the latest asked for last
+        self._begun: OrderedDict[Structured, Any] = OrderedDict()  # matchers at the beginning, by when last asked for
         self._lock = threading.Lock()  # requests come from several threads
 
     @cached_property
@@ -85,7 +89,6 @@ class Forms:
             begun = self._begun.get(structured)
         if begun is None:  # a large one takes long, and others need not wait for it
             begun = self._compiled(structured)
-            begun.compute_bitmask()  # which copies need not work out again
         with self._lock:
             self._begun[structured] = begun
             self._begun.move_to_end(structured)
@@ -96,7 +99,7 @@ class Forms:
     def _compiled(self, structured: Structured) -> Any:
         """What llguidance makes of a form, at the beginning of an answer."""
         guide = self._guide
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
         if size > _MOST_CHARACTERS:
@@ -105,7 +108,9 @@ class Forms:
             grammar = _grammar_of(structured, LLMatcher)
         except ValueError as error:
             raise OptionError(f"cannot be read ({error})", field="structured") from error
-        matcher = LLMatcher(guide, grammar, log_level=0)
+        matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(step_max_items=_MOST_ITEMS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # which copies need not work out again
         if matcher.is_error():
             raise OptionError(f"cannot be read ({_first_line(matcher.get_error())})", field="structured")
         return matcher
@@ -113,6 +118,9 @@ class Forms:
 
 class FormState:
     """How far one answer has come in its form; see `truedraft.core.shaping.Form`.
+
+    Behind a path where the grammar is too ambiguous to be followed no token is allowed, so that a request that gets
+    there fails, whoever drafts.
 
     Args:
         matcher: of llguidance, at the beginning.
@@ -133,24 +141,37 @@ class FormState:
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
         self._go_on()
-        found: list[bytes] = []
-        for key in map(tuple, paths):
-            if key not in self._masks:
-                if len(self._masks) >= _MOST_MASKS:
-                    self._masks.clear()
-                self._masks[key] = self._mask(key)
-            found.append(self._masks[key])
-        bits = np.frombuffer(b"".join(found), dtype=np.uint8).reshape(len(found), -1)
+        bits = np.frombuffer(b"".join(map(self._mask, paths)), dtype=np.uint8).reshape(len(paths), -1)
         return np.unpackbits(bits, axis=1, count=self._vocab, bitorder="little").view(np.bool_)
+
+    def allows(self, path: Path, token: int) -> bool:
+        self._go_on()
+        key = tuple(path)
+        matcher = self._behind(key)
+        if matcher is None:
+            return True
+        if key in self._masks or matcher.is_error() or matcher.is_stopped():
+            return bool(self._mask(key)[token >> 3] >> (token & 7) & 1)
+        # Where the form leaves no choice its mask has the one token that the tokenizer itself would write, though
+        # others may spell the same.
+        trial = matcher.deep_copy()
+        forced = trial.compute_ff_tokens()
+        found = token == forced[0] if forced else trial.validate_tokens([token]) == 1
+        return bool(found) and not trial.is_error()
 
     def legal(self, path: Path) -> int:
         self._go_on()
-        return int(self._matcher.validate_tokens(list(path)))
+        if self._matcher.is_error():
+            return 0
+        # Consumed and not validated, which would pass over limits of tokens that a grammar may set.
+        count = int(self._matcher.deep_copy().try_consume_tokens(list(path)))
+        ends = count < len(path) and self.allows(path[:count], path[count])  # a whole form consumes no end of text
+        return count + ends
 
     def forced(self) -> Sequence[int]:
         self._go_on()
-        if self._forced is None:
-            self._forced = [int(token) for token in self._matcher.compute_ff_tokens()]
+        if self._forced is None:  # by a copy: what is only drafted may not be what the grammar fails by
+            self._forced = [int(token) for token in self._matcher.deep_copy().compute_ff_tokens()]
         return self._forced
 
     def _go_on(self) -> None:
@@ -163,28 +184,44 @@ class FormState:
             self._last = (), None
             self._forced = None
 
-    def _mask(self, path: tuple[int, ...]) -> bytes:
+    def _behind(self, path: tuple[int, ...]) -> Any:
+        """The matcher behind a path, to be looked at and not to be changed; None behind one that leaves the form."""
         if not path:
-            return bytes(self._matcher.compute_bitmask()[: self._mask_bytes])
+            return self._matcher
         # A copy takes a microsecond, and rolling back goes astray behind an end of text. A chain goes on with one copy.
         before, matcher = self._last
-        if matcher is None or path[:-1] != before:
+        if matcher is None or path[: len(before)] != before:
             before, matcher = (), self._matcher.deep_copy()
         added = list(path[len(before) :])
-        if matcher.try_consume_tokens(added) < len(added):
+        if matcher.try_consume_tokens(added) < len(added) and not matcher.is_error():
             self._last = (), None
-            return b"\xff" * self._mask_bytes
+            return None
         self._last = path, matcher
-        return bytes(matcher.compute_bitmask()[: self._mask_bytes])
+        return matcher
+
+    def _mask(self, path: Path) -> bytes:
+        """What may follow behind a path, a bit for each id."""
+        key = tuple(path)
+        if key not in self._masks:
+            if len(self._masks) >= _MOST_MASKS:
+                self._masks.clear()
+            self._masks[key] = self._made(self._behind(key))
+        return self._masks[key]
+
+    def _made(self, matcher: Any) -> bytes:
+        if matcher is None:
+            return b"\xff" * self._mask_bytes
+        mask = bytes(matcher.compute_bitmask()[: self._mask_bytes])
+        return bytes(len(mask)) if matcher.is_error() else mask  # else the end of text would be allowed
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:
     """What llguidance reads."""
     kind, value = structured.kind, structured.value
     if kind == "json_schema":
-        return str(matcher.grammar_from_json_schema(value, defaults=_JSON))
+        return str(matcher.grammar_from_json_schema(value, defaults=JSON_LAYOUT))
     if kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON))
+        return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_LAYOUT))
     if kind == "regex":
         return str(matcher.grammar_from_regex(value))
     if kind == "choice":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from truedraft.errors import ModelError, ModelNotFoundError, PromptError
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError
 from truedraft.text.vocabulary import Vocabulary
 
 # A folder or repository with none of these has no tokenizer: ids go in and out. A file outside this list
@@ -72,19 +73,42 @@ class Tokenizer:
         return cls(backend, name)
 
     def encode(self, text: str) -> list[int]:
-        """Turn text into ids, with the special tokens that the model expects around it (BOS for Llama)."""
-        return list(self.backend(text, verbose=False).input_ids)
+        """Turn text into ids, with the special tokens that the model expects around it (BOS for Llama).
+
+        Raises:
+            PromptError: the text holds half a character.
+        """
+        return list(self._ids(text))
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """The ids of a part of a text, without special tokens."""
-        return tuple(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+        """The ids of a part of a text, without special tokens.
+
+        Raises:
+            PromptError: the text holds half a character.
+        """
+        return tuple(self._ids(text, add_special_tokens=False))
+
+    def _ids(self, text: str, **how: bool) -> Sequence[int]:
+        try:
+            return self.backend(text, verbose=False, **how).input_ids
+        except (TypeError, UnicodeEncodeError) as error:
+            alone = next((place for place, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
+            if alone is None:
+                raise
+            raise PromptError(
+                f"a text has half a character (a lone surrogate, U+{ord(text[alone]):04X}) at place {alone}; read its "
+                'bytes with errors="replace"'
+            ) from error
 
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
         """The ids of a word in the middle of a text, without special tokens: as it is, and behind a space.
 
         The second where it is as long and begins with another token; others are not how a word is usually written.
         """
-        bare, spaced = self.plain_ids(text.lstrip()), self.plain_ids(" " + text.lstrip())
+        word = text.lstrip(" ")
+        if not word.strip():  # white space alone
+            return [ids] if (ids := self.plain_ids(text)) else []
+        bare, spaced = self.plain_ids(word), self.plain_ids(" " + word)
         found = [bare, spaced] if len(spaced) == len(bare) and spaced[:1] != bare[:1] else [bare]
         return [ids for ids in found if ids]
 
@@ -117,7 +141,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        **more: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
 
@@ -125,15 +149,21 @@ class Tokenizer:
             messages: with role and content each.
             tools: functions that the model may call, for templates that know such.
             template: in place of the model's own.
-            more: what else the template knows.
+            variables: what else the template knows.
 
         Raises:
             PromptError: the model has no chat template, or its template refuses these messages.
+            OptionError: a variable has the name of something that is not the template's.
         """
         if template is None and not self.chat_template:
             raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
         from jinja2 import TemplateError
 
+        more = dict(variables or {})
+        if taken := {"messages", *signature(self.backend.apply_chat_template).parameters} & more.keys():
+            raise OptionError(
+                f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
+            )
         try:
             ids = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
@@ -146,7 +176,7 @@ class Tokenizer:
             )
         except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template of {self.name!r} refuses these messages: {_gist(error)}") from error
-        return [int(token) for token in ids]
+        return list(map(int, ids))
 
     def token_text(self, token: int) -> str:
         """What one token writes in the middle of a text; the name of a special token, which writes nothing."""

@@ -1,0 +1,162 @@
+"""A request that cannot start, go on or end costs the others nothing, and nothing of it is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support import tiny_models
+from truedraft import Engine, SamplingParams
+from truedraft.cache import Prefixes, RequestCache
+from truedraft.core.budget import Speculation
+from truedraft.drafters import DraftModel, DraftRequest, PromptLookup
+from truedraft.errors import OptionError
+from truedraft.models.base import LanguageModel
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+PARAMS = SamplingParams(max_tokens=12)
+
+
+@pytest.fixture
+def target() -> LanguageModel:
+    return tiny_models.packed("llama")
+
+
+def expected(target: LanguageModel) -> list[list[int]]:
+    return [Engine(target).generate(prompt, PARAMS).token_ids for prompt in PROMPTS]
+
+
+def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: Exception) -> None:
+    """The `at`-th call of a method raises."""
+    calls, before = iter(range(1 << 30)), getattr(owner, name)
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return before(*given, **named)
+
+    patch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("sample", [None, "1", 1.5, -1])
+def test_samples_that_are_no_numbers_are_refused(target: LanguageModel, sample: Any) -> None:
+    with pytest.raises(OptionError, match="sample must be"):
+        Engine(target).submit([1], sample=sample)
+
+
+def test_scopes_that_cannot_be_compared_are_refused(target: LanguageModel) -> None:
+    with pytest.raises(OptionError, match="scope must be hashable, as a text is, got a list"):
+        Engine(target).submit([1], scope=["a"])  # type: ignore[arg-type]
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize("place", range(3))
+def test_one_that_gets_no_memory_fails_alone(
+    target: LanguageModel, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = expected(target)
+    engine = Engine(target, DraftModel(tiny_models.packed("llama")), controller="fixed")
+    fail_once(monkeypatch, engine.target, "new_cache", place, MemoryError("no room"))
+    answers = engine.generate(PROMPTS, PARAMS)
+    for number, answer in enumerate(answers):
+        if number == place:
+            assert answer.finish_reason == "error" and "no room" in str(answer.error)
+        else:
+            assert answer.token_ids == own[number]
+    assert engine.check_idle() == []
+    assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
+
+
+@pytest.mark.plants_failures
+def test_one_whose_beginning_cannot_be_kept_ends_all_the_same(
+    target: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Prefixes, number: int) -> None:
+        raise MemoryError("no room for blocks")
+
+    own = expected(target)
+    pool = target.cache_pool
+    assert pool is not None
+    before = pool.in_use
+    engine = Engine(
+        target, DraftModel(tiny_models.noisy("llama", 0.01)), controller="fixed", prefix_cache_bytes=1 << 20
+    )
+    monkeypatch.setattr(Prefixes, "keep", broken)
+    assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
+    assert engine.check_idle() == []
+    assert pool.in_use == before and not any(each.holding for each in engine.drafter.members.values())
+
+
+@pytest.mark.plants_failures
+def test_what_failed_is_kept_for_nobody(target: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, prefix_cache_bytes=1 << 20)
+    long = [(5 * place) % 50 for place in range(100)]
+    fail_once(monkeypatch, engine._verifier, "verify", 3, RuntimeError("broken"))
+    with pytest.raises(Exception, match="broken"):
+        engine.generate(long, PARAMS)
+    assert engine._sharing.stores[0].n_bytes == 0
+    engine.generate(long, PARAMS)
+    assert engine._sharing.stores[0].n_bytes > 0
+
+
+@pytest.mark.plants_failures
+def test_a_step_that_fails_behind_its_commit_goes_on_from_there(
+    target: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = expected(target)
+    engine = Engine(target, PromptLookup(min_ngram=1), controller="fixed")
+    fail_once(monkeypatch, engine._drafting, "observe", 0, RuntimeError("broken"))  # behind the prompts' step
+    answers = engine.generate(PROMPTS, PARAMS)
+    assert [answer.finish_reason for answer in answers] == ["length"] * 3
+    assert [answer.token_ids for answer in answers] == own
+
+
+def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageModel) -> None:
+    engine = Engine(target, PromptLookup(min_ngram=1), controller="fixed")
+    requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
+    while not all(request.closed for request in requests):
+        engine.step()
+    assert all(request.last_step is not None and request.last_step[2] is None for request in requests)
+    assert all(request.view is None for request in requests)
+
+
+class Counting(PromptLookup):
+    """Notes for whom it is asked to begin."""
+
+    def __init__(self) -> None:
+        super().__init__(min_ngram=1)
+        self.begun: list[int] = []
+
+    def begin(self, request: DraftRequest) -> None:
+        self.begun.append(request.id)
+        super().begin(request)
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 24])
+def test_drafters_that_a_request_does_not_want_hold_nothing_for_it(target: LanguageModel, limit: int | None) -> None:
+    drafter = Counting()
+    engine = Engine(target, drafter, controller="fixed", max_cache_bytes=limit)
+    request = engine.submit([1, 2, 1, 2], PARAMS, speculation=Speculation(()))
+    wanted = engine.submit([1, 2, 1, 2], PARAMS)
+    while not (request.closed and wanted.closed):
+        engine.step()
+    assert drafter.begun == [wanted.draft.id]
+    answers = [each.pieces[-1].answer for each in (request, wanted)]
+    assert all(answer is not None for answer in answers)
+    assert answers[0].stats.draft_tokens == 0 and answers[0].token_ids == answers[1].token_ids  # type: ignore[union-attr]
+
+
+def test_scopes_are_forgotten_with_their_last_block() -> None:
+    import torch
+
+    store = Prefixes(most_bytes=1)
+    for scope in range(50):
+        cache = RequestCache(256)
+        cache.reserve(64)
+        cache.write(0, torch.zeros(1, 64, 8), torch.zeros(1, 64, 8))
+        cache.commit(range(64))
+        store.join(scope, cache, list(range(64)), scope)
+        store.keep(scope)
+        store.leave(scope)
+    assert store.n_bytes == 0 and not store._roots

@@ -1,0 +1,124 @@
+"""Calls of functions in what a model writes: read the same whatever parts it comes in."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from truedraft.server.tools import CallDelta, CallReader, CallStyle, FunctionFields, ToolFields, ToolUse
+
+TAGS = CallStyle.of("")
+BARE = CallStyle.of('{% if tools %} "parameters" {% endif %}')
+
+
+def use_of(style: CallStyle, *, parallel: bool = True) -> ToolUse:
+    tools = [ToolFields(type="function", function=FunctionFields(name=name)) for name in ("f", "g")]
+    return ToolUse(style, tools, None, parallel)
+
+
+def read(use: ToolUse, parts: list[str]) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """The text, the calls, and the order in which they came."""
+    reader = CallReader(use)
+    text, order = "", list[str]()
+    told: dict[int, str] = {}
+    for number, part in enumerate(parts):
+        for found in reader.push(part, last=number == len(parts) - 1):
+            if isinstance(found, CallDelta):
+                assert found.begins == (found.index not in told)
+                told[found.index] = told.get(found.index, "") + found.arguments
+                kind = f"call {found.index}"
+            else:
+                text += found
+                kind = "text"
+            order += [kind] if order[-1:] != [kind] else []
+    assert [told[index] for index in sorted(told)] == [call.arguments for call in reader.calls]
+    return text, [(call.name, call.arguments) for call in reader.calls], order
+
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+CASES = {
+    "text alone": (TAGS, "No < call > here", "No < call > here", []),
+    "space alone": (TAGS, " \n", " \n", []),
+    "a call": (TAGS, ONE, "", [("f", '{"x": 1}')]),
+    "text before": (TAGS, "Look:\n" + ONE, "Look:\n", [("f", '{"x": 1}')]),
+    "text behind": (TAGS, ONE + "\nDone.", "\nDone.", [("f", '{"x": 1}')]),
+    "two": (TAGS, f"{ONE}\n{ONE}\n", "", [("f", '{"x": 1}')] * 2),
+    "no arguments": (TAGS, '<tool_call>{"name": "g"}</tool_call>', "", [("g", "{}")]),
+    "arguments first": (TAGS, '<tool_call>{"arguments": {"a": []}, "name": "g"}</tool_call>', "", [("g", '{"a": []}')]),
+    "a name nobody knows": (TAGS, '<tool_call>{"name": "h", "arguments": {}}</tool_call>', "", [("h", "{}")]),
+    "quotes": (
+        TAGS,
+        '<tool_call>{"name": "f", "arguments": {"s": "a\\"}b</tool_call>\\\\"}}</tool_call>',
+        "",
+        [("f", '{"s": "a\\"}b</tool_call>\\\\"}')],
+    ),
+    "no call behind a tag": (TAGS, f"<tool_call> is a tag. {ONE}", "<tool_call> is a tag. ", [("f", '{"x": 1}')]),
+    "an object that is no call": (TAGS, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+    "cut in the arguments": (
+        TAGS,
+        '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}',
+        "",
+        [("f", '{"x": [1, "}')],
+    ),
+    "cut before its name": (TAGS, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
+    "cut in a tag": (TAGS, "See <tool_c", "See <tool_c", []),
+    "cut in the tag behind": (TAGS, ONE[:-3], "", [("f", '{"x": 1}')]),
+    "no tag behind": (TAGS, '<tool_call>{"name": "f", "arguments": {}} so', " so", [("f", "{}")]),
+    "bare": (BARE, ' {"name": "f", "parameters": {"x": {}}} ', "", [("f", '{"x": {}}')]),
+    "bare, of no function": (BARE, ' {"name": "h", "parameters": {}}', ' {"name": "h", "parameters": {}}', []),
+    "bare, behind text": (BARE, 'So {"name": "f"}', 'So {"name": "f"}', []),
+    "bare, cut": (BARE, '{"nam', '{"nam', []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_are_read_alike_whatever_parts_they_come_in(name: str) -> None:
+    style, answer, text, calls = CASES[name]
+    use = use_of(style)
+    whole = read(use, [answer])
+    assert whole[:2] == (text, calls)
+    assert read(use, list(answer))[:2] == (text, calls)
+    assert read(use, [*answer, ""])[:2] == (text, calls)
+    chance = random.Random(name)
+    for _ in range(30):
+        cuts = sorted(chance.sample(range(len(answer) + 1), min(4, len(answer))))
+        parts = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+        assert read(use, parts) == whole, parts
+
+
+def test_text_and_calls_come_in_order() -> None:
+    assert read(use_of(TAGS), [f"One {ONE} two {ONE} three"])[2] == ["text", "call 0", "text", "call 1", "text"]
+
+
+def test_one_call_where_there_may_be_one() -> None:
+    text, calls, _ = read(use_of(TAGS, parallel=False), list(f"{ONE}\n{ONE}"))
+    assert calls == [("f", '{"x": 1}')] and text == f"\n{ONE}"
+
+
+def test_long_arguments_are_read_once() -> None:
+    parts = ['<tool_call>{"name": "f", "arguments": {"s": "', *["x" * 10] * 20_000, '"}}</tool_call>']
+    ((_, arguments),) = read(use_of(TAGS), parts)[1]
+    assert len(json.loads(arguments)["s"]) == 200_000
+
+
+def test_a_grammar_holds_what_schemas_say_of_the_whole_document() -> None:
+    pytest.importorskip("llguidance")
+    from truedraft import Engine, SamplingParams
+
+    parameters = {
+        "type": "object",
+        "properties": {"kind": {"$ref": "#/$defs/Kind"}},
+        "required": ["kind"],
+        "additionalProperties": False,
+        "$defs": {"Kind": {"enum": ["list", "dict"]}},
+    }
+    tool = ToolFields(type="function", function=FunctionFields(name="f", parameters=parameters))
+    form = TAGS.grammar([tool], parallel=False)
+    answer = Engine("embedded:target").generate("x", SamplingParams(max_tokens=60, structured=form))
+    ((name, arguments),) = read(ToolUse(TAGS, [tool], form, False), [answer.text or ""])[1]
+    assert answer.finish_reason == "stop" and name == "f" and json.loads(arguments)["kind"] in ("list", "dict")
+    assert (answer.text or "").count("\n") == 2, "one line between the tags"
