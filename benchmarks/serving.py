@@ -41,7 +41,8 @@ ROWS = {
     "prefix": "first token of a prompt of 1,600 tokens of which 1,500 were asked before, against a cold one",
     "form": "JSON by a schema against free text, own size",
 }
-TURNS = 5
+TURNS = 3
+BATCH_TURNS = 5  # of the row batch, where single turns lay far apart
 DRAFT_TOKENS = 3
 
 
@@ -163,16 +164,16 @@ class Kept:
             file.write(json.dumps(line) + "\n")
 
 
-def loads(clients: int, temperature: float) -> Load:
-    """A closed loop's requests: each client has four."""
-    texts = prompts(max(4 * clients, 12))
+def loads(clients: int, temperature: float, each: int = 4) -> Load:
+    """A closed loop's requests, so many for each client."""
+    texts = prompts(max(each * clients, 12))
     return Load([Request(text, 64, temperature, seed) for seed, text in enumerate(texts)], clients)
 
 
 def alike(temperature: float, turn: int) -> Load:
     """Requests of 8 clients that begin with the same 600 tokens or so, others in each turn, and end each in its own."""
     start = prompts(2 * TURNS, 600)[turn % TURNS + (TURNS if temperature else 0)]
-    texts = prompts(32)
+    texts = prompts(24)
     return Load([Request(f"{start}\n\n{text}", 64, temperature, seed) for seed, text in enumerate(texts)], 8)
 
 
@@ -196,7 +197,7 @@ def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) 
         for server in servers:
             server.wait()
         for cell, work in _cells(row, kept):
-            while kept.turns(cell) < TURNS and left_s() > 0:
+            while kept.turns(cell) < (BATCH_TURNS if row == "batch" else TURNS) and left_s() > 0:
                 kept.add(cell, {server.name: asdict(work(server.port)) for server in servers})
     finally:
         for server in servers:
@@ -223,7 +224,7 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome
             yield cell, lambda port, cell=cell, t=temperature: run(closed_loop(port, alike(t, kept.turns(cell))))
             continue
         for clients in (16,) if row == "batch" else (1, 4, 8, 16):
-            load = loads(clients, temperature)
+            load = loads(clients, temperature, each=2 if row == "batch" else 4)
             if row != "open":
                 yield Cell(row, f"{clients} clients, {way}"), lambda port, load=load: run(closed_loop(port, load))
         if row == "open":
@@ -232,7 +233,7 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome
                 rate = share * capacity / 64
                 yield (
                     Cell(row, f"{share} of capacity, {way}"),
-                    lambda port, rate=rate, t=temperature: run(open_loop(port, loads(16, t), rate, random.Random(1))),
+                    lambda port, rate=rate, t=temperature: run(open_loop(port, loads(6, t), rate, random.Random(1))),
                 )
 
 

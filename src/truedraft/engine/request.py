@@ -101,6 +101,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
         self.pieces: list[Piece] = []  # not yet taken by a stream
         self._given = 0  # tokens that went into pieces
+        self._prefilled: list[int] = []  # places in the answer of tokens that prefill steps gave
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
@@ -208,6 +209,8 @@ class Request:
     def count(self, step: RequestStep) -> None:
         """Count what a step did for it, after its tokens were emitted."""
         self.counters.count(step)
+        if step.prefill and step.emitted:
+            self._prefilled.append(self.emitted - step.emitted)
         if step.shares and self.params.stop:  # a stop text may take back what drafters are counted for
             self._drafted.append((self.emitted - step.emitted, step.shares))
 
@@ -242,7 +245,7 @@ class Request:
         """Tokens of a stop text are neither accepted nor emitted, and their positions not tried."""
         behind = self.origins[kept:]
         counters = self.counters
-        prefill = 1 if behind and kept == 0 else 0
+        prefill = sum(place >= kept for place in self._prefilled)
         counters.prefill_tokens -= prefill
         counters.emitted_tokens -= len(behind) - prefill
         counters.stop_tokens += len(behind) - prefill
