@@ -318,8 +318,10 @@ def _family(sets: Sequence[Mapping[str, float]]) -> str:
     best = [max(each.items(), key=lambda pair: pair[1]) for each in sets if each]
     if not best:
         return "-"
-    values, lengths = [value for _, value in best], [int(words.rpartition("=")[2]) for words, _ in best]
-    return f"{min(values):.2f} to {max(values):.2f} with {min(lengths)} to {max(lengths)}"
+    values = [value for _, value in best]
+    lengths = sorted({words.rpartition("=")[2] for words, _ in best}, key=lambda each: (len(each), each))
+    shown = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return f"{min(values):.2f} to {max(values):.2f} with {shown}"
 
 
 def _neighbour_table(records: Sequence[Record] | Any) -> str:

@@ -155,7 +155,7 @@ class FormState:
         # Where the form leaves no choice its mask has the one token that the tokenizer itself would write, though
         # others may spell the same.
         trial = matcher.deep_copy()
-        forced = trial.compute_ff_tokens()
+        forced = trial.compute_ff_tokens() if trial.compute_ff_bytes() else None  # bytes are known at once
         found = token == forced[0] if forced else trial.validate_tokens([token]) == 1
         return bool(found) and not trial.is_error()
 
