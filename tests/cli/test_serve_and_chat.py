@@ -40,10 +40,13 @@ def served(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
-def ask(address: str, **fields: Any) -> Any:
+def asking(address: str, **fields: Any) -> urllib.request.Request:
     body = json.dumps({"prompt": "class Stack:", "max_tokens": 8, "temperature": 0} | fields).encode()
-    request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    return urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+
+
+def ask(address: str, **fields: Any) -> Any:
+    with urllib.request.urlopen(asking(address, **fields), timeout=60) as reply:
         return json.loads(reply.read())
 
 
@@ -61,10 +64,7 @@ def test_it_serves_until_it_is_told_to_stop() -> None:
 
 def test_open_requests_end_when_it_is_told_twice() -> None:
     with served("--drain-s", "60") as (process, address):
-        body = json.dumps({"prompt": "x", "max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True})
-        request = urllib.request.Request(
-            f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"}
-        )
+        request = asking(address, max_tokens=1900, ignore_eos=True, stream=True)
         with urllib.request.urlopen(request, timeout=60) as stream:
             assert stream.readline().startswith(b"data: ")
             process.send_signal(signal.SIGTERM)
@@ -77,10 +77,7 @@ def test_open_requests_end_when_it_is_told_twice() -> None:
 
 def test_while_it_stops_new_requests_are_told_so_and_open_ones_go_on() -> None:
     with served("--drain-s", "60") as (process, address):
-        body = json.dumps({"prompt": "x", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True})
-        request = urllib.request.Request(
-            f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"}
-        )
+        request = asking(address, max_tokens=1500, ignore_eos=True, stream=True)
         with urllib.request.urlopen(request, timeout=60) as stream:
             assert stream.readline().startswith(b"data: ")
             process.send_signal(signal.SIGTERM)

@@ -207,8 +207,8 @@ class Prefixes:
             if block.before is not None:
                 del block.before.following[block.tokens]
                 emptied |= block.before.before is None and not block.before.following
-        for scope in [scope for scope, root in self._roots.items() if emptied and not root.following]:
-            del self._roots[scope]
+        if emptied:
+            self._roots = {scope: root for scope, root in self._roots.items() if root.following}
 
 
 def _joined(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Tensor, Tensor]]:

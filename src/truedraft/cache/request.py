@@ -279,8 +279,8 @@ class CachePool:
         with self._lock:
             left = max(self._kept_bytes - n_bytes, 0)
             while self._free and self._kept_bytes > left:
-                n_bytes_of_one = self._free.pop(0).n_bytes
-                self._kept_bytes -= n_bytes_of_one
+                dropped = self._free.pop(0).n_bytes
+                self._kept_bytes -= dropped
 
     def bytes_alone(self, tokens: int) -> int:
         """Most bytes of a cache whose `limit` is so many tokens, where no others are."""

@@ -79,8 +79,7 @@ class Drafting:
                 request.excluded.update(name for name in self._members if name not in speculation.drafters)
             if speculation.num_speculative_tokens is not None:
                 request.most_depth = speculation.num_speculative_tokens
-        request.unasked = frozenset(request.excluded)
-        request.no_room |= request.unasked
+        request.no_room |= request.excluded
 
     def begin(self, request: Request) -> None:
         """Tell the drafters that a request starts."""

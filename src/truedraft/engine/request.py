@@ -87,8 +87,7 @@ class Request:
         self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
         self.preemptions = 0  # how often it gave its room back and began again
         self.most_depth = MOST_NODES  # of what is drafted
-        self.unasked: frozenset[str] = frozenset()  # of these, those that it never had
-        self.no_room: set[str] = set()  # drafters that hold nothing for it: it never had them, or memory is short
+        self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
         self.view: RequestView | None = None  # what a controller sees of it
         self.last_step: LastStep | None = None
         self.told: dict[str, int] = {}  # with how many tokens the step began that each drafter was told of last
@@ -157,7 +156,7 @@ class Request:
     def put_back(self) -> None:
         """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
         self.cache, self.leader, self.last_step = None, None, None
-        self.no_room = set(self.unasked)
+        self.no_room = set(self.excluded)
         self.told.clear()
         self.preemptions += 1
 

@@ -63,9 +63,7 @@ class Sharing:
         if request.params.prompt_logprobs is not None and not request.emitted:
             return
         reading = {each.id: each for each in running if each is not request and each.cache and not each.decodes}
-        copied = self._own.fill(request.id)
-        if not request.preemptions:  # what it copies when it goes on is no longer its prompt alone
-            request.copied_tokens = copied
+        self._fill(request)
         found = self._own.leader(request.id, list(reading))
         if found is not None:
             request.leader, request.awaits = reading[found[0]], found[1]
@@ -75,8 +73,12 @@ class Sharing:
         leader = request.leader
         if leader is not None and (leader.cache is None or leader.cache.length >= request.awaits):
             request.leader = None
-            copied = self._own.fill(request.id)
-            request.copied_tokens += 0 if request.preemptions else copied
+            self._fill(request)
+
+    def _fill(self, request: Request) -> None:
+        copied = self._own.fill(request.id)
+        if not request.preemptions:  # what it copies when it goes on is no longer its prompt alone
+            request.copied_tokens += copied
 
     def end(self, request: Request) -> None:
         """A request is over, and its cache still there: keep what it began with, unless it failed by what is there."""

@@ -94,7 +94,7 @@ class ApiError(Exception):
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
-            return cls(400, "a text holds half of a surrogate pair, which is no character; mend how it was cut")
+            return cls(400, "a text has half a character (a lone surrogate); mend how it was cut")
         if isinstance(error, TruedraftError):
             return cls(500, f"the model failed ({error})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")

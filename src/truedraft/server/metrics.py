@@ -50,7 +50,8 @@ class Metrics(Collector):
         self._asked_tokens = 0
         self._shared_tokens = 0
         self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
-        self._told: tuple[float, Speedup | None] | None = None  # the estimated speed-up, and when it was worked out
+        self._speedup: Speedup | None = None
+        self._estimated = 0.0  # when it was
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", _FIRST)
@@ -166,9 +167,10 @@ class Metrics(Collector):
     def _speedup_now(self) -> Speedup | None:
         """Of the last steps; worked out now and then, for anyone may ask, as often as they like."""
         now = time.monotonic()
-        if self._told is None or self._told[1] is None or now - self._told[0] > _FRESH_S:
-            self._told = now, Decisions.of([record for _, record in list(self._recent)], self._forward_s).speedup()
-        return self._told[1]
+        if self._speedup is None or now - self._estimated > _FRESH_S:
+            self._estimated = now
+            self._speedup = Decisions.of([record for _, record in list(self._recent)], self._forward_s).speedup()
+        return self._speedup
 
     def _counter(self, name: str, meaning: str, value: float) -> Metric:
         family = CounterMetricFamily(_PREFIX + name, meaning, labels=("model_name",))

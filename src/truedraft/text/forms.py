@@ -147,10 +147,8 @@ class FormState:
     def allows(self, path: Path, token: int) -> bool:
         self._go_on()
         key = tuple(path)
-        matcher = self._behind(key)
-        if matcher is None:
-            return True
-        if key in self._masks or matcher.is_error() or matcher.is_stopped():
+        matcher = None if key in self._masks else self._behind(key)
+        if matcher is None or matcher.is_error() or matcher.is_stopped():
             return bool(self._mask(key)[token >> 3] >> (token & 7) & 1)
         # Where the form leaves no choice its mask has the one token that the tokenizer itself would write, though
         # others may spell the same.
