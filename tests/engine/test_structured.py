@@ -202,7 +202,31 @@ def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel)
     torch.testing.assert_close(probs, expected / expected.sum())
 
 
-def test_forced_text_is_drafted_and_costs_few_calls(target: LanguageModel) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -> None:
+    """Where the form leaves no choice of text the model still has its choice of tokens, and the draft is one of them."""
+    assert target.tokenizer is not None
+    plain = Engine(target).generate(PROMPT, SamplingParams(60, structured=FORMS[name]))
+    spelled = {token: target.tokenizer.token_text(token) for token in range(target.vocab_size)}
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    state = forms.start(FORMS[name], tokens := [1], 1)
+    drafted = 0
+    for count, token in enumerate(plain.token_ids):
+        forced = list(state.forced())
+        text = "".join(spelled[each] for each in forced if each not in target.eos_token_ids)
+        allowed = state.masks([()])[0]
+        expected = {each for each, text_of in spelled.items() if text_of and text.startswith(text_of)}
+        assert allowed[sorted(expected)].all()
+        assert state.legal(forced) == len(forced)
+        if forced:
+            drafted += len(forced) > 1
+            rest = "".join(spelled[each] for each in plain.token_ids[count:] if each not in target.eos_token_ids)
+            assert rest.startswith(text) or plain.finish_reason == "length"
+        tokens.append(token)
+    assert drafted or name in ("regex", "grammar", "object")
+
+
+def test_forced_text_is_drafted_and_judged_like_any_other(target: LanguageModel) -> None:
     schema = {
         "type": "object",
         "properties": {"a_rather_long_name_of_a_field": {"const": "and_a_long_constant_value"}},
@@ -214,7 +238,9 @@ def test_forced_text_is_drafted_and_costs_few_calls(target: LanguageModel) -> No
     engine = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)))
     answers = [engine.generate(PROMPT, params) for _ in range(4)]
     assert all(answer.token_ids == plain.token_ids for answer in answers)
-    assert answers[-1].stats.by_drafter["forced"].accepted_tokens > 0
+    counts = [answer.stats.by_drafter["forced"] for answer in answers]
+    assert sum(each.accepted_tokens for each in counts) > 0
+    assert any(each.accepted_tokens < each.draft_tokens for each in counts), "or the model had no choice"
 
 
 def test_a_grammar_too_ambiguous_to_be_followed_fails_its_request_alone(

@@ -94,7 +94,7 @@ class Forms:
             self._begun.move_to_end(structured)
             if len(self._begun) > _MOST_FORMS:
                 self._begun.popitem(last=False)
-            return FormState(begun.deep_copy(), self._vocab, tokens, prompt_tokens)
+            return FormState(begun.deep_copy(), self._guide, self._eos_ids[0], tokens, prompt_tokens)
 
     def _compiled(self, structured: Structured) -> Any:
         """What llguidance makes of a form, at the beginning of an answer."""
@@ -124,15 +124,18 @@ class FormState:
 
     Args:
         matcher: of llguidance, at the beginning.
-        vocab: ids that masks are of.
+        guide: of llguidance, the vocabulary that masks are of.
+        eos_id: ends an answer whose form is complete.
         tokens: prompt and answer so far, which somebody else owns and grows.
         prompt_tokens: how many of these, the first, are the prompt.
     """
 
-    def __init__(self, matcher: Any, vocab: int, tokens: Sequence[int], prompt_tokens: int) -> None:
+    def __init__(self, matcher: Any, guide: Any, eos_id: int, tokens: Sequence[int], prompt_tokens: int) -> None:
         self._matcher = matcher
-        self._vocab = vocab
-        self._mask_bytes = -(-vocab // 8)
+        self._guide = guide
+        self._eos_id = eos_id
+        self._vocab = guide.vocab_size
+        self._mask_bytes = -(-self._vocab // 8)
         self._tokens = tokens
         self._read = prompt_tokens  # so many of `tokens` the matcher has seen
         self._masks: dict[tuple[int, ...], bytes] = {}  # a bit for each id
@@ -150,12 +153,8 @@ class FormState:
         matcher = None if key in self._masks else self._behind(key)
         if matcher is None or matcher.is_error() or matcher.is_stopped():
             return bool(self._mask(key)[token >> 3] >> (token & 7) & 1)
-        # Where the form leaves no choice its mask has the one token that the tokenizer itself would write, though
-        # others may spell the same.
-        trial = matcher.deep_copy()
-        forced = trial.compute_ff_tokens() if trial.compute_ff_bytes() else None  # bytes are known at once
-        found = token == forced[0] if forced else trial.validate_tokens([token]) == 1
-        return bool(found) and not trial.is_error()
+        trial = matcher.deep_copy()  # a token too ambiguous to be read would leave the state broken
+        return bool(trial.validate_tokens([token]) == 1) and not trial.is_error()
 
     def legal(self, path: Path) -> int:
         self._go_on()
@@ -168,9 +167,21 @@ class FormState:
 
     def forced(self) -> Sequence[int]:
         self._go_on()
-        if self._forced is None:  # by a copy: what is only drafted may not be what the grammar fails by
-            self._forced = [int(token) for token in self._matcher.deep_copy().compute_ff_tokens()]
+        if self._forced is None:
+            self._forced = self._spelled(self._matcher.deep_copy())  # what is only drafted cannot fail the answer
         return self._forced
+
+    def _spelled(self, matcher: Any) -> list[int]:
+        """The bytes that must come next, as the tokenizer writes them.
+
+        Its last tokens are left out where they might become one with what follows, and the end of text is added where
+        nothing may follow.
+        """
+        text = matcher.compute_ff_bytes()
+        whole = self._guide.tokenize_bytes(text) if text else []
+        if whole and matcher.try_consume_tokens(whole) == len(whole) and matcher.is_stopped():
+            return [*whole, self._eos_id]
+        return list(self._guide.tokenize_partial(text)[0]) if text else []
 
     def _go_on(self) -> None:
         """Read what was committed since."""
@@ -214,17 +225,23 @@ class FormState:
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:
-    """What llguidance reads."""
+    """What llguidance reads: a Lark grammar that allows all tokens that spell its text.
+
+    Left alone the library allows but one tokenisation of what the form leaves no choice in, and a model that likes
+    another, by which the rest of its answer may be another too, never gets it.
+    """
     kind, value = structured.kind, structured.value
-    if kind == "json_schema":
-        return str(matcher.grammar_from_json_schema(value, defaults=JSON_LAYOUT))
-    if kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_LAYOUT))
-    if kind == "regex":
-        return str(matcher.grammar_from_regex(value))
-    if kind == "choice":
-        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value))))
-    return str(matcher.grammar_from_lark(value))
+    if kind == "grammar":
+        grammar = str(value)
+    elif kind == "choice":
+        grammar = "start: " + " | ".join(map(json.dumps, value))
+    elif kind == "regex":
+        grammar = json.loads(matcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+    else:
+        schema = value if kind == "json_schema" else '{"type": "object"}'
+        read = json.loads(matcher.grammar_from_json_schema(schema, defaults=JSON_LAYOUT))
+        grammar = "start: %json " + json.dumps(read["grammars"][0]["json_schema"])
+    return str(matcher.grammar_from_lark(grammar + '\n%llguidance {"no_forcing": true}\n'))
 
 
 def _first_line(message: str) -> str:
