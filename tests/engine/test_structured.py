@@ -204,7 +204,7 @@ def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel)
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -> None:
-    """Where the form leaves no choice of text the model still has its choice of tokens, and the draft is one of them."""
+    """Where the form leaves no choice of text the model still has its choice of tokens; the draft is one of them."""
     assert target.tokenizer is not None
     plain = Engine(target).generate(PROMPT, SamplingParams(60, structured=FORMS[name]))
     spelled = {token: target.tokenizer.token_text(token) for token in range(target.vocab_size)}
