@@ -121,7 +121,8 @@ class Plan:
             for name, value in here.items():
                 if kept.get(name) != value:
                     raise CompositionError(
-                        f"the plan was made for another {name} ({kept.get(name)}, and here it is {value}); {_AGAIN}"
+                        f"the plan was made for another {name} ({kept.get(name) or 'none'}, and here it is {value or 'none'}); "
+                        f"{_AGAIN}"
                     )
 
     def to_dict(self) -> dict[str, Any]:
