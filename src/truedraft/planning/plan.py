@@ -120,10 +120,8 @@ class Plan:
         for kept, here in ((self.model, model), (self.machine, asdict(this_machine(target.device)))):
             for name, value in here.items():
                 if kept.get(name) != value:
-                    raise CompositionError(
-                        f"the plan was made for another {name} ({kept.get(name) or 'none'}, and here it is {value or 'none'}); "
-                        f"{_AGAIN}"
-                    )
+                    there, now = kept.get(name) or "none", value or "none"
+                    raise CompositionError(f"the plan was made for another {name} ({there}, and here {now}); {_AGAIN}")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
