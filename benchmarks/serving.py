@@ -39,7 +39,7 @@ ROWS = {
     "batch": "16 clients, plain and with the draft, against vLLM",
     "first": "first token of a prompt of 1,400 tokens, against vLLM",
     "prefix": "first token of a prompt of 1,600 tokens of which 1,500 were asked before, against a cold one",
-    "form": "JSON by a schema against free text, own size",
+    "form": "JSON by a schema against free text, own size, without drafts and with",
 }
 TURNS = 3
 BATCH_TURNS = 5  # of the row batch, where single turns lay far apart
@@ -305,7 +305,10 @@ def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:
 
 
 def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
-    """Tokens per second of structured answers and of free ones of the same length."""
+    """Tokens per second of structured answers and of free ones of the same length, with drafts and without.
+
+    Without drafts their ratio is what the form costs; with drafts it also says how well each text can be guessed.
+    """
     schema = {
         "type": "object",
         "properties": {"items": {"type": "array", "minItems": 12, "items": {"type": "object", "properties": {
@@ -320,13 +323,12 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
             cell = Cell("form", f"{clients} clients")
             while kept.turns(cell) < TURNS and left_s() > 0:
                 texts = prompts(4 * clients)
-                free = Load([Request(text, 128, 0.0, 0, {"ignore_eos": True}) for text in texts], clients)
-                formed = Load(
-                    [Request(t, 128, 0.0, 0, {"structured_outputs": {"json": schema}}) for t in texts], clients
-                )
-                found = {
-                    name: asdict(run(closed_loop(8101, load))) for name, load in (("free", free), ("json", formed))
-                }
+                asked = {"free": {"ignore_eos": True}, "json": {"structured_outputs": {"json": schema}}}
+                asked |= {f"{name}_plain": {**of, "speculation": {"enabled": False}} for name, of in asked.items()}
+                found = {}
+                for name, fields in asked.items():
+                    load = Load([Request(text, 128, 0.0, 0, fields) for text in texts], clients)
+                    found[name] = asdict(run(closed_loop(8101, load)))
                 kept.add(cell, found)
     finally:
         server.stop()
@@ -360,7 +362,9 @@ def _figures(row: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
     elif row == "prefix":
         yield "first token, warm / cold", ratio("warm", "cold", "first_s")
     elif row == "form":
+        yield "tokens per second without drafts, JSON / free", ratio("json_plain", "free_plain", "tokens_per_s")
         yield "tokens per second, JSON / free", ratio("json", "free", "tokens_per_s")
+        yield "tokens per second, JSON with drafts / without", ratio("json", "json_plain", "tokens_per_s")
     elif row == "first":
         yield "first token, ours / vLLM", ratio("ours", "vllm", "first_s")
     else:

@@ -52,6 +52,9 @@ class NoTwins:
     def forced(self) -> Sequence[int]:
         return ()
 
+    def recalls(self) -> bool:
+        return False
+
 
 @contextmanager
 def table_forms(patch: pytest.MonkeyPatch) -> Iterator[None]:

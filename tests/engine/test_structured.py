@@ -226,6 +226,41 @@ def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -
     assert drafted or name in ("regex", "grammar", "object")
 
 
+def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: LanguageModel) -> None:
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    state = forms.start(Structured("regex", "x(abcd:[0-9]abcd:z)"), tokens := [1], 1)
+    spell = target.tokenizer.plain_ids
+    tokens += spell("x")
+    own = list(spell("abcd:"))
+    assert list(state.forced())[:1] == own[:1] and not state.recalls()
+    odd = [*spell("a"), *spell("b"), *spell("cd")]
+    for token in odd:
+        tokens.append(token)
+        state.forced()
+    tokens += spell(":")
+    state.forced()
+    tokens += spell("7")
+    assert list(state.forced())[: len(odd)] == odd and state.recalls()
+    assert state.legal(state.forced()) == len(state.forced())
+    assert list(state.forced())[-1] == target.eos_token_ids[0], "behind it nothing may follow"
+
+
+def test_what_went_beyond_a_forced_text_is_not_drafted_again(target: LanguageModel) -> None:
+    """A token that holds a forced quote and the first free letter is no reason to draft the quote alone."""
+    assert target.tokenizer is not None
+    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    state = forms.start(Structured("regex", '("[a-z]+,)+'), tokens := [1], 1)
+    assert not state.recalls()
+    joined = next(
+        token for token in range(target.vocab_size) if re.fullmatch('"[a-z]+', target.tokenizer.token_text(token))
+    )
+    tokens += [joined, *target.tokenizer.plain_ids(",")]
+    state.forced()
+    tokens += [joined, *target.tokenizer.plain_ids(",")]
+    assert list(state.forced()) == []
+
+
 def test_forced_text_is_drafted_and_judged_like_any_other(target: LanguageModel) -> None:
     schema = {
         "type": "object",

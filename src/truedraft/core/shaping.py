@@ -48,6 +48,10 @@ class Form(Protocol):
         """Tokens that write what the form leaves no choice about next; other tokens may write the same text."""
         ...
 
+    def recalls(self) -> bool:
+        """Whether the first of these is how the answer began the same text before."""
+        ...
+
 
 class Shaping:
     """What one request's options do to logits.

@@ -21,7 +21,10 @@ from truedraft.errors import OptionError
 _NOTHING = Hint(finds=False)
 _FOLLOWED = (1, 4, 16)
 """Hints are of one kind where the answer has followed the prediction for 0 tokens, for 1 to 3, 4 to 15, or more."""
-_FOUND = tuple(Hint(kind) for kind in range(len(_FOLLOWED) + 1))
+_LENGTHS = (2, 4, 8)
+"""Hints of forced text are of one kind where it has 1 token, 2 or 3, 4 to 7, or more, and of others where its spelling
+is known."""
+_FOUND = tuple(Hint(kind) for kind in range(2 * (len(_LENGTHS) + 1)))
 _MOST_PLACES = 64
 
 
@@ -104,7 +107,8 @@ class PredictionDrafter(_RequestDrafter):
 class FormDrafter(_RequestDrafter):
     """Drafts what the form of a structured answer leaves no choice in: brackets, names of fields.
 
-    Of several tokenisations of that text it drafts one; the target may well choose another.
+    Of several tokenisations of that text it drafts that which the answer chose before, or else the tokenizer's own; the
+    target may well choose another.
     """
 
     name: ClassVar[str] = "forced"
@@ -117,7 +121,10 @@ class FormDrafter(_RequestDrafter):
         return () if form is None else form.forced()[:most]
 
     def hint(self, request: DraftRequest) -> Hint:
-        return _FOUND[0] if self._known(request, 1) else _NOTHING
+        form = None if request.shaping is None else request.shaping.form
+        if form is None or not form.forced():
+            return _NOTHING
+        return _FOUND[bisect_right(_LENGTHS, len(form.forced())) + (len(_LENGTHS) + 1) * form.recalls()]
 
 
 def with_own_drafts(drafter: Drafter) -> Drafter:

@@ -35,6 +35,10 @@ one of three kinds take 2,000.
 """
 _MOST_FORMS = 64
 """Forms that are kept compiled: clients ask for the same ones again and again."""
+_AHEAD = 256
+"""Bytes that are looked ahead where the form leaves no choice."""
+_KNOWN_BY = 4
+"""Bytes by which a text is known again that was spelled before, whatever follows them."""
 _MOST_MASKS = 256
 """Masks of one request that are kept until its text grows."""
 
@@ -141,6 +145,10 @@ class FormState:
         self._masks: dict[tuple[int, ...], bytes] = {}  # a bit for each id
         self._last: tuple[tuple[int, ...], Any] = (), None  # the path looked at last, and a copy of the matcher there
         self._forced: list[int] | None = None
+        self._text = b""  # what it spells
+        # Where such a text had to come, the token that the answer began it with; None where that went beyond it.
+        self._spelling: dict[bytes, int | None] = {}
+        self._recalls = False
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
         self._go_on()
@@ -168,20 +176,54 @@ class FormState:
     def forced(self) -> Sequence[int]:
         self._go_on()
         if self._forced is None:
-            self._forced = self._spelled(self._matcher.deep_copy())  # what is only drafted cannot fail the answer
+            matcher = self._matcher.deep_copy()  # what is only drafted cannot fail the answer
+            self._text = matcher.compute_ff_bytes()[:_AHEAD]
+            known, rest = self._spelled_before(self._text)
+            self._forced = [*known, *self._spelled(matcher, known, rest)]
+            self._recalls = bool(known)
         return self._forced
 
-    def _spelled(self, matcher: Any) -> list[int]:
-        """The bytes that must come next, as the tokenizer writes them.
+    def recalls(self) -> bool:
+        self.forced()
+        return self._recalls
+
+    def _spelled_before(self, text: bytes) -> tuple[list[int], bytes]:
+        """What must come next as the answer spelled it where it had to come before, and what is left to be spelled."""
+        known: list[int] = []
+        while (key := text[:_KNOWN_BY]) in self._spelling:
+            token = self._spelling[key]
+            if token is None:
+                return known, b""
+            part = self._guide.decode_bytes([token])
+            if not text.startswith(part):
+                break
+            known.append(token)
+            text = text[len(part) :]
+        return known, text
+
+    def _spelled(self, matcher: Any, known: list[int], text: bytes) -> list[int]:
+        """What must come next behind some tokens, as the tokenizer writes it.
 
         Its last tokens are left out where they might become one with what follows, and the end of text is added where
         nothing may follow.
         """
-        text = matcher.compute_ff_bytes()
         whole = self._guide.tokenize_bytes(text) if text else []
-        if whole and matcher.try_consume_tokens(whole) == len(whole) and matcher.is_stopped():
+        ids = [*known, *whole]
+        if ids and matcher.try_consume_tokens(ids) == len(ids) and matcher.is_stopped():
             return [*whole, self._eos_id]
         return list(self._guide.tokenize_partial(text)[0]) if text else []
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """How the answer spelled what had to come."""
+        text = self._text
+        for token in tokens:
+            part = self._guide.decode_bytes([token])
+            inside = text.startswith(part)
+            if text:
+                self._spelling[text[:_KNOWN_BY]] = token if inside else None
+            if not inside:
+                return
+            text = text[len(part) :]
 
     def _go_on(self) -> None:
         """Read what was committed since."""
@@ -191,7 +233,9 @@ class FormState:
             self._matcher.consume_tokens(new)
             self._masks.clear()
             self._last = (), None
-            self._forced = None
+            if self._forced is not None:
+                self._learn(new)
+                self._forced = None
 
     def _behind(self, path: tuple[int, ...]) -> Any:
         """The matcher behind a path, to be looked at and not to be changed; None behind one that leaves the form."""
