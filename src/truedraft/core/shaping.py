@@ -237,32 +237,29 @@ def shaped_trees(
     """
     changes = any(shaping is not None and shaping._changes for shaping in shapings)
     wide = _wide(logits) if changes else logits
-    places: list[int] = []  # of rows that masks are needed for
-    masks: list[NDArray[np.bool_]] = []
+    formed: list[tuple[Form, Sequence[Path], int, bool]] = []  # with the first row, and whether its argmax will do
     first = 0
     for tree, shaping, alone in zip(trees, shapings, argmax, strict=True):
         end = first + len(tree) + 1
         if shaping is not None:
-            paths = [(), *map(tree.path_tokens, range(len(tree)))] if shaping.reads_paths else ()
+            paths: Sequence[Path] = [(), *map(tree.path_tokens, range(len(tree)))] if shaping.reads_paths else ()
             shaping._change(wide[first:end], (0, *tree.shape.depths), paths)
             if shaping.form is not None:
-                rows = _forbidden(shaping.form, paths, wide[first:end]) if alone else list(range(len(paths)))
-                places += [first + row for row in rows]
-                masks += [shaping.form.masks([paths[row] for row in rows])] if rows else []
+                formed.append((shaping.form, paths, first, alone))
         first = end
+    likeliest = most_likely(wide).tolist() if any(alone for *_, alone in formed) else []
+    places: list[int] = []  # of rows that masks are needed for
+    masks: list[NDArray[np.bool_]] = []
+    for form, paths, first, alone in formed:
+        left = [row for row, path in enumerate(paths) if not (alone and form.allows(path, likeliest[first + row]))]
+        places += [first + row for row in left]
+        masks += [form.masks([paths[row] for row in left])] if left else []
     if masks:  # one pass over all rows
         allowed = np.ones((len(wide), masks[0].shape[1]), dtype=np.bool_)
         allowed[places] = np.concatenate(masks)
         wide = wide if changes else _wide(logits)
         _forbid(wide, allowed)
     return wide
-
-
-def _forbidden(form: Form, paths: Sequence[Path], logits: Tensor) -> list[int]:
-    """The rows of logits `[paths, vocab]` whose likeliest token the form does not allow behind the row's path."""
-    likeliest = most_likely(logits).tolist()
-    pairs = zip(paths, likeliest, strict=True)
-    return [row for row, (path, token) in enumerate(pairs) if not form.allows(path, token)]
 
 
 def _wide(logits: Tensor) -> Tensor:
