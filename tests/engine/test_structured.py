@@ -246,21 +246,6 @@ def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: Lan
     assert list(state.forced())[-1] == target.eos_token_ids[0], "behind it nothing may follow"
 
 
-def test_what_went_beyond_a_forced_text_is_not_drafted_again(target: LanguageModel) -> None:
-    """A token that holds a forced quote and the first free letter is no reason to draft the quote alone."""
-    assert target.tokenizer is not None
-    forms = Forms(target.tokenizer, target.vocab_size, target.eos_token_ids)
-    state = forms.start(Structured("regex", '("[a-z]+,)+'), tokens := [1], 1)
-    assert not state.recalls()
-    joined = next(
-        token for token in range(target.vocab_size) if re.fullmatch('"[a-z]+', target.tokenizer.token_text(token))
-    )
-    tokens += [joined, *target.tokenizer.plain_ids(",")]
-    state.forced()
-    tokens += [joined, *target.tokenizer.plain_ids(",")]
-    assert list(state.forced()) == []
-
-
 def test_forced_text_is_drafted_and_judged_like_any_other(target: LanguageModel) -> None:
     schema = {
         "type": "object",

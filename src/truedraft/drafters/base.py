@@ -248,7 +248,8 @@ class Drafter(ABC):
     @property
     def cache_bytes(self) -> int:
         """Bytes that it holds for requests now; what it keeps of earlier ones is counted apart (`prefixes`)."""
-        return self.request_bytes * len(self.holding) + sum(cache.n_bytes for cache in list(self.caches.values()))
+        caches = list(self.caches.values())  # who asks may do so while a step runs
+        return self.request_bytes * len(self.holding) + sum(cache.n_bytes for cache in caches)
 
     def cache_tokens(self, tokens: int) -> int:
         """The most tokens in its model's cache for a request of so many, drafted ones included; 0 without a model."""

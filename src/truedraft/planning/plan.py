@@ -120,7 +120,7 @@ class Plan:
         for kept, here in ((self.model, model), (self.machine, asdict(this_machine(target.device)))):
             for name, value in here.items():
                 if kept.get(name) != value:
-                    there, now = kept.get(name) or "none", value or "none"
+                    there, now = ("none" if each in ("", None) else each for each in (kept.get(name), value))
                     raise CompositionError(f"the plan was made for another {name} ({there}, and here {now}); {_AGAIN}")
 
     def to_dict(self) -> dict[str, Any]:

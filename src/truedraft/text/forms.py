@@ -146,8 +146,7 @@ class FormState:
         self._last: tuple[tuple[int, ...], Any] = (), None  # the path looked at last, and a copy of the matcher there
         self._forced: list[int] | None = None
         self._text = b""  # what it spells
-        # Where such a text had to come, the token that the answer began it with; None where that went beyond it.
-        self._spelling: dict[bytes, int | None] = {}
+        self._spelling: dict[bytes, int] = {}  # where such a text had to come, the token that the answer began it with
         self._recalls = False
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
@@ -191,13 +190,10 @@ class FormState:
         """What must come next as the answer spelled it where it had to come before, and what is left to be spelled."""
         known: list[int] = []
         while (key := text[:_KNOWN_BY]) in self._spelling:
-            token = self._spelling[key]
-            if token is None:
-                return known, b""
-            part = self._guide.decode_bytes([token])
+            part = self._guide.decode_bytes([self._spelling[key]])
             if not text.startswith(part):
                 break
-            known.append(token)
+            known.append(self._spelling[key])
             text = text[len(part) :]
         return known, text
 
@@ -218,11 +214,9 @@ class FormState:
         text = self._text
         for token in tokens:
             part = self._guide.decode_bytes([token])
-            inside = text.startswith(part)
-            if text:
-                self._spelling[text[:_KNOWN_BY]] = token if inside else None
-            if not inside:
+            if not part or not text.startswith(part):
                 return
+            self._spelling[text[:_KNOWN_BY]] = token
             text = text[len(part) :]
 
     def _go_on(self) -> None:
