@@ -217,7 +217,7 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome
             lambda port: run(closed_loop(port, Load([Request(texts[next(numbers) % len(texts)], 1)], 1))),
         )
         return
-    for temperature in (0.0, 0.8):
+    for temperature in (0.0,) if row == "batch" else (0.0, 0.8):
         way = "greedy" if temperature == 0.0 else f"temperature {temperature}"
         if row == "shared":
             cell = Cell(row, f"8 clients, {way}")
