@@ -4,7 +4,8 @@
     python benchmarks/serving.py --report
 
 Both servers are loaded once and asked in turns, so that a slow moment of the machine meets both; the one that is not
-asked waits. Every turn of every cell is a line of JSON, written as soon as it is done, and a rerun goes on behind them.
+asked waits. Every turn of every cell is a line of JSON, written as soon as it is done, and a rerun goes on behind them; the
+medians of all turns lie beside it.
 Without a virtual environment that has vLLM the rows that need it are left out, and the report says so.
 """
 
@@ -334,16 +335,23 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
         server.stop()
 
 
-def report(kept: Kept) -> str:
-    """The medians of all cells, as a table in Markdown."""
-    lines = ["| row | cell | turns | what | median |", "|---|---|---|---|---|"]
+def summary(kept: Kept) -> Iterator[dict[str, Any]]:
+    """The medians of all cells, and between which values the turns lay."""
     cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in kept.lines:
         cells[line["row"], line["name"]].append(line)
-    for (row, name), turns in cells.items():
+    for (row, name), turns in sorted(cells.items(), key=lambda cell: list(ROWS).index(cell[0][0])):
         for what, values in _figures(row, turns):
-            spread = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-            lines.append(f"| {row} | {name} | {len(turns)} | {what} | {spread} |")
+            found = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+            yield {"row": row, "name": name, "what": what, "turns": len(turns), **found}
+
+
+def report(figures: Sequence[Mapping[str, Any]]) -> str:
+    """The summary as a table in Markdown."""
+    lines = ["| row | cell | what | turns | median |", "|---|---|---|---|---|"]
+    for each in figures:
+        spread = "{median:.3f} ({least:.3f} to {most:.3f})".format(**each)
+        lines.append(f"| {each['row']} | {each['name']} | {each['what']} | {each['turns']} | {spread} |")
     return "\n".join(lines)
 
 
@@ -399,7 +407,11 @@ def main() -> int:
             against_vllm(row, asked.vllm, kept, left_s)
         else:
             sys.stderr.write(f"{row} is left out: there is no vLLM in {asked.vllm}\n")
-    print(report(kept))
+    figures = list(summary(kept))
+    asked.out.with_name(f"{asked.out.stem}_summary.jsonl").write_text(
+        "".join(f"{json.dumps(each)}\n" for each in figures)
+    )
+    print(report(figures))
     return 0
 
 
