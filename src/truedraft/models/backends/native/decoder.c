@@ -36,6 +36,8 @@
 #define MOST 8
 #define MIXED 2
 #endif
+#define FEW (BF16 ? 2 : ROWS / 2) /* rows for which more vectors of outputs are computed together */
+#define NEAR (1 << 23) /* weights of all MLPs' gates that caches hold with all others */
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
 #define TILE 8   /* queries of attention that are computed together */
 
@@ -53,8 +55,10 @@ static inline lanes load(const element *p) { halves h; memcpy(&h, p, sizeof h); 
 static inline halves narrow(lanes v) { return (halves)_mm512_cvtneps_pbh((__m512)v); }
 static inline void store(element *p, lanes v) { halves h = narrow(v); memcpy(p, &h, sizeof h); }
 static inline lanes rounded(lanes v) { return widen(narrow(v)); }
-static inline lanes multiply_add(lanes sum, ints weights, cell x) {
-    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+static inline float wide(element x) { const uint32_t bits = (uint32_t)x << 16; float v; memcpy(&v, &bits, sizeof v); return v; }
+/* Of two neighbouring inputs' weights those of the first, or of the second. */
+static inline lanes part(ints weights, int second) {
+    return (lanes)(second ? (words)weights & 0xffff0000u : (words)weights << 16);
 }
 #else
 typedef float element;
@@ -63,7 +67,8 @@ typedef float cell;
 static inline lanes load(const element *p) { lanes v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(element *p, lanes v) { memcpy(p, &v, sizeof v); }
 static inline lanes rounded(lanes v) { return v; }
-static inline lanes multiply_add(lanes sum, ints weights, cell x) { return sum + (lanes)weights * x; }
+static inline float wide(element x) { return x; }
+static inline lanes part(ints weights, int second) { return (lanes)weights; }
 #endif
 
 static inline lanes all(float x) { return x - (lanes){0}; }
@@ -130,7 +135,7 @@ typedef struct {
 typedef struct {
     element *stream, *projected, *mixed, *active;
     element *fetched; /* [threads][rows][stride] */
-    cell *inputs;     /* [threads][rows][stride] */
+    float *inputs;    /* [threads][rows][stride] */
     float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
     const int32_t *slots; /* 0, 1, 2, ... keys */
     int64_t rows, keys;
@@ -153,15 +158,15 @@ __attribute__((noinline, no_sanitize("thread"))) static void fetch(
             *(some *)(to + r * stride + i) = *(const volatile some *)(x + r * x_stride + i);
 }
 
-/* Rows of x `[rows][stride]` as `[tiles][cells][rows of the tile]`: a product then reads them one behind another. */
-static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells, cell *out) {
+/* Rows of x `[rows][stride]` as `[tiles][inputs][rows of the tile]`: a product then reads them one behind another. */
+static void gather(const element *x, int64_t stride, int64_t rows, int64_t inputs, float *out) {
     const int64_t size = tile_rows(rows);
     for (int64_t r = 0; r < rows; r += size) {
         const int64_t n = rows - r < size ? rows - r : size;
-        if (n == 1) memcpy(out + r * cells, x + r * stride, cells * sizeof *out);
-        else for (int64_t i = 0; i < n; i++) {
+        for (int64_t i = 0; i < n; i++) {
             const element *from = x + (r + i) * stride;
-            for (int64_t k = 0; k < cells; k++) memcpy(out + r * cells + k * n + i, from + k * PER_CELL, sizeof *out);
+            float *to = out + r * inputs + i;
+            for (int64_t k = 0; k < inputs; k++) to[k * n] = wide(from[k]);
         }
     }
 }
@@ -170,7 +175,7 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t cells
  * `fetch` blocks behind these, from `ahead` on, are brought near, `apart` of each for a cell: memory would wait for the
  * sums otherwise. */
 static inline __attribute__((always_inline)) void tile(
-    const cell *w, int64_t block, int64_t cells, const cell *x, const int rows, const int vectors, lanes (*sum)[SUMS],
+    const cell *w, int64_t block, int64_t cells, const float *x, const int rows, const int vectors, lanes (*sum)[SUMS],
     const cell *ahead, const int fetch, int64_t apart) {
     lanes acc[MOST][ROWS];
 #pragma GCC unroll 8
@@ -183,11 +188,16 @@ static inline __attribute__((always_inline)) void tile(
         for (int b = 0; b < vectors; b++) wk[b] = load_cells(w + b * LANES / BLOCK * block + k * BLOCK + b * LANES % BLOCK);
 #pragma GCC unroll 4
         for (int b = 0; b < fetch; b++) __builtin_prefetch(ahead + b * block + k * apart, 0, 2);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            const cell xk = x[k * rows + r];
+#pragma GCC unroll 2
+        for (int p = 0; p < PER_CELL; p++) {
+            const float *xk = x + (k * PER_CELL + p) * rows;
+            lanes wp[MOST];
 #pragma GCC unroll 8
-            for (int b = 0; b < vectors; b++) acc[b][r] = multiply_add(acc[b][r], wk[b], xk);
+            for (int b = 0; b < vectors; b++) wp[b] = part(wk[b], p);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                for (int b = 0; b < vectors; b++) acc[b][r] = acc[b][r] + wp[b] * xk[r];
         }
     }
 #pragma GCC unroll 8
@@ -198,7 +208,7 @@ static inline __attribute__((always_inline)) void tile(
 
 /* Two vectors of outputs and any rows; the first tiles of a group bring the blocks behind these near, shared out so that
  * memory and sums keep each other waiting least. */
-static void narrow_tile(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[SUMS], int number, int tiles) {
+static void narrow_tile(const cell *w, int64_t block, int64_t cells, const float *x, int rows, lanes (*sum)[SUMS], int number, int tiles) {
 #if LANES == 16
     const cell *ahead = w + (2 + (number == 1)) * block;
     const int fetch = tiles == 1 ? 2 : number < 2, apart = BLOCK;
@@ -221,10 +231,12 @@ static void narrow_tile(const cell *w, int64_t block, int64_t cells, const cell 
 }
 
 /* So few rows that more vectors of outputs fit the registers; returns how many were taken. */
-static int wide_tile(const cell *w, int64_t block, int64_t cells, const cell *x, int rows, lanes (*sum)[SUMS]) {
+static int wide_tile(const cell *w, int64_t block, int64_t cells, const float *x, int rows, lanes (*sum)[SUMS]) {
     switch (rows) {
 #define CASE(R, V) case R: tile(w, block, cells, x, R, V, sum, w + V * LANES / BLOCK * block, LANES == 16 ? 0 : V * LANES / BLOCK, BLOCK); return V;
-#if LANES == 16
+#if BF16
+        CASE(1, 4) CASE(2, 4)
+#elif LANES == 16
         CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
 #else
         CASE(1, 8) CASE(2, 4) CASE(3, 4)
@@ -234,14 +246,15 @@ static int wide_tile(const cell *w, int64_t block, int64_t cells, const cell *x,
     return SUMS;
 }
 
-/* A group of rows against one unit of outputs: sums `[rows][SUMS]`. */
-static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64_t size, lanes (*sum)[SUMS]) {
+/* A group of rows against one unit of outputs: sums `[rows][SUMS]`. Where bfloat16 weights are far, in memory, even few
+ * rows take the tiles that bring the next ones near. */
+static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int64_t size, int far, lanes (*sum)[SUMS]) {
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
     memset(sum, 0, rows * sizeof *sum);
 #define WEIGHTS(b) (w + (b) * LANES / BLOCK * block + (b) * LANES % BLOCK)
 #define FROM(r, b) (lanes(*)[SUMS])((lanes *)sum[r] + (b))
-    if (rows <= ROWS / 2) {
+    if (rows <= FEW && !(BF16 && far)) {
         for (int b = 0; b < SUMS;) b += wide_tile(WEIGHTS(b), block, cells, x, (int)rows, FROM(0, b));
         return;
     }
@@ -250,7 +263,7 @@ static void unit(const Linear *l, int64_t at, const cell *x, int64_t rows, int64
         for (int t = 0; t < tiles; t++) {
             const int64_t r = t * size;
             const int n = (int)(rows - r < size ? rows - r : size);
-            narrow_tile(WEIGHTS(b), block, cells, x + r * cells, n, FROM(r, b), t, tiles);
+            narrow_tile(WEIGHTS(b), block, cells, x + r * l->read, n, FROM(r, b), t, tiles);
         }
 #undef WEIGHTS
 #undef FROM
@@ -547,10 +560,11 @@ typedef struct {
     int64_t each;         /* units of a layer, or items of a unit */
     const element *x, *norm; /* norm: weights of one that comes before the product, or NULL */
     element *y;
-    const cell *inputs; /* what this thread made of x */
+    const float *inputs; /* what this thread made of x */
     int64_t sources; /* layers whose rows are not those of the first */
     int64_t x_stride, y_stride, x_apart, y_apart, inputs_apart; /* apart: what lies between two layers' rows */
     int64_t rows, size, group;
+    int far; /* whether the weights of all layers are more than caches hold */
     float eps;
     int64_t number; /* of the decoder layer */
 } Region;
@@ -575,7 +589,7 @@ static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)
     const int64_t which = r->each == r->units ? 0 : at / r->each;
     const Linear *l = r->linear + which;
     const int64_t first = part * r->group, n = r->rows - first < r->group ? r->rows - first : r->group;
-    unit(l, at - which * r->each, r->inputs + which * r->inputs_apart + first * (l->read / PER_CELL), n, r->size, sum);
+    unit(l, at - which * r->each, r->inputs + which * r->inputs_apart + first * l->read, n, r->size, r->far, sum);
 }
 
 static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
@@ -590,12 +604,12 @@ static void prepare(const Job *job, Region *r, int me) {
     const Scratch *s = &job->scratch;
     const int64_t stride = job->stride, width = r->linear->read, room = me * s->rows * stride;
     element *rows = s->fetched + room;
-    cell *inputs = s->inputs + room / PER_CELL;
+    float *inputs = s->inputs + room;
     r->inputs = inputs;
     for (int64_t i = 0; i < r->sources; i++) {
         fetch(r->x + i * r->x_apart, r->x_stride, r->rows, width, rows, stride);
         if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, width, rows + t * stride);
-        gather(rows, stride, r->rows, width / PER_CELL, inputs + i * r->inputs_apart);
+        gather(rows, stride, r->rows, width, inputs + i * r->inputs_apart);
     }
 }
 
@@ -650,6 +664,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
         const int64_t wanted = job->batch.wanted;
         if (step % OF_A_LAYER == 0) items(r, PICK, number, wanted);
         else products(r, &m->lm_head, STORE, s->mixed, stride, job->logits, units_of(&m->lm_head) * UNIT, wanted);
+        r->far = m->layers * m->width * m->inner > NEAR;
         return;
     }
     switch (step % OF_A_LAYER) {
@@ -665,6 +680,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
             break;
         case DOWN: products(r, &l->down, ADD, s->active, stride, s->stream, stride, rows); break;
     }
+    r->far = m->layers * m->width * m->inner > NEAR;
 }
 
 /* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
@@ -702,7 +718,7 @@ static void describe_heads(const Job *job, int64_t step, Region *r) {
     if (!step) return;
     r->sources = h->used;
     r->x_apart = each;
-    r->inputs_apart = a->rows * (l->read / PER_CELL);
+    r->inputs_apart = a->rows * l->read;
 }
 
 /* Runs heads; without layers and with one head, the LM head alone. `stride` is that of the scratch. */

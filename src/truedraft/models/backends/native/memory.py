@@ -250,7 +250,8 @@ class Scratch:
             self._room = (rows, keys, threads)
             span = -(-keys // 32) * 32 + 64
             shared = [self._zeros(rows, self._stride) for _ in range(4)]
-            fetched, inputs = (self._zeros(threads, rows, self._stride) for _ in range(2))
+            fetched = self._zeros(threads, rows, self._stride)
+            inputs = torch.zeros(threads, rows, self._stride, dtype=torch.float32, device=_CPU)
             scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
             slots = torch.arange(span, dtype=torch.int32, device=_CPU)
             self._memory = [*shared, fetched, inputs, scores, slots]
