@@ -4,8 +4,8 @@
     python benchmarks/serving.py --report
 
 Both servers are loaded once and asked in turns, so that a slow moment of the machine meets both; the one that is not
-asked waits. Every turn of every cell is a line of JSON, written as soon as it is done, and a rerun goes on behind them; the
-medians of all turns lie beside it.
+asked waits. Every turn of every cell is a line of JSON, written as soon as it is done, and a rerun goes on behind them;
+the medians of all turns lie beside it.
 Without a virtual environment that has vLLM the rows that need it are left out, and the report says so.
 """
 
@@ -180,19 +180,19 @@ def alike(temperature: float, turn: int) -> Load:
 
 def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) -> None:
     """The rows closed, open, shared, batch and first: both servers, in turns."""
-    target, draft = exported("target", SIZE), exported("draft", None)
+    target, draft, around = exported("target", SIZE), exported("draft", None), vllm_environment(venv)
     plain = row == "first"
     caching = row == "shared"
     off = () if caching else ("--prefix-cache-bytes", "0")
     vllm_caching = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
     servers = [
         Server("ours", ours(*off, drafter="none" if plain else "draft,num_speculative_tokens=12"), 8101),
-        Server("vllm", vllm(venv, target, None if plain else draft, vllm_caching), 8102, _VLLM),
+        Server("vllm", vllm(venv, target, None if plain else draft, vllm_caching), 8102, around),
     ]
     if row == "batch":
         servers += [
             Server("ours plain", ours(*off, drafter="none"), 8103),
-            Server("vllm plain", vllm(venv, target, None, vllm_caching), 8104, _VLLM),
+            Server("vllm plain", vllm(venv, target, None, vllm_caching), 8104, around),
         ]
     try:
         for server in servers:
@@ -205,7 +205,21 @@ def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) 
             server.stop()
 
 
-_VLLM = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+def vllm_environment(venv: Path) -> dict[str, str]:
+    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc."""
+    wanted = (
+        (venv / "lib", "libiomp5.so"),
+        (Path("/usr/lib"), "libtcmalloc_minimal.so.4"),
+        (Path("/usr/lib"), "libtcmalloc.so.4"),
+    )
+    found = [next(iter(sorted(folder.rglob(name))), None) for folder, name in wanted]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
+    }
 
 
 def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome]]]:

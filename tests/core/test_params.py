@@ -114,6 +114,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "n": 1,
         "structured": None,
         "prediction": None,
+        "adapter": None,
     }
 
 

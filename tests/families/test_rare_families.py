@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import BartConfig, BartForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import BartConfig, BartForCausalLM, RobertaConfig
 
 from families.test_packed_forward import TOLERANCE, worst_difference
-from support.rare_families import RARE, granitemoehybrid, lfm2
-from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy, stock_logits
+from support.rare_families import RARE, SMALL, config
+from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, stock_greedy, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel
 from truedraft.errors import UnsupportedModelError
@@ -88,32 +88,37 @@ def test_the_check_at_load_passes_in_bfloat16(family: str, backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_are_not_attention_are_refused(dtype: torch.dtype, backend: BackendMaker) -> None:
-    """Whatever the weights: at this scale a convolution moves logits by less than bfloat16 rounds them."""
-    for config, kind in ((lfm2("conv", "full_attention"), "conv"), (granitemoehybrid("mamba", "attention"), "mamba")):
-        model = build(config, seed=0, spread=0.02, dtype=dtype)
-        shown = "linear_attention" if kind in ("mamba", "linear_attention") else kind
-        with pytest.raises(UnsupportedModelError, match=f"layers of the kind '({kind}|{shown})'.*attention alone"):
-            HuggingFaceModel(model, None, "mixed", backend)
+def test_layers_that_keep_a_state_of_their_own_are_refused(backend: BackendMaker) -> None:
+    """Whatever the weights: at this scale such a layer moves logits by less than bfloat16 rounds them."""
+    sizes = SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 96}
+    hybrid = config("RecurrentGemmaConfig", **sizes, lru_width=48, attention_window_size=16)
+    model = build(hybrid, seed=0, spread=0.02, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match=r"layers of the kind 'linear_attention'.*attention alone"):
+        HuggingFaceModel(model, None, "mixed", backend)
 
 
 def test_a_decoder_of_an_encoder_decoder_is_refused_as_such() -> None:
-    config = BartConfig(
+    half = BartConfig(
         vocab_size=VOCAB, d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
         encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64, max_position_embeddings=64,
     )  # fmt: skip
-    model = BartForCausalLM(config).eval()
+    model = BartForCausalLM(half).eval()
     check = check_against_stock(model, "half")
     with pytest.raises(UnsupportedModelError, match=r"half gives other logits.*decoder of an encoder-decoder \(bart\)"):
         check(HuggingFaceModel(model, None, "half"))
 
 
-@pytest.mark.parametrize("padding", [None, 1])
-def test_positions_behind_a_padding_id_are_refused_as_such(padding: int | None) -> None:
-    config = RobertaConfig(
+@pytest.mark.parametrize("padding", [0, 1])
+def test_positions_are_those_that_generation_gives(padding: int) -> None:
+    """Not those behind the padding id, from which such a model would count if it were not told."""
+    offset = RobertaConfig(
         vocab_size=VOCAB, hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, pad_token_id=padding, is_decoder=True,
+        max_position_embeddings=CONTEXT, pad_token_id=padding, bos_token_id=None, eos_token_id=None, is_decoder=True,
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match=rf"positions.*from an offset.*pad_token_id is {padding}"):
-        check_against_stock(RobertaForCausalLM(config).eval(), "offset")
+    model = build(offset, seed=0)
+    expected = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    check = check_against_stock(model, "offset")
+    loaded = HuggingFaceModel(model, None, "offset")
+    check(loaded)
+    answers = Engine(loaded, "prompt-lookup,min_ngram=1").generate([list(prompt) for prompt in PROMPTS], PARAMS)
+    assert [list(answer.token_ids) for answer in answers] == expected

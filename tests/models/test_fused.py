@@ -5,7 +5,7 @@ There are two: the fused one, and the native one where a compiler is at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,6 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.machine import has_bfloat16
-from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
@@ -92,14 +91,14 @@ def weights(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Pre
     return build(config, seed=0, spread=0.15, dtype=dtype)
 
 
-def native(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Backend:
+def native(model: PreTrainedModel) -> Backend:
     if built(model.dtype).library is None:
         pytest.skip(f"no native forward: {built(model.dtype).reason}")
     if not is_for_decoder_c(model.config):
-        assert not NativeBackend.fits(llama_of(model, patterns))
+        assert not NativeBackend.fits(llama_of(model))
         pytest.skip("decoder.c is not for these sizes or this activation")
-    assert NativeBackend.fits(llama_of(model, patterns))
-    return native_backend(model, patterns)
+    assert NativeBackend.fits(llama_of(model))
+    return native_backend(model)
 
 
 def is_for_decoder_c(config: PretrainedConfig) -> bool:

@@ -18,7 +18,6 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
 from truedraft.machine import has_bfloat16
-from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -64,8 +63,8 @@ LARGE_TREE = TreeShape((-1, 0, 0, *range(1, 69)))
 """71 nodes: two branches in turns, more than one number of 64 bits tells about."""
 
 
-def recorded(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> GraphBackend:
-    return graph_backend(model, patterns, HostRecorder())
+def recorded(model: PreTrainedModel) -> GraphBackend:
+    return graph_backend(model, HostRecorder())
 
 
 def weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

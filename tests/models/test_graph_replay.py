@@ -33,8 +33,8 @@ class Fixture:
         self.recorder = HostRecorder()
         self.backends: list[GraphBackend] = []
 
-        def made(module: object, patterns: object) -> GraphBackend:
-            self.backends.append(graph_backend(module, patterns, self.recorder))  # type: ignore[arg-type]
+        def made(module: object) -> GraphBackend:
+            self.backends.append(graph_backend(module, self.recorder))  # type: ignore[arg-type]
             return self.backends[-1]
 
         self.model = HuggingFaceModel(stock(family), None, family, made)
@@ -289,8 +289,7 @@ def test_what_was_merged_is_no_second_copy() -> None:
     """The layers' own weights are views of the merged ones, and still right."""
     module = stock("qwen3")
     before = {name: weight.clone() for name, weight in module.named_parameters()}
-    patterns = probe_patterns(module)
-    backend = graph_backend(module, patterns)
+    backend = graph_backend(module)
     for name, weight in module.named_parameters():
         assert weight.equal(before[name])
     merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}

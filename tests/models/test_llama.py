@@ -65,7 +65,7 @@ def attend(pattern: AttentionPattern, scaling: float, query: Tensor, key: Tensor
 def test_layers_run_as_the_model_does(name: str) -> None:
     """By the description alone; the model's own forward is on the other side."""
     model = build(CONFIGS[name], seed=0)
-    llama = llama_of(model, probe_patterns(model))
+    llama = llama_of(model)
     rotation = llama.rotary.at(torch.arange(len(TEXT)))
     x = embedding(TEXT, llama.embedding)
     for layer in llama.layers:

@@ -13,26 +13,25 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.llama import Llama
+from truedraft.models.probe import probe_patterns
 
 
-def llama_of(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Llama:
-    llama = Llama.of(model, patterns)
+def llama_of(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Llama:
+    llama = Llama.of(model, probe_patterns(model) if patterns is None else patterns)
     assert llama is not None, f"{type(model).__name__} is not one of those that are known"
     return llama
 
 
-def fused_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> FusedBackend:
-    return FusedBackend(llama_of(model, patterns))
+def fused_backend(model: PreTrainedModel) -> FusedBackend:
+    return FusedBackend(llama_of(model))
 
 
-def native_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> NativeBackend:
-    return NativeBackend(llama_of(model, patterns))
+def native_backend(model: PreTrainedModel) -> NativeBackend:
+    return NativeBackend(llama_of(model))
 
 
-def graph_backend(
-    model: PreTrainedModel, patterns: Sequence[AttentionPattern], recorder: Recorder | None = None
-) -> GraphBackend:
-    return GraphBackend(llama_of(model, patterns), recorder)
+def graph_backend(model: PreTrainedModel, recorder: Recorder | None = None) -> GraphBackend:
+    return GraphBackend(llama_of(model), recorder)
 
 
 class OnTheHost:

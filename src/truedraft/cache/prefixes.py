@@ -4,17 +4,20 @@ A row of a model depends on the tokens before it alone, whatever else ran with i
 another bit for bit. It is copied: from a request that runs and begins alike, as the other samples of a prompt do, or
 from blocks that were kept of earlier ones, as the turns of a conversation that goes on. Requests of different scopes,
 such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
+
+Where layers carry states only those behind the edges of prompts are there to go on from, so less is shared.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from truedraft.cache.carried import PIECE, StateRow, bytes_of
 from truedraft.cache.request import RequestCache
 
 BLOCK = 64
@@ -31,11 +34,27 @@ class _Member:
         cache: its keys and values.
         tokens: its text, which grows.
         scope: it shares with requests of this one.
+        prompt: tokens of it that are read as a prompt; None is all of them.
     """
 
     cache: RequestCache
     tokens: Sequence[int]
     scope: Hashable
+    prompt: int | None
+
+    @property
+    def last(self) -> int:
+        """Where the last token lies that is computed in any case.
+
+        Where layers carry states that is the prompt's: behind it the same tokens have other bits, read one by one.
+        """
+        return (self.prompt if self.cache.carries and self.prompt is not None else len(self.tokens)) - 1
+
+    def comes_by(self, tokens: int) -> int:
+        """How many of its first tokens, at most so many, another may begin with once it has read them."""
+        if not self.cache.carries or tokens == self.last:
+            return min(tokens, self.last)
+        return min(tokens, self.last) // PIECE * PIECE
 
 
 @dataclass(slots=True, eq=False)
@@ -46,18 +65,20 @@ class _Block:
         before: the block before; None for the beginning of a scope's texts.
         tokens: its own.
         entries: keys and values `[kv_heads, 64, width]` of each attention call.
+        states: of layers that carry them, behind its last token; None where that is no edge, or no layer does.
         following: by their tokens.
     """
 
     before: _Block | None
     tokens: tuple[int, ...]
     entries: list[tuple[Tensor, Tensor]]
+    states: Mapping[int, StateRow] | None = None
     following: dict[tuple[int, ...], _Block] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its entries."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.entries)
+        """Bytes of its entries and states."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.entries) + bytes_of(self.states or {})
 
 
 class Prefixes:
@@ -85,7 +106,14 @@ class Prefixes:
         # the first one has none behind it.
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
 
-    def join(self, number: int, cache: RequestCache, tokens: Sequence[int], scope: Hashable = None) -> None:
+    def join(
+        self,
+        number: int,
+        cache: RequestCache,
+        tokens: Sequence[int],
+        scope: Hashable = None,
+        prompt: int | None = None,
+    ) -> None:
         """A request starts, or goes on with a new cache.
 
         Args:
@@ -93,8 +121,9 @@ class Prefixes:
             cache: of it.
             tokens: its text, which somebody else owns and grows.
             scope: it shares with requests of this one.
+            prompt: tokens of it that are read as a prompt; None is all of them.
         """
-        self._members[number] = _Member(cache, tokens, scope)
+        self._members[number] = _Member(cache, tokens, scope, prompt)
 
     def leave(self, number: int) -> None:
         """A request is over; its cache is given back behind this."""
@@ -116,7 +145,7 @@ class Prefixes:
             member = self._members.get(other)
             if member is None or member.scope != own.scope or member is own:
                 continue
-            alike = min(_alike(own.tokens, member.tokens), len(own.tokens) - 1)
+            alike = member.comes_by(min(_alike(own.tokens, member.tokens), own.last))
             if alike > most and member.cache.length < alike:
                 best, most = (other, alike), alike
         return best
@@ -131,25 +160,26 @@ class Prefixes:
         if not self.shares:
             return 0
         own = self._members[number]
-        before, last = own.cache.length, len(own.tokens) - 1
+        before, last = own.cache.length, own.last
         donor, alike = None, before + FEW - 1
         for each in self._members.values():
             if each is not own and each.scope == own.scope:
-                shared = min(each.cache.length, _alike(own.tokens, each.tokens), last)
+                shared = each.cache.shared(min(_alike(own.tokens, each.tokens), last))
                 if shared > alike:
                     donor, alike = each, shared
         blocks = self._known(own) if self._blocks else []
         kept = min(len(blocks) * BLOCK, last)
         if kept > alike:
-            self._write(own.cache, _joined(blocks, before, kept))
-        elif donor is not None and (entries := donor.cache.entries()):
-            self._write(own.cache, [(keys[:, before:alike], values[:, before:alike]) for keys, values in entries])
+            self._write(own.cache, kept, _joined(blocks, before, kept), blocks[-1].states)
+        elif donor is not None:
+            entries = [(keys[:, before:alike], values[:, before:alike]) for keys, values in donor.cache.entries()]
+            self._write(own.cache, alike, entries, donor.cache.carried.at(alike) if own.cache.carries else None)
         copied = own.cache.length - before
         self.copied += copied
         return copied
 
     def _known(self, own: _Member) -> list[_Block]:
-        """The blocks that a text begins with."""
+        """The blocks that a text begins with and can be gone on from."""
         found: list[_Block] = []
         block = self._roots.get(own.scope)
         while block is not None:
@@ -157,6 +187,9 @@ class Prefixes:
             block = block.following.get(tuple(own.tokens[first : first + BLOCK]))
             if block is not None:
                 found.append(block)
+        if own.cache.carries:
+            while found and (found[-1].states is None or len(found) * BLOCK > own.last):
+                found.pop()
         self._use(found)
         return found
 
@@ -166,25 +199,37 @@ class Prefixes:
             self._blocks.move_to_end(id(block))
 
     @staticmethod
-    def _write(cache: RequestCache, entries: Sequence[tuple[Tensor, Tensor]]) -> None:
-        count = entries[0][0].shape[1]
+    def _write(
+        cache: RequestCache,
+        length: int,
+        entries: Sequence[tuple[Tensor, Tensor]],
+        states: Mapping[int, StateRow] | None,
+    ) -> None:
+        """Fill a cache up to a length, with what is there behind its own."""
+        count = length - cache.length
         cache.reserve(count)
         for call, (keys, values) in enumerate(entries):
             cache.write(call, keys, values)
         cache.commit(range(count))
+        if states is not None:
+            cache.carried.take(length, states)
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:
         """Keep the whole blocks of what a request's cache holds, for requests to come."""
         own = self._members.get(number)
-        if own is None or self.most_bytes <= 0 or own.cache.length < BLOCK:
+        if own is None or self.most_bytes <= 0:
+            return
+        edges = set(own.cache.carried.edges)
+        length = (
+            max((edge for edge in edges if edge % BLOCK == 0), default=0) if own.cache.carries else own.cache.length
+        )
+        if length < BLOCK:
             return
         entries = own.cache.entries()
-        if not entries:
-            return
         block = self._roots.setdefault(own.scope, _Block(None, (), []))
         path: list[_Block] = []
-        for first in range(0, own.cache.length - BLOCK + 1, BLOCK):
+        for first in range(0, length - BLOCK + 1, BLOCK):
             tokens = tuple(own.tokens[first : first + BLOCK])
             following = block.following.get(tokens)
             if following is None:
@@ -193,6 +238,9 @@ class Prefixes:
                 following = block.following[tokens] = _Block(block, tokens, copies)
                 self._blocks[id(following)] = following
                 self.n_bytes += following.n_bytes
+            if following.states is None and first + BLOCK in edges:
+                following.states = own.cache.carried.at(first + BLOCK)
+                self.n_bytes += bytes_of(following.states)
             block = following
             path.append(block)
         self._use(path)
@@ -221,7 +269,7 @@ def _joined(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Tensor
         start = number * BLOCK
         part = slice(max(first - start, 0), min(end - start, BLOCK))
         parts.append([(keys[:, part], values[:, part]) for keys, values in blocks[number].entries])
-    calls = zip(*parts, strict=True)
+    calls = zip(*parts, strict=True)  # none where no layer is attention
     return [(torch.cat([k for k, _ in call], dim=1), torch.cat([v for _, v in call], dim=1)) for call in calls]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from truedraft.cache.carried import MOST_EDGES, CarriedStates
 from truedraft.errors import CacheError
 
 _FIRST_CAPACITY = 256
@@ -45,23 +46,29 @@ class RequestCache:
     """Keys and values of one request, for every attention call of a model.
 
     Key/value positions `0 .. length - 1` hold committed tokens. A forward writes its tokens behind them; they count
-    only once `commit` keeps some. Rollback is an assignment to a length. Buffers grow by doubling, up to `limit` unless
-    a tree needs more, and never shrink, so a reused cache does not allocate. Keys lie transposed, as the product with
+    only once `commit` keeps some. Rollback is an assignment to a length, but where layers carry states: these go back
+    to the last edge before that length. Buffers grow by doubling, up to `limit` unless a tree needs more, and never
+    shrink, so a reused cache does not allocate. Keys lie transposed, as the product with
     queries reads them. Positions behind the written ones are read with the weight 0, so their values must be finite:
     whatever forgotten tokens left there is set to 0.
 
     Args:
         limit: tokens beyond which buffers grow only as far as they must (the model's context).
+        carries: whether layers of the model carry states beside.
 
     Attributes:
         limit: as given; an engine that is short of memory sets that of its request.
+        carries: as given.
         generation: rises whenever buffers moved; addresses taken before are void.
+        carried: states of layers that are no attention.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, carries: bool = False) -> None:
         self.length = 0
         self.limit = limit
+        self.carries = carries
         self.generation = 0
+        self.carried = CarriedStates()
         self._start = 0  # key/value position of the first token that the running forward writes
         self._written = 0  # uncommitted tokens that are there once it has run
         self._stale = 0  # from here on all values are 0
@@ -87,7 +94,17 @@ class RequestCache:
     @property
     def n_bytes(self) -> int:
         """Bytes that are allocated."""
+        return self.buffer_bytes + self.carried.n_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The same without states of layers."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
+
+    def shared(self, tokens: int) -> int:
+        """Of its first tokens, at most so many, how many another text can begin with and go on from."""
+        most = min(self.length, tokens)
+        return max((edge for edge in self.carried.edges if edge <= most), default=0) if self.carries else most
 
     def reserve(self, count: int, written: int = 0) -> None:
         """Make room for tokens behind the committed ones; a forward calls this before it writes.
@@ -163,9 +180,7 @@ class RequestCache:
             Views of all keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: the committed
             ones, the new ones, and positions without meaning up to the span (`key_span`).
         """
-        if call == len(self._keys):
-            self._keys.append(keys.new_zeros(keys.shape[0], keys.shape[2], self._capacity))
-            self._values.append(values.new_zeros(values.shape[0], self._capacity, values.shape[2]))
+        self._make(call, keys, values)
         end = self._start + keys.shape[1]
         span = key_span(end)
         all_keys, all_values = self._keys[call], self._values[call]
@@ -174,6 +189,40 @@ class RequestCache:
         all_keys[:, :, self._start : end] = keys.transpose(1, 2)
         all_values[:, self._start : end] = values
         return all_keys[:, :, :span], all_values[:, :span]
+
+    def write_path(self, call: int, path: Sequence[int], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the last tokens of a path of uncommitted ones, and read all that the last of them follows.
+
+        Worked example: with length 10, `write_path(0, [0, 2, 3], keys, values)` of one new token writes position 13 and
+        returns the entries of positions 0 to 9, 10, 12 and 13.
+
+        Args:
+            call: which attention call of the forward this is, from 0; calls come in order.
+            path: uncommitted tokens from the first behind the committed ones, rising; the last ones are new.
+            keys: `[kv_heads, new, key width]`.
+            values: `[kv_heads, new, value width]`.
+
+        Returns:
+            Keys `[kv_heads, tokens, key width]` and values `[kv_heads, tokens, value width]` of the committed tokens
+            and the path: views of them where the path is a chain.
+        """
+        self._make(call, keys, values)
+        all_keys, all_values = self._keys[call], self._values[call]
+        end, new = self.length + len(path), keys.shape[1]
+        if path[-1] == len(path) - 1:
+            all_keys[:, :, end - new : end] = keys.transpose(1, 2)
+            all_values[:, end - new : end] = values
+            return all_keys[:, :, :end].transpose(1, 2), all_values[:, :end]
+        places = torch.tensor([*range(self.length), *(self.length + node for node in path)], device=keys.device)
+        all_keys[:, :, places[-new:]] = keys.transpose(1, 2)
+        all_values[:, places[-new:]] = values
+        return all_keys.index_select(2, places).transpose(1, 2), all_values.index_select(1, places)
+
+    def _make(self, call: int, keys: Tensor, values: Tensor) -> None:
+        """The buffers of an attention call that comes for the first time."""
+        if call == len(self._keys):
+            self._keys.append(keys.new_zeros(keys.shape[0], keys.shape[2], self._capacity))
+            self._values.append(values.new_zeros(values.shape[0], self._capacity, values.shape[2]))
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
@@ -188,7 +237,8 @@ class RequestCache:
         kept = len(path)
         if kept and not 0 <= path[-1] < self._written:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self._written}")
-        if kept and path[-1] != kept - 1:
+        self.carried.keep(path)
+        if kept and path[-1] != kept - 1 and self._keys:
             source = torch.tensor([self.length + i for i in path], device=self._keys[0].device)
             target = slice(self.length, self.length + kept)
             # index_select copies before it is written, so source and target may overlap.
@@ -203,7 +253,8 @@ class RequestCache:
         self._written = 0
 
     def rollback(self, length: int) -> None:
-        """Forget all tokens from key/value position `length` on.
+        """Forget all tokens from key/value position `length` on, or from an edge before it where layers carry
+        states.
 
         Raises:
             CacheError: fewer than `length` tokens are committed.
@@ -211,6 +262,9 @@ class RequestCache:
         if not 0 <= length <= self.length:
             raise CacheError(f"cannot roll back to {length} tokens: the cache holds {self.length}")
         self._stale = max(self._stale, self.length + self._written)
+        self.carried.drop_uncommitted()
+        if self.carries and length < self.length:
+            length = self.carried.back_to(length)
         self.length = length
         self._written = 0
 
@@ -226,22 +280,28 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
+        carries: whether layers of the model carry states.
 
     Attributes:
         in_use: caches that were not given back.
+        states: most states of all layers that are there for one request, those behind drafted tokens included.
         position_bytes: of one key/value position; 0 until it was measured.
+        state_bytes: of the states of all layers behind one token, likewise.
     """
 
-    def __init__(self, limit: int, keep: int = 64) -> None:
+    def __init__(self, limit: int, keep: int = 64, carries: bool = False) -> None:
         self._limit = limit
         self._keep = keep
+        self.carries = carries
         self._free: list[RequestCache] = []
         # Several engines may share a model. One thread may come here twice: what is allocated here may end a forgotten
         # stream, whose cache comes back.
         self._lock = threading.RLock()
         self.in_use = 0
         self._kept_bytes = 0
+        self.states = 1 + MOST_EDGES
         self.position_bytes = 0
+        self.state_bytes = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -256,7 +316,7 @@ class CachePool:
             n_bytes = 0 if cache is None else cache.n_bytes
             self._kept_bytes -= n_bytes
         if cache is None:
-            return RequestCache(self._limit)
+            return RequestCache(self._limit, self.carries)
         cache.limit = self._limit
         return cache
 
@@ -270,9 +330,14 @@ class CachePool:
                 self._free.append(cache)
                 self._kept_bytes += n_bytes
 
+    def expect(self, uncommitted: int) -> None:
+        """Note that so many tokens may be uncommitted, each with states of its own."""
+        self.states = max(self.states, 1 + MOST_EDGES + uncommitted)
+
     def measure(self, cache: RequestCache) -> None:
-        """Note what a key/value position takes, from a cache that a forward wrote to."""
-        self.position_bytes = cache.n_bytes // max(cache.capacity, 1)
+        """Note what a key/value position takes, and a state, from a cache that one token was committed to."""
+        self.position_bytes = cache.buffer_bytes // max(cache.capacity, 1)
+        self.state_bytes = cache.carried.n_bytes
 
     def trim(self, n_bytes: int) -> None:
         """Give so many bytes of kept caches back to the system, or all there are; who waited longest goes first."""
@@ -284,8 +349,8 @@ class CachePool:
 
     def bytes_alone(self, tokens: int) -> int:
         """Most bytes of a cache whose `limit` is so many tokens, where no others are."""
-        return self.position_bytes * key_span(tokens)
+        return self.position_bytes * key_span(tokens) + self.state_bytes * self.states
 
     def bytes_for(self, tokens: Sequence[int]) -> int:
         """Most bytes of caches in use, given their limits in the order in which they are taken."""
-        return self.position_bytes * sum(map(key_span, tokens))
+        return sum(map(self.bytes_alone, tokens))

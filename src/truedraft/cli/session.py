@@ -48,6 +48,10 @@ _MOST_THREADS = 64
 class StackOptions(ModelOptions):
     """What answers: target, drafter and rule."""
 
+    merge_adapter: Path | None = option(None, "An adapter that peft wrote, merged into the model's weights.", "DIR")
+    adapters: tuple[str, ...] = option(
+        (), "A LoRA adapter under a name, for requests that ask for it; may be repeated.", "NAME=DIR"
+    )
     drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
     rule: str = option("speculative", RULE_HELP, "R")
@@ -187,7 +191,13 @@ def load_engine(
         from truedraft.planning import sized
 
         with quiet_hub(), errors_about("model"):
-            target = load_model(stack.model, pad_to=stack.pad_to, **machine.of_models)
+            target = load_model(
+                stack.model,
+                pad_to=stack.pad_to,
+                adapter=stack.merge_adapter,
+                adapters=_named_folders(stack.adapters),
+                **machine.of_models,
+            )
             plan = plan_for(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring what steps take on this machine")
@@ -201,6 +211,23 @@ def load_engine(
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine
+
+
+def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
+    """Adapters by their names.
+
+    Raises:
+        OptionError: one is not of the form NAME=DIR, or a name is there twice.
+    """
+    found: dict[str, Path] = {}
+    for each in typed:
+        name, equals, folder = each.partition("=")
+        if not (name and equals and folder):
+            raise OptionError(f"must be of the form NAME=DIR, got {each!r}", field="adapters")
+        if name in found:
+            raise OptionError(f"names {name!r} twice; give each adapter a name of its own", field="adapters")
+        found[name] = Path(folder).expanduser()
+    return found
 
 
 def _tell_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:

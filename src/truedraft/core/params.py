@@ -92,6 +92,7 @@ class SamplingParams:
             does, and has it whenever the finish reason is "stop" and no stop text cut it.
         prediction: text, or token ids, that the answer is expected to repeat in large parts: a drafter that knows it
             copies from it, and whatever it says changes nothing of the answer.
+        adapter: answer with this one of the target's adapters; None is the target itself.
 
     `structured` and everything from `presence_penalty` to `allowed_token_ids` change logits before temperature, top-k,
     top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
@@ -134,6 +135,7 @@ class SamplingParams:
     n: int = 1
     structured: Structured | None = None
     prediction: str | tuple[int, ...] | None = None
+    adapter: str | None = option(None, "Answer with this adapter.", "NAME")
 
     def __post_init__(self) -> None:
         """Refuse values out of range; accept one stop text, and lists for tuples."""
@@ -173,6 +175,8 @@ class SamplingParams:
             )
         if self.logprobs_mode not in ("raw", "processed"):
             raise OptionError(f'must be "raw" or "processed", got {self.logprobs_mode!r}', field="logprobs_mode")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise OptionError(f"must be the name of an adapter, got {self.adapter!r}", field="adapter")
         if self.structured is not None and self.ignore_eos:
             raise OptionError("goes on past the end of a structured answer; leave one of them out", field="ignore_eos")
 

@@ -77,7 +77,8 @@ class DraftModel(Drafter):
         if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
             raise VocabularyMismatchError(
                 f"draft {self.model.name!r} and target {target.name!r} have different tokenizers "
-                f"({theirs.difference(ours)}); use a draft trained on the target's tokenizer"
+                f"({theirs.difference(ours)}); give DraftModel(TranslatedModel(draft, target)), or a draft trained on "
+                "the target's tokenizer"
             )
         if self.model.vocab_size != target.vocab_size:
             raise VocabularyMismatchError(
@@ -139,10 +140,8 @@ class DraftModel(Drafter):
             else:
                 self.prefixes.fill(number)
                 readers.append(builder)
-        if followers:
-            self._catch_up(readers)
-        for builder in readers if followers else ():
-            builder.cache.rollback(builder.cache.length - 1)  # the others' last tokens are read with theirs
+        while followers and any(builder.missed > 1 for builder in readers):  # last tokens are read with the others'
+            self._read(readers, whole=False)
         for builder in followers:
             self.prefixes.fill(builder.request.id)
 
@@ -152,21 +151,24 @@ class DraftModel(Drafter):
         After full acceptance these are two: the last drafted token was never fed. A long prompt is fed in parts;
         the last token of every request waits for the last forward, so that all logits come out together.
         """
-        while True:
-            last = all(builder.missed <= _PREFILL_TOKENS for builder in builders)
-            segments = []
-            for builder in builders:
-                ids = builder.request.tokens[builder.cache.length :][:_PREFILL_TOKENS]
-                if not last and len(ids) == builder.missed:
-                    ids = ids[:-1]
-                if ids:
-                    rows = (len(ids) - 1,) if last else ()
-                    segments.append(Segment(builder.cache, torch.tensor(ids), chain_shape(len(ids)), rows))
-            output = self.model.forward(segments)
-            for segment in segments:
-                segment.cache.commit(range(len(segment.shape)))
-            if last:
-                return output.logits
+        while any(builder.missed > _PREFILL_TOKENS for builder in builders):
+            self._read(builders, whole=False)
+        return self._read(builders, whole=True)
+
+    def _read(self, builders: Sequence[TreeBuilder], *, whole: bool) -> Tensor:
+        """Feed one part of the committed tokens; logits at the last of each where they are read whole, else none."""
+        segments = []
+        for builder in builders:
+            end = len(builder.request.tokens) - (not whole)
+            ids = builder.request.tokens[builder.cache.length : end][:_PREFILL_TOKENS]
+            if ids:
+                rows = (len(ids) - 1,) if whole else ()
+                prompt = len(ids) if len(ids) > FEW else 0  # a draft's bits may hang on anything
+                segments.append(Segment(builder.cache, torch.tensor(ids), chain_shape(len(ids)), rows, prompt=prompt))
+        output = self.model.forward(segments)
+        for segment in segments:
+            segment.cache.commit(range(len(segment.shape)))
+        return output.logits
 
     def _forward_level(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the nodes that were drawn last; logits `[nodes, vocab]`."""

@@ -175,6 +175,7 @@ def _draft(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
+    from truedraft.models.translated import TranslatedModel
 
     options = dict(words.options)
     branching = options.pop("branching", None)
@@ -184,7 +185,11 @@ def _draft(words: Words, target: LanguageModel) -> Drafter:
     dtype = dtype_name(target.dtype)
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
     model = load_model(words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
-    return DraftModel(model, branching=widths, min_probability=read_number("min_probability", least), **lengths)
+    drafts: LanguageModel = model
+    ours, theirs = model.tokenizer, target.tokenizer
+    if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
+        drafts = TranslatedModel(model, target)
+    return DraftModel(drafts, branching=widths, min_probability=read_number("min_probability", least), **lengths)
 
 
 def _medusa(words: Words, target: LanguageModel) -> Drafter:

@@ -2,7 +2,8 @@
 
 from truedraft.core.stats import StepRecord
 from truedraft.engine.answer import Answer, Piece
+from truedraft.engine.beam_search import Beam, BeamAnswer, BeamSearch
 from truedraft.engine.engine import Engine
 from truedraft.engine.request import Request
 
-__all__ = ["Answer", "Engine", "Piece", "Request", "StepRecord"]
+__all__ = ["Answer", "Beam", "BeamAnswer", "BeamSearch", "Engine", "Piece", "Request", "StepRecord"]

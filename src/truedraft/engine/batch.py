@@ -127,7 +127,16 @@ class Batch:
                 all_wanted = request.params.prompt_logprobs is not None or (features and features.rows == "all")
                 wanted = fed if all_wanted else int(features is not None)
                 asked = max(wanted, int(item.judged))
-                own = Segment(request.cache, torch.tensor(ids), chain_shape(fed), range(fed - asked, fed))
+                prompt = max(0, min(fed, request.prompt_tokens - 1 - item.context))
+                wanted_rows = range(fed - asked, fed)
+                own = Segment(
+                    request.cache,
+                    torch.tensor(ids),
+                    chain_shape(fed),
+                    wanted_rows,
+                    prompt=prompt,
+                    adapter=request.params.adapter,
+                )
             else:
                 own = _tree_segment(item, ids, next(drafted) if waits and tree.on_device else None)
             segments.append(own)
@@ -164,15 +173,15 @@ def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) ->
         ids: the last token.
         drafted: both on the device, where the ids are there alone.
     """
-    tree, cache = item.proposal.tree, item.request.cache
+    tree, cache, adapter = item.proposal.tree, item.request.cache, item.request.params.adapter
     assert cache is not None
     if item.kept is None:
         tokens = drafted if drafted is not None else torch.tensor([*ids, *tree.host_ids])
-        return Segment(cache, tokens, tree.shape.rooted, range(len(tokens)))
+        return Segment(cache, tokens, tree.shape.rooted, range(len(tokens)), adapter=adapter)
     place_of = {-1: -1} | {node: place for place, node in enumerate(item.kept)}
     shape = shape_of(tuple(place_of[tree.shape.parents[node]] for node in item.kept))
     tokens = torch.tensor([*ids, *(tree.host_ids[node] for node in item.kept)])
-    return Segment(cache, tokens, shape.rooted, range(len(tokens)))
+    return Segment(cache, tokens, shape.rooted, range(len(tokens)), adapter=adapter)
 
 
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:

@@ -81,8 +81,11 @@ class CacheMemory:
         self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
         self._distinct_pools = list({id(pool): pool for pool in self._pools.values()}.values())
         if self.limit is not None:
+            drafted = sum(each.limits.nodes for each in members.values())
             for model in models:
-                _use_a_cache(model, self._pools[id(model)])
+                pool = self._pools[id(model)]
+                _use_a_cache(model, pool)
+                pool.expect(1 + drafted)  # tokens that a step adds at most
 
     def refuse(self, request: Request) -> None:
         """Refuse a request that could never run, even alone and undrafted.
@@ -266,6 +269,7 @@ def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
     try:
         with torch.inference_mode():
             model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+        cache.commit((0,))
         pool.measure(cache)
     finally:
         model.release_cache(cache)

@@ -18,7 +18,7 @@ from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
-from truedraft.errors import OptionError
+from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.text.forms import Forms
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ class Request:
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
+        UnknownOptionError: the target has no such adapter.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Request:
         scope: Hashable = None,
         forms: Forms | None = None,
     ) -> None:
+        _check_adapter(params.adapter, target)
         self.params = params
         self.rule = rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -139,9 +141,14 @@ class Request:
         return self._limit - len(self.tokens)
 
     @property
+    def computed(self) -> int:
+        """Tokens that the target has seen."""
+        return self.cache.length if self.cache is not None else 0
+
+    @property
     def uncomputed(self) -> int:
-        """Tokens that the target has not seen; 1 when only the last token waits, more during the prefill."""
-        return len(self.tokens) - (self.cache.length if self.cache is not None else 0)
+        """Tokens that it has not; 1 when only the last token waits, more during the prefill."""
+        return len(self.tokens) - self.computed
 
     @property
     def decodes(self) -> bool:
@@ -284,6 +291,17 @@ class Request:
             error=None if self.error is None else str(self.error),
             warnings=tuple(self.warnings),
         )
+
+
+def _check_adapter(name: str | None, target: LanguageModel) -> None:
+    """Refuse an adapter that the target does not have."""
+    if name is None or name in target.adapters:
+        return
+    if not target.adapters:
+        raise OptionError(
+            f"names {name!r}, and the target was loaded without adapters; load it with some", field="adapter"
+        )
+    raise UnknownOptionError.nearest("adapter", name, target.adapters)
 
 
 def _form_of(structured: Structured, forms: Forms | None, request: Request) -> Form:

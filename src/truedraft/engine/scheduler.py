@@ -53,7 +53,8 @@ class Scheduler:
         for request, decodes in zip(self.running, decode, strict=True):
             if request.leader is not None or request.finish_reason is not None:
                 continue
-            fed = 1 if decodes else min(request.uncomputed, self.chunk)
+            # Parts end at multiples of their size, whatever was copied before them.
+            fed = 1 if decodes else min(request.uncomputed, self.chunk - request.computed % self.chunk)
             if not decodes:
                 if prefill and prefill + fed > most:
                     continue

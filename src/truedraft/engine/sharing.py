@@ -59,7 +59,8 @@ class Sharing:
             running: in the order in which they came.
         """
         assert request.cache is not None
-        self._own.join(request.id, request.cache, request.tokens, request.draft.scope)
+        scope = request.draft.scope, request.params.adapter
+        self._own.join(request.id, request.cache, request.tokens, scope, request.prompt_tokens)
         if request.params.prompt_logprobs is not None and not request.emitted:
             return
         reading = {each.id: each for each in running if each is not request and each.cache and not each.decodes}

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
     from truedraft.models.loading import load_model
     from truedraft.models.padding import pad_model
+    from truedraft.models.translated import TranslatedModel
 
 _HOMES = {
     "HuggingFaceModel": "truedraft.models.huggingface",
     "LmHead": "truedraft.models.lm_head",
+    "TranslatedModel": "truedraft.models.translated",
     "export_model": "truedraft.models.export",
     "load_model": "truedraft.models.loading",
     "pad_model": "truedraft.models.padding",
@@ -34,6 +36,7 @@ __all__ = [
     "LanguageModel",
     "LmHead",
     "Segment",
+    "TranslatedModel",
     "export_model",
     "load_model",
     "pad_model",

@@ -32,6 +32,9 @@ class Segment:
         shape: how all uncommitted tokens hang together, those of earlier forwards first; -1 is the last committed.
         rows: which of the new tokens need logits, rising.
         written: uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`.
+        prompt: so many of the new ones, from the first, are a prompt's: layers that carry states read these in pieces,
+            and all others one by one, so that a token's bits do not hang on who shares its forward.
+        adapter: one of the model's, which adds to its weights for these tokens.
     """
 
     cache: RequestCache
@@ -39,6 +42,8 @@ class Segment:
     shape: TreeShape
     rows: Sequence[int]
     written: int = 0
+    prompt: int = 0
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class LanguageModel(ABC):
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or for a padded model those of the model
             that it was made from, behind which there are zeros; 0 where heads cannot read them.
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
+        adapters: that a segment may name.
     """
 
     name: str
@@ -89,6 +95,7 @@ class LanguageModel(ABC):
     note: str | None = None
     head_width: int = 0
     shown_layers: int = 0
+    adapters: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

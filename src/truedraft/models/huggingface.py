@@ -24,11 +24,14 @@ from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
-from truedraft.models.probe import probe_patterns, rows_depend_on_their_number
+from truedraft.models.probe import rows_depend_on_their_number
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
 
-_ROPE_OF_THE_WHOLE_PACK = {"dynamic", "longrope"}
+_ENDLESS = 2**20
+# Rotary variants that change with the longest position of a forward, and behind which one.
+_CHANGING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len")
 _CHECKED_TOKENS = 4
 _CANONICAL = (torch.float32, torch.bfloat16)
 UP_TO_NEAR_TIES = "up to near ties"
@@ -73,12 +76,10 @@ class HuggingFaceModel(LanguageModel):
             raise UnsupportedModelError(f"{name} has no LM head; truedraft needs a causal language model")
         rows = int(head.weight.shape[0])
         self.vocab_size = min(rows, tokenizer.vocab_size) if tokenizer is not None else rows
-        self.context_length = int(getattr(config, "max_position_embeddings", None) or 2**20)
+        self.context_length, self._context_note = _context_of(config)
         self.eos_token_ids = _eos_ids(model, tokenizer)
         self.device = model.device
         self.dtype = model.dtype
-        _refuse_shared_positions(config, name)
-        _refuse_scaled_queries(config, name)
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
         self.head_width = unpadded_width(model) or lm_head_width(head)
@@ -88,10 +89,11 @@ class HuggingFaceModel(LanguageModel):
         self._fingerprint: str | None = None
         if reread is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
-        self._backend = backend(model, probe_patterns(model))
+        self._backend = backend(model)
         self.pool = self._backend.new_pool(self.context_length)
         self.fast_paths = self._backend.fast_paths
         self.shown_layers = self._backend.shown_layers
+        self.adapters = self._backend.adapters
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
 
@@ -113,7 +115,8 @@ class HuggingFaceModel(LanguageModel):
             if self.equality == UP_TO_NEAR_TIES
             else None
         )
-        return "; ".join(each for each in (self._padding_note, weaker) if each) or None
+        notes = (self._padding_note, self._backend.note, self._context_note, weaker)
+        return "; ".join(each for each in notes if each) or None
 
     @property
     def fingerprint(self) -> str:
@@ -286,23 +289,19 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, 
     return () if tokenizer is None else tokenizer.eos_token_ids
 
 
-def _refuse_shared_positions(config: Any, name: str) -> None:
-    """Rotary variants that look at the longest position of a whole pack would couple neighbours."""
+def _context_of(config: Any) -> tuple[int, str | None]:
+    """Most tokens of a request, and what to say where these are fewer than the model itself could read."""
+    whole = next((given for name in _CONTEXT_NAMES if (given := getattr(config, name, None))), _ENDLESS)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     groups = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    least = int(whole)
     for group in groups:
-        kind = group.get("rope_type", group.get("type"))
-        if kind in _ROPE_OF_THE_WHOLE_PACK:
-            raise UnsupportedModelError(
-                f"{name} scales its rotary positions by the longest request of a batch (rope type {kind!r}), so its "
-                "answers would depend on their neighbours; truedraft does not run it yet"
-            )
-
-
-def _refuse_scaled_queries(config: Any, name: str) -> None:
-    """Llama 4 scales queries of layers without rotary positions by their place in the pack, not by their position."""
-    if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
-        raise UnsupportedModelError(
-            f"{name} scales its queries by their place in the batch (attn_temperature_tuning), so its answers would "
-            "depend on their neighbours; truedraft does not run it yet"
-        )
+        limit = _CHANGING_ROPE.get(str(group.get("rope_type", group.get("type"))))
+        if limit is not None:
+            least = min(least, int(group.get(limit) or getattr(config, limit, None) or whole))
+    if least == whole:
+        return least, None
+    return least, (
+        f"reads at most {least} tokens of its {whole}: behind these its rotary positions change for the whole text, "
+        "and with them what was read before"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from transformers.utils import cached_file, logging
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from truedraft.machine import pick_device, pick_dtype
+from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
-from truedraft.models.backends.base import Backend
+from truedraft.models.backends.alone import AloneBackend
+from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
@@ -28,7 +30,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_linears
 from truedraft.models.padding import pad_model, padded_name, padded_size
-from truedraft.models.probe import check_against_stock
+from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state
 from truedraft.text.tokenizer import Tokenizer
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -44,6 +46,8 @@ def load_model(
     revision: str | None = None,
     fast_paths: bool = True,
     pad_to: str | None = None,
+    adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and make it run packed.
 
@@ -54,6 +58,9 @@ def load_model(
         revision: of a hub name.
         fast_paths: pack weights and fuse layers where that is faster here; results differ by rounding only.
         pad_to: "110M", "500M" or "7B": the same function at the cost of a model of that size, see `pad_model`.
+        adapter: the folder of one that peft wrote, merged into the weights for all requests.
+        adapters: folders of LoRA adapters by the names that requests give (`SamplingParams.adapter`); one forward
+            serves requests of all of them, and of none.
 
     Returns:
         The model, its tokenizer with it where the folder holds one.
@@ -62,36 +69,100 @@ def load_model(
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
         UnsupportedModelError: not a causal language model, or a family that cannot run packed, or be padded.
         OptionError: an unusable dtype, device or padding size.
+        ModelError: its files cannot be read, or an adapter does not fit it.
+        MissingExtraError: an adapter is asked for, and peft is not installed.
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    model = read_model(source, str(name), kind, revision).to(place)
+
+    def read(kind: torch.dtype) -> PreTrainedModel:
+        model = read_model(source, str(name), kind, revision)
+        return model if adapter is None else merge_adapter(model, adapter)
+
+    model = read(kind).to(place)
+    beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
-    shown = str(name) if pad_to is None else padded_name(str(name), pad_to)
+    backend = _packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
     with quiet_transformers():
         if pad_to is not None:
-            model = pad_model(model, pad_to)
-        check = check_against_stock(model, shown)
-        loaded = HuggingFaceModel(
-            model,
-            tokenizer,
-            shown,
-            backend=fastest_backend if fast_paths else StockBackend,
-            reread=partial(read_model, source, str(name), torch.bfloat16, revision),
-        )
-        check(loaded)
+            shown = padded_name(str(name), pad_to)
+            return _checked(pad_model(model, pad_to), tokenizer, shown, backend, partial(read, torch.bfloat16))
+        try:
+            return _checked(model, tokenizer, str(name), backend, partial(read, torch.bfloat16))
+        except UnsupportedModelError as reason:
+            if beside:
+                raise
+            del model  # and read it again: what was tried may have taken its weights apart
+            fresh = read(kind).to(place)
+            check = check_against_stock(fresh, str(name))
+            return run_alone(fresh, tokenizer, str(name), reason, check, fast_paths, partial(read, torch.bfloat16))
+
+
+def _checked(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer | None,
+    name: str,
+    backend: BackendMaker,
+    reread: Callable[[], PreTrainedModel],
+) -> HuggingFaceModel:
+    """A model that runs packed, held to its own forward."""
+    check = check_against_stock(model, name)
+    loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+    check(loaded)
     return loaded
 
 
-def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Backend:
+def run_alone(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer | None,
+    name: str,
+    reason: UnsupportedModelError,
+    check: Callable[[HuggingFaceModel], None],
+    fast_paths: bool = True,
+    reread: Callable[[], PreTrainedModel] | None = None,
+) -> HuggingFaceModel:
+    """A model that cannot run packed, one text at a time by its own attention; `AloneBackend`.
+
+    Args:
+        model: as transformers loaded it.
+        tokenizer: of the model, or None.
+        name: what the user called it.
+        reason: why it cannot run packed.
+        check: of `check_against_stock`, made while the model was as transformers loads it.
+        fast_paths: pack weights where that is faster here.
+        reread: as of `HuggingFaceModel`.
+
+    Raises:
+        UnsupportedModelError: `reason`, where it cannot run so either.
+    """
+
+    def backend(model: PreTrainedModel) -> Backend:
+        packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        alone = AloneBackend(model, str(reason))
+        if packed:
+            alone.fast_paths = ("packed weights",)
+        return alone
+
+    try:
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        refuse_hidden_state(loaded)
+        check(loaded)
+    except (UnsupportedModelError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Whatever a family's own code stumbles over: it was not made for what it would have to do here.
+        raise reason from error
+    return loaded
+
+
+def fastest_backend(model: PreTrainedModel) -> Backend:
     """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
 
     On a CUDA device recorded forwards where they fit, else the model's own modules, as in dtypes that cannot be
     packed. What was measured: docs/performance.md.
     """
+    patterns = probe_patterns(model)
     llama = Llama.of(model, patterns)
     if llama is not None:
         if llama.device.type == "cuda" and GraphBackend.fits(llama):
@@ -100,14 +171,24 @@ def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern]
             return NativeBackend(llama)
         if FusedBackend.fits(llama):
             return FusedBackend(llama)
-    packed = pack_linears(model) if can_pack(model.device, model.dtype) else 0
-    backend = StockBackend(model, patterns)  # after packing: it watches the LM head
-    if packed:
-        backend.fast_paths = ("packed weights",)
-    if packed and multiplies_packed_alone(model):
-        backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits, in float32 too
-        backend.any_threads = True
-    return backend
+    return _packed_backend({}, True)(model, patterns)
+
+
+def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., StockBackend]:
+    """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
+
+    def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> StockBackend:
+        known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
+        packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        backend = StockBackend(model, known, beside)  # after packing: it watches the LM head
+        if packed:
+            backend.fast_paths = ("packed weights",)
+        if packed and multiplies_packed_alone(model):
+            backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits
+            backend.any_threads = True
+        return backend
+
+    return made
 
 
 def resolve_source(name: str) -> str:

@@ -53,6 +53,11 @@ class PackedLinear(nn.Module):
         """`[out, in]`, as it was: some routers read it. Unpacked when it is first asked for, and kept from then on."""
         return self._weight.to_dense()
 
+    @property
+    def bias(self) -> Tensor | None:
+        """`[out]`, or None: some layers add it themselves."""
+        return self._bias
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
         return self._product(x, self._weight, self._bias, "none", [], "")

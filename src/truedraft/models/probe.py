@@ -19,6 +19,7 @@ position lies beyond it unless a model's weights are so small that attention har
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.recurrence import carries_states, carrying_modules, without_states
 
 _NAME = "truedraft-probe"
 # Patterns wider than this are read as full; contexts beyond it are not supported anyway.
@@ -118,18 +120,22 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
             that is neither full, a window nor chunks.
     """
     name = type(model).__name__
-    _refuse_other_layers(model, name)
+    _refuse_scaled_queries(model, name)
+    carrying = carrying_modules(model)
+    if not carrying:
+        _refuse_other_layers(model, name)
     recorder = _Recorder()
     before = model.config._attn_implementation  # type: ignore[union-attr]
     AttentionInterface.register(_NAME, recorder.attend)
     AttentionMaskInterface.register(_NAME, recorder.make_mask)
     try:
         model.set_attn_implementation(_NAME)  # type: ignore[operator]
-        if model.config._attn_implementation != _NAME:  # type: ignore[union-attr]
+        if model.config._attn_implementation != _NAME and not carrying:  # type: ignore[union-attr]
             raise UnsupportedModelError(
                 f"{name} does not use transformers' attention registry; truedraft cannot run it"
             )
-        mixes = _mixes_without_attention(model)
+        with without_states(carrying):
+            mixes = _mixes_without_attention(model)
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
     if mixes:
@@ -137,9 +143,19 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
             f"{name} lets tokens see each other outside its attention{_convolutions(model)}: that is a convolution or "
             "a recurrent state, which speculation cannot take back; use a model whose layers are attention alone"
         )
-    if not recorder.seen:
+    if not recorder.seen and not carrying:
         raise UnsupportedModelError(f"{name} never called its attention function; truedraft cannot run it")
     return [_classify(function, name) for function in recorder.seen]
+
+
+def _refuse_scaled_queries(model: nn.Module, name: str) -> None:
+    """Llama 4 scales queries of layers without rotary positions by their place in the pack, not by their position."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        raise UnsupportedModelError(
+            f"{name} scales its queries by their place in the batch (attn_temperature_tuning), so packed its answers "
+            "would depend on their neighbours"
+        )
 
 
 def _refuse_other_layers(model: nn.Module, name: str) -> None:
@@ -252,15 +268,16 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         than rounding.
 
     Raises:
-        UnsupportedModelError: the model counts positions from its padding id, so it cannot be told them.
+        UnsupportedModelError: transformers itself cannot run it.
     """
-    _refuse_padding_positions(model, name)
     vocab = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % vocab
     texts = torch.stack([torch.cat([ids[:_CONTEXT], ids[_CONTEXT:][list(path)]]) for path in _TEXTS])
     with torch.inference_mode():
         stock = _by_itself(model, texts, name)  # [texts, tokens, vocab]
         rounding = (_with_rounding(model, texts[-1:].repeat(_DRAWS, 1)).float() - stock[-1:]).abs().max()
+        if carries_states(model):
+            rounding = torch.maximum(rounding, (_by_steps(model, texts) - stock[:, _CONTEXT:]).abs().max())
     expected = torch.stack([stock[text, place] for text, place in _PLACES])
     allowed = max(_ALLOWED * rounding.item(), _FLOOR.get(model.dtype, 0.0) * expected.std().item())
 
@@ -278,6 +295,31 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
             )
 
     return check
+
+
+def refuse_hidden_state(model: LanguageModel) -> None:
+    """Refuse a model that keeps of a draft what a cache cannot forget: behind a rejected one, another has other bits.
+
+    Raises:
+        UnsupportedModelError: it does.
+    """
+    ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % model.vocab_size
+    seen: list[Tensor] = []
+    for drafts in ((1,), (0, 1)):  # the second one alone, and behind the first one
+        cache = model.new_cache()
+        model.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
+        cache.commit(range(_CONTEXT))
+        for draft in drafts:
+            tokens = ids[_CONTEXT:][[draft, draft + 2]]
+            logits = model.forward([Segment(cache, tokens, chain_shape(2), range(2))]).logits
+            cache.rollback(_CONTEXT)
+        seen.append(logits.clone())
+        model.release_cache(cache)
+    if not seen[0].equal(seen[1]):
+        raise UnsupportedModelError(
+            f"{model.name} keeps a state of what it read beside its cache, and speculation cannot take that back; use "
+            "another model"
+        )
 
 
 def rows_depend_on_their_number(model: LanguageModel) -> bool:
@@ -308,26 +350,46 @@ def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
     innermost = [module for module in model.modules() if next(module.children(), None) is None]
     hooks = [module.register_forward_hook(move) for module in innermost]
     try:
-        logits: Tensor = model(input_ids=texts, use_cache=False).logits
+        logits: Tensor = model(**_as_generated(model, texts)).logits
     finally:
         for hook in hooks:
             hook.remove()
     return logits
 
 
-def _refuse_padding_positions(model: PreTrainedModel, name: str) -> None:
-    """RoBERTa and its kin count positions from their padding id on, and cannot run without one."""
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{name} ({type(model).__name__}) counts the positions of its tokens from an offset, behind its padding id "
-            f"(pad_token_id is {model.config.pad_token_id}); truedraft numbers tokens from 0 and cannot run it exactly"
-        )
+def _by_steps(model: PreTrainedModel, texts: Tensor) -> Tensor:
+    """The model's logits of the texts' last tokens, read one by one with its own cache, in float32.
+
+    Recurrences have a formula for many tokens and another for one, which sum in another order within a module.
+    """
+    output = model(input_ids=texts[:, :_CONTEXT], use_cache=True)
+    logits: list[Tensor] = []
+    for place in range(_CONTEXT, texts.shape[1]):
+        keyword = next(name for name in ("past_key_values", "cache_params") if getattr(output, name, None) is not None)
+        places = torch.full((len(texts), 1), place, device=texts.device)
+        given = _as_generated(model, texts[:, place : place + 1]) | {"use_cache": True, keyword: output[keyword]}
+        if "position_ids" in given:
+            given["position_ids"] = places
+        output = model(**given)
+        logits.append(output.logits.float())
+    return torch.cat(logits, dim=1)
+
+
+def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
+    """What `generate` gives a model for whole texts: positions from 0, where it takes any.
+
+    RoBERTa and its kin would count from behind their padding id if they were not told.
+    """
+    given: dict[str, Any] = {"input_ids": texts, "use_cache": False}
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        given["position_ids"] = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
+    return given
 
 
 def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
     """The model's own logits in float32."""
     try:
-        logits: Tensor = model(input_ids=texts, use_cache=False).logits
+        logits: Tensor = model(**_as_generated(model, texts)).logits
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids alone "

@@ -187,8 +187,8 @@ def _models(front: Front) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models that are served: one, by all its names."""
-        return {"object": "list", "data": list(map(model, front.names))}
+        """The models that are served: one, by all its names, and its adapters."""
+        return {"object": "list", "data": list(map(model, front.served))}
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
@@ -200,6 +200,7 @@ def _models(front: Front) -> APIRouter:
         about = {"id": name, "object": "model", "created": front.created, "owned_by": "truedraft"}
         return about | {
             "root": front.names[0],
+            "parent": None if name in front.names else front.names[0],
             "max_model_len": engine.target.context_length,
             "speculation": {
                 "drafters": [name for name, each in engine.drafter.members.items() if not each.limits.is_zero],

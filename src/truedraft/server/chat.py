@@ -195,7 +195,8 @@ class _Chat:
         self._body = body
         self._answering = answering
         self._use = use
-        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": front.names[0]}
+        model = front.shown(body.model)
+        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
 
     def whole(self) -> dict[str, Any]:
         """All choices."""

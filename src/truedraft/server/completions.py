@@ -110,7 +110,7 @@ class _Completion:
         self._answering = answering
         self._keeps = max_tokens > 0
         self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
-        self._head["model"] = front.names[0]
+        self._head["model"] = front.shown(body.model)
 
     def whole(self) -> dict[str, Any]:
         """All choices."""

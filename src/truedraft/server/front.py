@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -61,14 +61,23 @@ class Front:
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def served(self) -> list[str]:
+        """What a request may name as its model: the target by its names, and its adapters."""
+        return [*self.names, *self.service.engine.target.adapters]
+
+    def shown(self, name: str | None) -> str:
+        """What answers call the model that a request named."""
+        return self.names[0] if name is None or name in self.names else name
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served.
 
         Raises:
             ApiError: names those that are.
         """
-        if name is not None and name not in self.names:
-            served = ", ".join(map(repr, self.names))
+        if name is not None and name not in self.served:
+            served = ", ".join(map(repr, self.served))
             raise ApiError(
                 404, f"there is no model {name!r} here; served is {served}", param="model", code="model_not_found"
             )
@@ -103,6 +112,8 @@ class Front:
             ApiError: something is wrong with it, or there is no room.
         """
         self.check_model(fields.model)
+        if fields.model is not None and fields.model not in self.names:
+            params = replace(params, adapter=fields.model)
         count = samples if samples is not None else params.n
         if len(prompts) * count > self.max_samples:
             raise ApiError(

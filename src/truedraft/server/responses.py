@@ -305,7 +305,7 @@ class _Response:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._front.names[0],
+            "model": self._front.shown(body.model),
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -47,6 +47,10 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     service = Service(engine, max_queue=options.max_queue, max_per_client=options.max_per_client)
     names = options.served_model_name or (_without_folder(name),)
     target = engine.target
+    if twice := set(names) & set(target.adapters):
+        raise OptionError(
+            f"has the name {min(twice)!r}, which the model is served by; give it another", field="adapters"
+        )
     if _without_folder(target.name) != target.name:  # errors name the model, and clients are told no paths
         target.name = names[0]
     if target.tokenizer is not None:

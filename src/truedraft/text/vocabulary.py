@@ -48,7 +48,7 @@ class Vocabulary:
             return cls(tokens, "slow", (), frozenset(added), frozenset(special), fallback)
         described = json.loads(backend.backend_tokenizer.to_str())
         kind, rules = _rules(described["model"])
-        fallback = _holds_type(described.get("decoder"), "ByteFallback")
+        fallback = holds_type(described.get("decoder"), "ByteFallback")
         return cls(tokens, kind, rules, frozenset(added), frozenset(special), fallback)
 
     @property
@@ -105,8 +105,8 @@ def _rules(model: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     return kind, ()
 
 
-def _holds_type(described: object, wanted: str) -> bool:
+def holds_type(described: object, wanted: str) -> bool:
     """Whether a part of a tokenizer, or a part inside it, is of the wanted type."""
     if isinstance(described, dict):
-        return described.get("type") == wanted or any(_holds_type(part, wanted) for part in described.values())
-    return isinstance(described, list) and any(_holds_type(part, wanted) for part in described)
+        return described.get("type") == wanted or any(holds_type(part, wanted) for part in described.values())
+    return isinstance(described, list) and any(holds_type(part, wanted) for part in described)

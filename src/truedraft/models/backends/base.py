@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from truedraft.cache import CachePool
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import HeadRun, Segment
 from truedraft.models.packing import ForwardPlan
 
@@ -29,14 +28,18 @@ class Backend(ABC):
         any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
             changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
         own_threads: whether forwards run on threads that are not torch's.
+        note: what every report on the model must say of how it runs.
         shown_layers: layers whose output can be seen; 0 where the layers run out of sight.
+        adapters: that a segment may name.
     """
 
     fast_paths: tuple[str, ...]
     least_rows: int
     any_threads: bool = False
     own_threads: bool = False
+    note: str | None = None
     shown_layers: int = 0
+    adapters: tuple[str, ...] = ()
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.
@@ -124,5 +127,5 @@ class Backend(ABC):
         return pad(vectors, (0, width - given, 0, max(0, self.least_rows - rows)))
 
 
-BackendMaker: TypeAlias = Callable[[PreTrainedModel, Sequence[AttentionPattern]], Backend]
-"""Makes a backend from a loaded model and the pattern of each of its attention calls."""
+BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]
+"""Makes a backend of a loaded model; it may change the model's modules."""

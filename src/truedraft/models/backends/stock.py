@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from truedraft.cache import CachePool
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.packing import ForwardPlan
+from truedraft.models.probe import probe_patterns
+from truedraft.models.recurrence import Recurrence, carrying_modules
 
 _numbers = itertools.count()
 
@@ -28,16 +33,27 @@ class StockBackend(Backend):
 
     Args:
         model: switched to our attention.
-        patterns: of each attention call.
+        patterns: of each attention call; found out where they are not given.
+        adapters: of `read_adapters`, by name.
 
     Raises:
-        UnsupportedModelError: the family does not use the attention registry.
+        UnsupportedModelError: the family cannot run packed; says why.
     """
 
-    def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        patterns: Sequence[AttentionPattern] | None = None,
+        adapters: Mapping[str, Mapping[str, LowRank]] = MappingProxyType({}),
+    ) -> None:
         self._model = model
-        self._attention = _PackedAttention(patterns)
+        self._attention = _PackedAttention(probe_patterns(model) if patterns is None else patterns)
         self._attention.register(model)
+        self._adapters = Adapters(model, adapters)
+        self.adapters = self._adapters.names
+        carrying = carrying_modules(model)
+        self._carries = bool(carrying)
+        self._recurrence = Recurrence(carrying, model.config.get_text_config().hidden_size)
         self._captured: list[Tensor] = []
         self._head = head = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
@@ -49,9 +65,12 @@ class StockBackend(Backend):
         self._layers = _decoder_layers(model)
         self.shown_layers = len(self._layers)
 
+    def new_pool(self, limit: int) -> CachePool:
+        return CachePool(limit, carries=self._carries)
+
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         self._captured.clear()
-        with self._attention.following(plan):
+        with self._attention.following(plan), self._recurrence.following(plan), self._adapters.following(plan):
             output = self._model(
                 input_ids=plan.tokens,
                 position_ids=plan.positions,
@@ -102,7 +121,7 @@ class _PackedAttention:
         name = f"truedraft-{next(_numbers)}"
         AttentionInterface.register(name, self.attend)
         model.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
+        if self._patterns and model.config._attn_implementation != name:
             raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
 
     @contextmanager

@@ -1,0 +1,185 @@
+"""LoRA adapters of one target (arXiv 2106.09685): merged into its weights, or each request with its own in one forward.
+
+Beside a linear layer W an adapter adds B A x, of a low rank. Where requests name their adapters the product with W is
+one for the whole pack, and each request's rows get their own adapter's sum, so that a batch of many adapters reads W
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
+
+from truedraft.errors import MissingExtraError, ModelError, ModelNotFoundError, UnsupportedModelError
+from truedraft.models.packing import ForwardPlan
+
+_LEAST_ROWS = 4  # of a product: fewer take other kernels, and a row must not depend on how many share its forward
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one linear layer.
+
+    Attributes:
+        down: `[rank, in]`.
+        up: `[out, rank]`, its scaling in it.
+    """
+
+    down: Tensor
+    up: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Of rows `[rows, in]`, `[rows, out]`; a row does not depend on the others."""
+        rows = pad(x, (0, 0, 0, max(0, _LEAST_ROWS - len(x))))
+        return linear(linear(rows, self.down), self.up)[: len(x)]
+
+
+def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """The model with an adapter's sums in its weights.
+
+    Raises:
+        ModelError: the folder's adapter does not fit the model, or cannot be read.
+    """
+    merged: PreTrainedModel = _with_adapters(model, {"merged": folder}).merge_and_unload(safe_merge=True)
+    return merged
+
+
+def read_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> dict[str, dict[str, LowRank]]:
+    """What each adapter adds, by the names of linear layers; the model stays as it was.
+
+    Raises:
+        ModelError: an adapter does not fit the model, or cannot be read.
+        UnsupportedModelError: it does more than add to linear layers.
+    """
+    from peft.tuners.lora import Linear
+
+    adapted = _with_adapters(model, folders)
+    found: dict[str, dict[str, LowRank]] = {name: {} for name in folders}
+    try:
+        for name, config in adapted.peft_config.items():
+            _refuse_more(name, config)
+        inner: nn.Module = adapted.base_model.model
+        for path, module in inner.named_modules():
+            for name in folders if isinstance(module, Linear) else ():
+                if name in module.lora_A:
+                    found[name][path] = LowRank(
+                        module.lora_A[name].weight.detach().to(model.dtype).clone(),
+                        (module.lora_B[name].weight.detach() * module.scaling[name]).to(model.dtype),
+                    )
+    finally:
+        adapted.unload()
+    return found
+
+
+def _with_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> Any:
+    """The model wrapped by peft."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingExtraError("adapters need peft; install it by: pip install 'truedraft[train]'") from error
+    wrapped: Any = None
+    for name, folder in folders.items():
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ModelNotFoundError(
+                f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path"
+            )
+        try:
+            if wrapped is None:
+                wrapped = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+            else:
+                wrapped.load_adapter(str(folder), adapter_name=name)
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"the adapter {str(folder)!r} does not fit this model: {first}") from error
+    return wrapped
+
+
+def _refuse_more(name: str, config: Any) -> None:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    more = [
+        what
+        for what, does in (
+            (f"it is of the kind {kind}", kind != "LORA"),
+            ("it is a DoRA", getattr(config, "use_dora", False)),
+            ("it learned biases", getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False)),
+            ("it holds whole modules", bool(getattr(config, "modules_to_save", None))),
+            ("it adds to single parameters", bool(getattr(config, "target_parameters", None))),
+        )
+        if does
+    ]
+    if more:
+        raise UnsupportedModelError(
+            f"the adapter {name!r} does more than add to linear layers ({more[0]}), which requests of one batch cannot "
+            "have each for itself; merge it at load (adapter=), for all requests"
+        )
+
+
+class Adapters:
+    """The adapters of one model, switched to follow the plans of packed forwards.
+
+    Args:
+        model: whose linear layers get them.
+        weights: of `read_adapters`.
+
+    Attributes:
+        names: of the adapters.
+
+    Raises:
+        UnsupportedModelError: an adapter adds to a layer that does not see all tokens of a forward in their order.
+    """
+
+    def __init__(self, model: PreTrainedModel, weights: Mapping[str, Mapping[str, LowRank]]) -> None:
+        self.names = tuple(weights)
+        self._rows: list[tuple[slice, str]] = []
+        self._total = 0
+        for path in sorted({path for each in weights.values() for path in each}):
+            module = model.get_submodule(path)
+            if module is model.get_output_embeddings():
+                raise UnsupportedModelError(
+                    "an adapter adds to the LM head, which sees the wanted rows alone; merge it at load (adapter=)"
+                )
+            beside = {name: each[path] for name, each in weights.items() if path in each}
+            module.forward = self._adapted(path, module.forward, beside)
+
+    @contextmanager
+    def following(self, plan: ForwardPlan) -> Iterator[None]:
+        """Forwards of the model follow `plan` meanwhile."""
+        self._rows = [
+            (slice(part.start, part.start + part.count), part.segment.adapter)
+            for part in plan.segments
+            if part.segment.adapter is not None
+        ]
+        self._total = plan.tokens.shape[1]
+        try:
+            yield
+        finally:
+            self._rows = []
+
+    def _adapted(
+        self, path: str, forward: Callable[[Tensor], Tensor], beside: Mapping[str, LowRank]
+    ) -> Callable[[Tensor], Tensor]:
+        """The forward of a linear layer with its adapters."""
+
+        def adapted(x: Tensor) -> Tensor:
+            output = forward(x)
+            if not self._rows:
+                return output
+            given, sums = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
+            if len(given) != self._total:
+                raise UnsupportedModelError(
+                    f"the layer {path} sees {len(given)} of {self._total} tokens, so requests cannot have adapters of "
+                    "their own there; merge the adapter at load (adapter=)"
+                )
+            for rows, name in self._rows:
+                if name in beside:
+                    sums[rows] += beside[name].of(given[rows])
+            return output
+
+        return adapted

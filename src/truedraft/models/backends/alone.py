@@ -1,0 +1,179 @@
+"""The model's own forward, its attention and masks included, one text at a time: for families that cannot run packed.
+
+Whatever `generate` can run with transformers' cache runs here, in the same way: keys and values pass through the door
+of that cache, positions and mask are those that `generate` gives. A tree is read in runs, each a chain behind what it
+follows, so a chain costs one forward and a tree one for each of its leaves; every token is computed once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from truedraft.cache import RequestCache
+from truedraft.core.tree import TreeShape
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.base import Backend
+from truedraft.models.lm_head import lm_head_width
+from truedraft.models.packing import ForwardPlan, SegmentPlan
+
+
+class AloneBackend(Backend):
+    """Runs the segments of a plan one after another through a model's own forward.
+
+    Args:
+        model: with its own attention.
+        reason: why it does not run packed, for reports.
+
+    Raises:
+        UnsupportedModelError: its forward takes no cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
+        self._model = model
+        self._takes = set(inspect.signature(type(model).forward).parameters)
+        if "past_key_values" not in self._takes:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} takes no cache of keys and values, so each token would cost the whole text "
+                "again; use another model"
+            )
+        self._captured: list[Tensor] = []
+        self._head = model.get_output_embeddings()
+        self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
+        self.least_rows = 1
+        self.fast_paths = ()
+        self.note = f"one text at a time, since it cannot run packed: {reason}"
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        logits: list[Tensor] = []
+        hidden: list[Tensor] = []
+        for part in plan.segments:
+            tokens = plan.tokens[0, part.start : part.start + part.count]
+            found: dict[int, tuple[Tensor, Tensor]] = {}
+            for run in runs_of(part.segment.shape, part.segment.written):
+                found |= self._read(part, run, tokens)
+            for row in part.segment.rows:
+                logits.append(found[row][0])
+                hidden.append(found[row][1])
+        if not logits:
+            none = torch.zeros(0, lm_head_width(self._head), dtype=self._model.dtype, device=plan.tokens.device)
+            return self.unembed(none), none
+        return torch.stack(logits), torch.stack(hidden)
+
+    def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Read a run; returns logits and the LM head's input of those of its new tokens whose rows are wanted."""
+        segment = part.segment
+        own = [node - segment.written for node in run]
+        wanted = set(segment.rows)
+        places = [place for place, node in enumerate(own) if node in wanted] or [len(own) - 1]
+        past = _Past(segment.cache, segment.shape.path(run[-1]), len(run))
+        end = part.length + past.depth
+        given: dict[str, Any] = {
+            "position_ids": torch.arange(end - len(run), end, device=tokens.device)[None],
+            "attention_mask": torch.ones(1, end, dtype=torch.int64, device=tokens.device),
+            "logits_to_keep": torch.tensor(places, device=tokens.device),
+        }
+        given = {name: value for name, value in given.items() if name in self._takes}
+        contiguous = own[-1] - own[0] == len(own) - 1
+        ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]
+        self._captured.clear()
+        logits = self._model(input_ids=ids[None], past_key_values=past, use_cache=True, **given).logits[0]
+        if not past.used:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not keep what it read in transformers' cache of keys and values; "
+                "use another model"
+            )
+        hidden = self._captured.pop()[0]
+        pick = slice(None) if len(logits) == len(places) else places
+        kept = hidden if len(hidden) == len(places) else hidden[places]
+        return {own[place]: (one, vector) for place, one, vector in zip(places, logits[pick], kept, strict=True)}
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
+        self._captured.clear()
+        return logits[: len(vectors)]
+
+
+def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
+    """The nodes from `written` on, in chains that can be read one behind another.
+
+    Worked example: of the tree (-1, 0, 0, 2, 1, 3) the first child of node 0 goes on with its chain and the second
+    begins another, so the runs are [0, 1, 4] and [2, 3, 5].
+    """
+    runs: list[list[int]] = []
+    ends: dict[int, list[int]] = {}
+    for node in range(written, len(shape)):
+        run = ends.pop(shape.parents[node], None)
+        if run is None:
+            run = []
+            runs.append(run)
+        run.append(node)
+        ends[node] = run
+    return runs
+
+
+class _Past(Cache):
+    """What the model takes for transformers' cache: the committed tokens of a request and the path to a run's end.
+
+    Args:
+        cache: of the request.
+        path: uncommitted tokens, the run's last.
+        new: how many of them the run reads.
+    """
+
+    def __init__(self, cache: RequestCache, path: Sequence[int], new: int) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+        self._path = path
+        self._new = new
+        self._updated: set[int] = set()
+        self._call = 0
+
+    @property
+    def depth(self) -> int:
+        """Uncommitted tokens of the path."""
+        return len(self._path)
+
+    @property
+    def used(self) -> bool:
+        """Whether a layer kept anything here."""
+        return self._call > 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        if key_states.dim() != 4 or key_states.shape[0] != 1 or key_states.shape[2] != self._new:
+            raise UnsupportedModelError(
+                f"a layer keeps keys of the shape {tuple(key_states.shape)} for {self._new} tokens, and truedraft "
+                "knows those of one text, by head and token; use another model"
+            )
+        keys, values = self._cache.write_path(self._call, self._path, key_states[0], value_states[0])
+        self._updated.add(layer_idx)
+        self._call += 1
+        return keys[None], values[None]
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Keys `[1, new, width]` by which sparse attention picks its positions; they have no values."""
+        keys, _ = self._cache.write_path(
+            self._call, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
+        )
+        self._call += 1
+        return keys
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        before = self._cache.length + self.depth - self._new
+        return before + self._new if layer_idx in self._updated else before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._cache.length + self.depth, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1

@@ -1,0 +1,186 @@
+"""A model that reads and writes another model's ids: a draft whose tokenizer is not the target's."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import CachePool, RequestCache
+from truedraft.core import transfers
+from truedraft.core.tree import TreeShape, shape_of
+from truedraft.errors import ModelError, VocabularyMismatchError
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.text.translation import Translation
+
+
+class TranslatedModel(LanguageModel):
+    """Presents a draft in the target's vocabulary.
+
+    What the target wrote is spelled in the draft's ids, one or several for each token. Its distribution is that of the
+    ids which both vocabularies can write, renormalised; it is an ordinary distribution over the target's ids, so
+    whatever is drawn from it is judged exactly (rejection with the very distribution that was drawn from).
+
+    Args:
+        draft: with a tokenizer.
+        target: likewise.
+
+    Attributes:
+        translation: between the two.
+
+    Raises:
+        VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+    """
+
+    def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
+        if draft.tokenizer is None or target.tokenizer is None:
+            without = draft if draft.tokenizer is None else target
+            raise VocabularyMismatchError(
+                f"{without.name!r} comes without a tokenizer, so its ids cannot be compared with those of the other "
+                "model; put its tokenizer files into its folder"
+            )
+        self._draft = draft
+        self.translation = Translation.between(
+            target.tokenizer,
+            draft.tokenizer,
+            (target.vocab_size, draft.vocab_size),
+            (target.eos_token_ids, draft.eos_token_ids),
+        )
+        # Drafted tokens have one id each, which on a device nobody waits to see.
+        self._single = torch.tensor([ids[0] for ids in self.translation.reads], device=draft.device)
+        self.name = draft.name
+        self.tokenizer = target.tokenizer
+        self.vocab_size = target.vocab_size
+        self.context_length = draft.context_length
+        self.eos_token_ids = target.eos_token_ids
+        self.device = draft.device
+        self.dtype = draft.dtype
+        self.fast_paths = draft.fast_paths
+        self.parameters = draft.parameters
+        self.weight_bytes = draft.weight_bytes
+        self.head_width = draft.head_width
+        shared = f"{self.translation.shared:.0%} of the target's tokens can be drafted: the tokenizers differ"
+        self.note = "; ".join(each for each in (draft.note, shared) if each)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._draft.fingerprint
+
+    def new_cache(self) -> RequestCache:
+        return _SpelledCache(self._draft.new_cache())
+
+    @property
+    def cache_pool(self) -> CachePool | None:
+        return self._draft.cache_pool
+
+    def release_cache(self, cache: RequestCache) -> None:
+        assert isinstance(cache, _SpelledCache)
+        self._draft.release_cache(cache.spelled)
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        spelled = [self._spelled(segment) for segment in segments]
+        longest = max(segment.cache.length + len(segment.shape) for segment in spelled)
+        if longest > self.context_length:
+            raise ModelError(
+                f"{self.name!r} reads at most {self.context_length} tokens of its own, and this text has {longest} of "
+                "them"
+            )
+        output = self._draft.forward(spelled)
+        return ForwardOutput(self.translation.logits(output.logits), output.hidden)
+
+    def _spelled(self, segment: Segment) -> Segment:
+        """The segment in the draft's ids."""
+        cache = segment.cache
+        assert isinstance(cache, _SpelledCache)
+        if transfers.waits(segment.tokens.device):
+            words: list[tuple[int, ...]] = [(-1,)] * len(segment.tokens)
+            tokens = self._single[segment.tokens]
+        else:
+            words = [self.translation.reads[token] for token in segment.tokens.tolist()]
+            if cache.length == segment.written == 0:
+                words[0] = self._at_the_beginning(words[0])
+            tokens = torch.tensor([own for word in words for own in word])
+        shape, rows, written = cache.spell(segment, words)
+        return Segment(cache.spelled, tokens, shape, rows, written, sum(map(len, words[: segment.prompt])))
+
+    def _at_the_beginning(self, word: tuple[int, ...]) -> tuple[int, ...]:
+        begin = self.translation.begin
+        return word if not begin or word[: len(begin)] == begin else (*begin, *word)
+
+
+class _SpelledCache(RequestCache):
+    """A cache by the target's tokens, of which the draft spells each in one or several ids of its own.
+
+    Args:
+        spelled: by the draft's ids.
+    """
+
+    def __init__(self, spelled: RequestCache) -> None:
+        # As of a model that carries states: what it holds is not shared by positions.
+        super().__init__(spelled.limit, carries=True)
+        self.spelled = spelled
+        self._lengths = [0]  # of the spelled cache behind each committed token
+        self._ends: list[int] = []  # of each uncommitted token, the number of its last id among the uncommitted ones
+        self._parents: list[int] = []  # of the uncommitted ids
+
+    def spell(self, segment: Segment, words: Sequence[Sequence[int]]) -> tuple[TreeShape, list[int], int]:
+        """The shape of all uncommitted ids, the new ones whose rows are wanted, and how many earlier forwards wrote.
+
+        Worked example: of the tree (-1, 0, 0) whose tokens are spelled in 1, 2 and 1 ids the ids are the tree
+        (-1, 0, 1, 0), and the rows of tokens 1 and 2 are those of ids 2 and 3.
+        """
+        self._ends = self._ends[: segment.written]
+        written = self._ends[-1] + 1 if self._ends else 0
+        parents = self._parents[:written]
+        for node, word in enumerate(words, segment.written):
+            above = segment.shape.parents[node]
+            parent = self._ends[above] if above >= 0 else -1
+            for _ in word:
+                parents.append(parent)
+                parent = len(parents) - 1
+            self._ends.append(parent)
+        self._parents = parents
+        self._written = len(self._ends)
+        rows = [self._ends[segment.written + row] - written for row in segment.rows]
+        return shape_of(tuple(parents)), rows, written
+
+    def commit(self, path: Sequence[int]) -> None:
+        kept: list[int] = []
+        for node in path:
+            first = self._ends[node - 1] + 1 if node else 0
+            kept.extend(range(first, self._ends[node] + 1))
+            self._lengths.append(self.spelled.length + len(kept))
+        self.spelled.commit(kept)
+        self.length += len(path)
+        self._forget_uncommitted()
+
+    def rollback(self, length: int) -> None:
+        self._forget_uncommitted()
+        self.spelled.rollback(self._lengths[length])
+        while self.spelled.length != self._lengths[length]:  # states of layers went back further
+            length = bisect_right(self._lengths, self.spelled.length) - 1
+            self.spelled.rollback(self._lengths[length])
+        del self._lengths[length + 1 :]
+        self.length = length
+
+    def _forget_uncommitted(self) -> None:
+        self._ends, self._parents, self._written = [], [], 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.spelled.n_bytes
+
+    @property
+    def most(self) -> int:
+        return self.spelled.most
+
+    def limit_to(self, limit: int) -> None:
+        self.spelled.limit_to(limit)
+
+    def allow(self, limit: int) -> None:
+        self.spelled.allow(limit)
+
+    def entries(self) -> list[tuple[Tensor, Tensor]]:
+        return self.spelled.entries()

@@ -1,0 +1,195 @@
+"""Between two vocabularies: which ids of a draft write what an id of the target writes.
+
+Ids are compared by the bytes that they write in the middle of a text, whatever their tokenizers call them: byte-level
+ones spell a space as another letter, SentencePiece ones as a bar, word pieces leave it out and mark what has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.errors import VocabularyMismatchError
+from truedraft.text.tokenizer import Tokenizer
+from truedraft.text.vocabulary import holds_type
+
+_BAR = "\u2581"
+_LEAST_SHARED = 64
+
+
+def surfaces(tokenizer: Tokenizer) -> list[bytes | None]:
+    """What each id writes in the middle of a text, in UTF-8, of which it may be a part; None for those without text."""
+    backend, skipped, raw = tokenizer.backend, tokenizer.skipped_ids, tokenizer.byte_values
+    added = {number for number, token in backend.added_tokens_decoder.items() if not token.special}
+    decoder: Any = json.loads(backend.backend_tokenizer.to_str()).get("decoder") if backend.is_fast else None
+    numbers = range(tokenizer.vocab_size)
+    tokens = backend.convert_ids_to_tokens([0 if number in skipped else number for number in numbers])
+
+    def written(number: int) -> bytes | None:
+        token = tokens[number]
+        if number in skipped:
+            return None
+        if number in raw:
+            return bytes([raw[number]])
+        if number in added:
+            return str(token).encode()
+        if holds_type(decoder, "ByteLevel"):
+            return bytes(map(_byte_letters().__getitem__, token))
+        if holds_type(decoder, "WordPiece"):
+            return token[2:].encode() if token.startswith("##") else f" {token}".encode()
+        if holds_type(decoder, "Metaspace") or holds_type(decoder, "Replace"):
+            return token.replace(_BAR, " ").encode()
+        return tokenizer.token_text(number).encode()
+
+    return [written(number) for number in numbers]
+
+
+@cache
+def _byte_letters() -> Mapping[str, int]:
+    """The letter that byte-level tokenizers write for each byte: itself where it can be seen, else one beyond 255."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in set(seen)]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How a draft reads a target's ids, and what its own ids are for the target.
+
+    Attributes:
+        reads: for each id of the target, the draft's ids that are read in its place, at least one.
+        begin: the draft's ids at the beginning of every text.
+        rounds: pairs of index tensors: of the draft's ids, and of the target's ids that write the same. No id of the
+            target is twice in one round.
+        vocab_size: ids of the target.
+    """
+
+    reads: Sequence[tuple[int, ...]]
+    begin: tuple[int, ...]
+    rounds: Sequence[tuple[Tensor, Tensor]]
+    vocab_size: int
+
+    @classmethod
+    def between(
+        cls, target: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], ends: tuple[Sequence[int], Sequence[int]]
+    ) -> Translation:
+        """Compare two vocabularies.
+
+        Args:
+            target: its tokenizer.
+            draft: likewise.
+            sizes: ids of target and draft.
+            ends: ids that end an answer, of target and draft.
+
+        Raises:
+            VocabularyMismatchError: they share next to nothing.
+        """
+        theirs, ours = surfaces(target)[: sizes[0]], surfaces(draft)[: sizes[1]]
+        meaning = _first(theirs, target)  # of several ids that write the same, what the tokenizer itself writes
+        pairs = {own: meaning[text] for own, text in enumerate(ours) if text and text in meaning}
+        pairs |= _special_pairs(target, draft, ends)
+        if (shared := len(set(pairs.values()))) < _LEAST_SHARED:
+            raise VocabularyMismatchError(
+                f"the tokenizers {target.name!r} and {draft.name!r} share {shared} tokens, too few to draft with; use "
+                "a draft whose tokenizer is nearer to the target's"
+            )
+        spelled = _first(ours, draft)
+        spelling = _Speller(spelled, fallback=ends[1][0] if ends[1] else 0)
+        reads = [spelling.of(text) for text in theirs]
+        for own, meant in sorted(pairs.items(), reverse=True):  # of several the lowest, but what writes text goes by it
+            if theirs[meant] is None:
+                reads[meant] = (own,)
+        begin = tuple(draft.encode(""))
+        ending = draft.backend.eos_token_id  # some tokenizers end every text
+        begin = begin[:-1] if begin and begin[-1] == ending and begin[0] != ending else begin
+        return cls(reads, begin, _rounds(pairs), sizes[0])
+
+    @property
+    def shared(self) -> float:
+        """The part of the target's ids that the draft can propose."""
+        return len(self.rounds[0][1]) / self.vocab_size
+
+    def shared_of(self, tokens: Iterable[int]) -> float:
+        """The part of some tokens of a text that the draft could have proposed."""
+        known = set(self.rounds[0][1].tolist())
+        each = [token in known for token in tokens]
+        return sum(each) / max(len(each), 1)
+
+    def logits(self, own: Tensor) -> Tensor:
+        """Of the draft's logits `[rows, ids]` those of the target's ids `[rows, vocab_size]`, in float32.
+
+        Their softmax is the draft's distribution on the ids that both know, renormalised; the probabilities of several
+        ids that write the same are summed. Ids that the draft cannot write have -inf.
+        """
+        whole = own.float()
+        mapped = whole.new_full((len(own), self.vocab_size), -torch.inf)
+        for number, (mine, theirs) in enumerate(self.rounds):
+            given = whole.index_select(1, mine.to(own.device))
+            places = theirs.to(own.device)
+            mapped[:, places] = given if number == 0 else torch.logaddexp(mapped[:, places], given)
+        return mapped
+
+
+class _Speller:
+    """Writes bytes in a draft's ids, the longest first; a byte that it has no id for is left out."""
+
+    def __init__(self, ids: Mapping[bytes, int], fallback: int) -> None:
+        self._ids = ids
+        self._longest = max(map(len, ids), default=1)
+        self._fallback = (fallback,)
+
+    def of(self, text: bytes | None) -> tuple[int, ...]:
+        """At least one id; one that ends texts where there is none for it."""
+        found: list[int] = []
+        place = 0
+        while text is not None and place < len(text):
+            for end in range(min(len(text), place + self._longest), place, -1):
+                known = self._ids.get(text[place:end])
+                if known is not None:
+                    found.append(known)
+                    place = end
+                    break
+            else:
+                place += 1
+        return tuple(found) or self._fallback
+
+
+def _first(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[bytes, int]:
+    """The id of each text: of several the lowest that is no raw byte, which tokenizers write only where they must."""
+    raw = tokenizer.byte_values
+    order = sorted((number for number, text in enumerate(written) if text), key=lambda number: (number in raw, number))
+    found: dict[bytes, int] = {}
+    for number in order:
+        found.setdefault(written[number] or b"", number)
+    return found
+
+
+def _special_pairs(target: Tokenizer, draft: Tokenizer, ends: tuple[Sequence[int], Sequence[int]]) -> dict[int, int]:
+    """Ids without text: those of one name, and those that end an answer."""
+    names = {target.token_text(number): number for number in target.backend.added_tokens_decoder}
+    own = {number: draft.token_text(number) for number in draft.skipped_ids & set(draft.backend.added_tokens_decoder)}
+    pairs = {number: names[name] for number, name in own.items() if names.get(name) in target.skipped_ids}
+    for kind in ("bos_token_id", "unk_token_id"):
+        theirs, ours = getattr(target.backend, kind, None), getattr(draft.backend, kind, None)
+        if theirs is not None and ours is not None:
+            pairs.setdefault(ours, theirs)
+    if ends[0]:
+        pairs |= {number: ends[0][0] for number in ends[1] if pairs.get(number) not in ends[0]}
+    return pairs
+
+
+def _rounds(pairs: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
+    """Worked example: of {3: 7, 4: 8, 9: 7} the first round pairs 3, 4 with 7, 8 and the second 9 with 7."""
+    rounds: list[dict[int, int]] = []
+    for own, meant in sorted(pairs.items()):
+        free = next((each for each in rounds if meant not in each), None)
+        if free is None:
+            rounds.append(free := {})
+        free[meant] = own
+    return [(torch.tensor(list(each.values())), torch.tensor(list(each))) for each in rounds]

@@ -1,0 +1,191 @@
+"""Families that cannot run packed: one text at a time through their own attention, answers as of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, stock_greedy
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.cache import RequestCache
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.drafters import DraftModel
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.alone import AloneBackend, runs_of
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend, run_alone
+from truedraft.models.probe import check_against_stock
+
+COUNT = 24
+_IDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SMALL: dict[str, Any] = _IDS | {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT
+}  # fmt: skip
+_OLD: dict[str, Any] = _IDS | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_DECODER: dict[str, Any] = _IDS | {
+    "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "forced_eos_token_id": None,
+    "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("gptj", _OLD | {"rotary_dim": 8}),
+    "codegen": ("codegen", _OLD | {"rotary_dim": 8}),
+    "gpt_neo": ("gpt_neo", _IDS | {
+        "hidden_size": 48, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+        "window_size": 8, "max_position_embeddings": CONTEXT}),
+    "bloom": ("bloom", _IDS | {"hidden_size": 48, "n_layer": 2, "n_head": 4}),
+    "mpt": ("mpt", _IDS | {"d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": CONTEXT}),
+    "falcon": ("falcon", _SMALL | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon with one key head": ("falcon", _SMALL | {"new_decoder_architecture": False, "multi_query": True}),
+    "falcon with alibi": ("falcon", _SMALL | {"new_decoder_architecture": False, "alibi": True, "multi_query": False}),
+    "xglm": ("xglm", _IDS | {
+        "d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "max_position_embeddings": CONTEXT,
+        "pad_token_id": 1}),
+    "bart": ("bart", _DECODER | {"pad_token_id": 1}),
+    "llama4_text with scaled queries": ("llama4_text", _SMALL | {
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "intermediate_size_mlp": 64,
+        "num_local_experts": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4,
+        "attention_chunk_size": 64}),
+}  # fmt: skip
+WIDE = {"bloom": 0.5, "xglm": 0.5}  # where answers would repeat themselves
+
+
+def config(family: str) -> PretrainedConfig:
+    kind, sizes = ALONE[family]
+    return AutoConfig.for_model(kind, **sizes)
+
+
+def random_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return build(config(family), 0, WIDE.get(family, 0.25), dtype)
+
+
+@cache
+def alone(family: str, noise: float = 0.0, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    """As `load_model` makes it, checked; with noise on its weights, a draft that often agrees."""
+    model = random_model(family, dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for weight in model.parameters():
+            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return run_alone(model, None, family, UnsupportedModelError("asked so"), check_against_stock(model, family))
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_packed_it_is_refused(family: str) -> None:
+    model = random_model(family)
+    check = check_against_stock(model, family)
+    with pytest.raises(UnsupportedModelError):
+        check(HuggingFaceModel(model, None, family, fastest_backend))
+
+
+@pytest.mark.parametrize("drafted", [None, {"num_speculative_tokens": 4}, {"branching": (3, 2, 1)}], ids=str)
+@pytest.mark.parametrize("family", ALONE)
+def test_greedy_equals_transformers(family: str, drafted: dict[str, Any] | None) -> None:
+    model = random_model(family)
+    expected = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    assert max(len(set(answer)) for answer in expected) >= 6
+    drafter = None if drafted is None else DraftModel(alone(family, 0.05), **drafted)
+    engine = Engine(alone(family), drafter, controller="fixed")
+    answers = engine.generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=COUNT))
+    assert [list(answer.token_ids) for answer in answers] == expected
+    assert not any(answer.warnings for answer in answers) and engine.check_idle() == []
+    if drafted is not None:
+        accepted = sum(answer.stats.accepted_tokens for answer in answers)
+        assert 0 < accepted < sum(answer.stats.draft_tokens for answer in answers)
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_it_loads_and_says_how_it_runs(family: str, tmp_path: Path) -> None:
+    build(config(family), 0, spread=0.02).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="float32")
+    assert isinstance(loaded._backend, AloneBackend)
+    assert loaded.note is not None and "one text at a time, since it cannot run packed: " in loaded.note
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom", "gpt_neo"])
+def test_a_tree_leaves_the_cache_of_its_path(family: str) -> None:
+    model = alone(family)
+    tree, below = TreeShape((-1, 0, 0, 2, 1, 3)), [3, 5, 7, 11, 13, 17]
+    prompt = list(PROMPTS[0])
+    for node in range(len(tree)):
+        cache, fresh = model.new_cache(), model.new_cache()
+        for each in (cache, fresh):
+            model.forward([Segment(each, torch.tensor(prompt), chain_shape(len(prompt)), ())])
+            each.commit(range(len(prompt)))
+        path = tree.path(node)
+        logits = model.forward([Segment(cache, torch.tensor(below), tree, range(len(tree)))]).logits[node]
+        cache.commit(path)
+        alone_ids = torch.tensor([below[place] for place in path])
+        expected = model.forward([Segment(fresh, alone_ids, chain_shape(len(path)), (len(path) - 1,))]).logits[0]
+        fresh.commit(range(len(path)))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(cache.entries(), fresh.entries(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        model.release_cache(cache)
+        model.release_cache(fresh)
+
+
+def test_a_tree_is_read_in_runs() -> None:
+    tree = TreeShape((-1, 0, 0, 2, 1, 3))
+    assert runs_of(tree, 0) == [[0, 1, 4], [2, 3, 5]]
+    assert runs_of(tree, 3) == [[3, 5], [4]]
+    assert runs_of(chain_shape(5), 2) == [[2, 3, 4]]
+
+
+def test_a_path_is_written_and_read() -> None:
+    cache = RequestCache(64)
+    numbers = torch.arange(14.0).view(1, 14, 1)
+    cache.reserve(10)
+    cache.write(0, numbers[:, :10], numbers[:, :10])
+    cache.commit(range(10))
+    cache.reserve(4)
+    cache.write_path(0, [0, 1], numbers[:, 10:12], numbers[:, 10:12])
+    cache.write_path(0, [0, 2], numbers[:, 12:13], numbers[:, 12:13])
+    keys, values = cache.write_path(0, [0, 2, 3], numbers[:, 13:14], numbers[:, 13:14])
+    expected = numbers[:, [*range(11), 12, 13]]
+    assert keys.equal(expected) and values.equal(expected)
+    cache.commit([0, 2, 3])
+    assert all(each.equal(expected) for each in cache.entries()[0])
+
+
+def _keeps_a_state() -> PretrainedConfig:
+    return AutoConfig.for_model(
+        "recurrent_gemma", **_IDS, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=16, intermediate_size=96, lru_width=48, attention_window_size=16, conv1d_width=4,
+    )  # fmt: skip
+
+
+def _reads_all_again() -> PretrainedConfig:
+    return AutoConfig.for_model("openai-gpt", **_OLD)
+
+
+@pytest.mark.parametrize("made", [_keeps_a_state, _reads_all_again])
+def test_what_cannot_run_so_either_is_refused_for_its_first_reason(
+    made: Callable[[], PretrainedConfig], tmp_path: Path
+) -> None:
+    build(made(), 0, spread=0.1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as refused:
+        load_model(tmp_path, dtype="float32")
+    assert "\n" not in str(refused.value)
+
+
+def test_long_rotary_positions_stay_where_they_do_not_change(tmp_path: Path) -> None:
+    factors = [1.0] * 6
+    phi = AutoConfig.for_model(
+        "phi3", **_SMALL, num_key_value_heads=2, intermediate_size=64, original_max_position_embeddings=64,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors,
+                         "long_factor": [2.0] * 6, "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    build(phi, 0).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="float32")
+    assert loaded.context_length == 64 and loaded.note is not None and f"64 tokens of its {CONTEXT}" in loaded.note
+    prompt = list(PROMPTS[1])
+    expected = stock_greedy(build(phi, 0), prompt, 20)
+    assert list(Engine(loaded, "prompt-lookup").generate(prompt, SamplingParams(max_tokens=20)).token_ids) == expected

@@ -1,0 +1,278 @@
+"""Layers that carry states: the same states and logits as step by step, whatever was drafted and rejected."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
+from truedraft import Engine, SamplingParams
+from truedraft.cache.carried import MOST_EDGES, CarriedStates, StateRow
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.probe import check_against_stock
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_HEADS: dict[str, Any] = _COMMON | {
+    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": _HEADS | _DELTA | _EXPERTS | {
+        "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": _HEADS | _DELTA | {"head_dim": 16},
+    "olmo_hybrid": _HEADS | _DELTA,
+    "mamba": _COMMON | {"state_size": 8},
+    "falcon_mamba": _COMMON | {"state_size": 8},
+    "mamba2": _COMMON | {"num_heads": 4, "head_dim": 24, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "falcon_h1": _HEADS | _MAMBA2 | {"mamba_d_ssm": 96},
+    "bamba": _HEADS | _MAMBA2 | {"attn_layer_indices": [1]},
+    "granitemoehybrid": _HEADS | _MAMBA2 | {
+        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "shared_intermediate_size": 32},
+    "jamba": _HEADS | _EXPERTS | {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": _HEADS | {
+        "layers_block_type": ["mamba", "attention", "moe"], "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4,
+        "mamba_head_dim": 24, "n_groups": 1, "chunk_size": 16, "n_routed_experts": 4, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32},
+    "zamba2": _HEADS | {
+        "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 16, "n_mamba_heads": 4, "chunk_size": 16,
+        "num_key_value_heads": 4},
+    "lfm2": _HEADS | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "kimi_linear": _HEADS | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_head_dim": 16,
+        "linear_num_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4},
+}  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def config(family: str) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **FAMILIES[family])
+
+
+def packed(family: str, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    return HuggingFaceModel(build(config(family), seed=0, dtype=dtype), None, family)
+
+
+def read(model: HuggingFaceModel, ids: Sequence[int], prompt: int, cuts: Sequence[int] = ()) -> tuple[Any, Tensor]:
+    """A cache that holds some tokens, and the logits at the last one.
+
+    Args:
+        model: reads.
+        ids: all of them; behind the prompt one at a time.
+        prompt: how many are the prompt.
+        cuts: where its parts end, beside its end.
+    """
+    cache = model.new_cache()
+    begin = 0
+    for end in (*cuts, prompt, *range(prompt + 1, len(ids) + 1)):
+        segment = Segment(
+            cache,
+            torch.tensor(ids[begin:end]),
+            chain_shape(end - begin),
+            (end - begin - 1,),
+            prompt=max(min(end, prompt) - begin, 0),
+        )
+        logits = model.forward([segment]).logits
+        cache.commit(range(end - begin))
+        begin = end
+    return cache, logits[-1]
+
+
+def assert_same_states(one: Any, other: Any) -> None:
+    assert one.length == other.length
+    for mine, theirs in zip(one.carried.entries(), other.carried.entries(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_packed_forward_is_the_models_own(family: str, dtype: torch.dtype) -> None:
+    model = build(config(family), seed=0, dtype=dtype)
+    check = check_against_stock(model, family)
+    check(HuggingFaceModel(model, None, family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_answers_are_those_of_transformers(family: str) -> None:
+    stock = build(config(family), seed=0)
+    expected = [stock_greedy(stock, prompt, 24) for prompt in PROMPTS]
+    model = packed(family)
+    for drafter in (None, "prompt-lookup,min_ngram=1"):
+        answers = Engine(model, drafter).generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=24))
+        assert [list(answer.token_ids) for answer in answers] == expected
+
+
+CHAIN, TREE = chain_shape(6), TreeShape((-1, 0, 0, 2, 1, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_after_every_verdict_are_those_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
+    """Bit for bit in bfloat16; in float32 rows of a product hang on their number, in their last bits."""
+    model = packed(family, dtype)
+    prompt, below = list(PROMPTS[3]), [3, 5, 7, 11, 13, 17]
+    for shape in (CHAIN, TREE):
+        for node in range(len(shape)):
+            path = shape.path(node)
+            cache, _ = read(model, prompt, len(prompt))
+            output = model.forward([Segment(cache, torch.tensor(below), shape, range(len(shape)))])
+            cache.commit(path)
+            ids = [*prompt, *(below[place] for place in path)]
+            plain, logits = read(model, ids, len(prompt))
+            if dtype is torch.bfloat16:
+                assert_same_states(cache, plain)
+                assert torch.equal(output.logits[node], logits)
+            else:
+                torch.testing.assert_close(output.logits[node], logits, rtol=1e-3, atol=1e-3)
+            model.release_cache(cache)
+            model.release_cache(plain)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2"])
+def test_neighbours_change_nothing(family: str) -> None:
+    model = packed(family, torch.bfloat16)
+    caches = [read(model, list(prompt), len(prompt))[0] for prompt in PROMPTS]
+    shapes = [CHAIN, TREE, chain_shape(1), TREE]
+    below = [[7 * number + place for place in range(len(shape))] for number, shape in enumerate(shapes)]
+    segments = [
+        Segment(*each, range(len(each[2]))) for each in zip(caches, map(torch.tensor, below), shapes, strict=True)
+    ]
+    together = model.forward(segments).logits.split([len(shape) for shape in shapes])
+    for prompt, ids, shape, expected in zip(PROMPTS, below, shapes, together, strict=True):
+        cache, _ = read(model, list(prompt), len(prompt))
+        alone = model.forward([Segment(cache, torch.tensor(ids), shape, range(len(shape)))]).logits
+        assert torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba", "lfm2"])
+def test_long_prompts_are_read_in_pieces_that_end_where_they_end(family: str) -> None:
+    """However a prompt is cut at multiples of 256 its states are the same, bit for bit."""
+    model = packed(family, torch.bfloat16)
+    ids = [(13 * place * place + 5) % VOCAB for place in range(600)]
+    whole, logits = read(model, ids, len(ids))
+    for cuts in ([256], [512], [256, 512]):
+        cache, other = read(model, ids, len(ids), cuts)
+        assert_same_states(cache, whole)
+        assert torch.equal(other, logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba"])
+def test_a_rolled_back_cache_begins_again(family: str) -> None:
+    model = packed(family)
+    cache, _ = read(model, list(PROMPTS[0]), len(PROMPTS[0]))
+    model.forward([Segment(cache, torch.tensor([1, 2]), chain_shape(2), (1,))])
+    cache.rollback(cache.length)
+    assert cache.length == len(PROMPTS[0]) and cache.carried.edges == [cache.length]
+    cache.rollback(cache.length - 1)
+    assert cache.length == 0 and not cache.carried.entries() and not cache.carried.edges
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "zamba2"])
+def test_drafted_answers_equal_plain_ones(family: str, way: str) -> None:
+    """With a hybrid draft, too, which drafts level by level and catches up with what it did not see."""
+    model, draft = packed(family, torch.bfloat16), packed("qwen3_next", torch.bfloat16)
+    params = SamplingParams(
+        max_tokens=30, temperature=0.0 if way == "greedy" else 1.0, seed=3, coupled=way == "coupled"
+    )
+    prompts = [list(prompt) for prompt in PROMPTS]
+    plain = Engine(model).generate(prompts, params)
+    from truedraft.drafters import DraftModel
+
+    for drafter in (DraftModel(draft, 4), DraftModel(draft, branching=(2, 2, 1)), DraftModel(model, 3)):
+        answers = Engine(model, drafter, controller="fixed").generate(prompts, params)
+        assert all(not answer.warnings and answer.error is None for answer in answers)
+        if way != "sampled":
+            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+
+
+def one_after_another(model: HuggingFaceModel, prompts: Sequence[Sequence[int]]) -> tuple[list[Any], list[int]]:
+    """Answers by one engine that keeps what prompts begin with, and how many tokens each prompt did not compute."""
+    engine = Engine(model, prefix_cache_bytes=64 << 20)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, coupled=True)
+    answers, copied = [], [0]
+    for prompt in prompts:
+        answers.append(engine.generate(list(prompt), params).token_ids)
+        copied.append(engine.shared_tokens)
+    assert engine.check_idle() == []
+    return answers, [after - before for before, after in itertools.pairwise(copied)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2"])
+def test_prompts_that_begin_alike_share_states(family: str) -> None:
+    """Up to the last edge before where they part, and the same tokens as cold, bit for bit."""
+    model = packed(family, torch.bfloat16)
+    first = [(11 * place * place + 3) % VOCAB for place in range(700)]
+    prompts = [first, [*first[:600], *first[:30]], [*first, 1, 2, 3], list(first)]
+    warm, copied = one_after_another(model, prompts)
+    assert warm == [one_after_another(model, [prompt])[0][0] for prompt in prompts]
+    assert copied == [0, 512, 512, 512]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2"])
+def test_samples_of_one_prompt_share_all_but_its_last_token(family: str) -> None:
+    model = packed(family, torch.bfloat16)
+    prompt = [(11 * place * place + 3) % VOCAB for place in range(300)]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, coupled=True)
+    alone = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", prefix_cache_bytes=0)
+    engine = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed")
+    answer = engine.generate(prompt, replace(params, n=3))
+    assert answer.token_ids == alone.generate(prompt, params).token_ids
+    assert engine.check_idle() == []
+    assert engine.shared_tokens == 2 * 299
+
+
+def test_edges_thin_out_and_the_last_one_stays() -> None:
+    carried = CarriedStates()
+    for edge in range(1, 40):
+        carried.mark(0, 256 * edge, StateRow({"state": torch.zeros(1, 2)}, 0))
+        carried.note(0, [StateRow({"state": torch.full((1, 2), float(edge))}, 0)], 0)
+        carried.keep((0,))
+        assert len(carried.edges) <= MOST_EDGES and carried.edges[-1] == 256 * edge
+    assert carried.back_to(256 * 30) == max(edge for edge in carried.edges if edge <= 256 * 30)
+    assert carried.back_to(10) == 0 and not carried.edges and not carried.n_bytes
+
+
+def test_what_is_not_committed_marks_no_edge() -> None:
+    carried = CarriedStates()
+    carried.mark(0, 256, StateRow({"state": torch.zeros(1, 2)}, 0))
+    carried.drop_uncommitted()
+    carried.note(0, [StateRow({"state": torch.zeros(1, 2)}, 0)], 0)
+    carried.keep((0,))
+    assert carried.edges == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
+def test_short_memory_makes_requests_wait_and_changes_no_token(family: str) -> None:
+    model = packed(family, torch.bfloat16)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, coupled=True)
+    prompts = [[(7 * place * number + 1) % VOCAB for place in range(280)] for number in (1, 2, 3)]
+    free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
+    # It learns what a token takes, and how many are drafted.
+    Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=1 << 30)
+    least = model.pool.bytes_alone(320)
+    short = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=int(1.4 * least))
+    answers = short.generate(prompts, params)
+    assert [each.token_ids for each in answers] == [each.token_ids for each in free]
+    assert short.cache_bytes <= 1.4 * least and short.check_idle() == []

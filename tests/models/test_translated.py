@@ -1,0 +1,185 @@
+"""Drafts whose tokenizer is not the target's: exact whatever they propose, and as good as their own ids allow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+sys.path.append(str(Path(__file__).parents[1] / "text"))
+from test_translation import permuted
+from tiny_tokenizers import byte_level, small_llama
+
+from support.chi_square import p_value
+from support.tiny_models import build
+from truedraft import Engine, SamplingParams
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.drafters import DraftModel
+from truedraft.errors import ModelError, VocabularyMismatchError
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.translated import TranslatedModel
+from truedraft.text.tokenizer import Tokenizer
+
+PROMPTS = ["the quick brown fox", "def f(x):\n    return", "naïve café — Übung"]
+TREE = TreeShape((-1, 0, 0, 2, 1, 3))
+
+
+def llama(tokenizer: Tokenizer, seed: int = 2, context: int = 256) -> PreTrainedModel:
+    sizes = LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=96, max_position_embeddings=context,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return build(sizes, seed=seed)
+
+
+@cache
+def target() -> HuggingFaceModel:
+    tokenizer = Tokenizer(byte_level(), "byte-level")
+    return HuggingFaceModel(llama(tokenizer), tokenizer, "target")
+
+
+@cache
+def other(context: int = 256) -> TranslatedModel:
+    tokenizer = Tokenizer(small_llama(), "llama")
+    return TranslatedModel(HuggingFaceModel(llama(tokenizer, 1, context), tokenizer, "other"), target())
+
+
+@cache
+def same_in_other_ids() -> TranslatedModel:
+    """The target itself, its ids in another order."""
+    own, tokenizer = target().tokenizer, Tokenizer(permuted(1), "permuted")
+    assert own is not None
+    model = llama(own)
+    to = [
+        tokenizer.backend.convert_tokens_to_ids(own.backend.convert_ids_to_tokens(token))
+        for token in range(own.vocab_size)
+    ]
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        rows = table.weight.data.clone()
+        table.weight.data[to] = rows
+    return TranslatedModel(HuggingFaceModel(model, tokenizer, "permuted"), target())
+
+
+@pytest.mark.parametrize("branching", [(1, 1, 1, 1), (3, 2, 1)], ids=str)
+@pytest.mark.parametrize("way", ["greedy", "coupled"])
+def test_answers_are_those_of_plain_decoding(way: str, branching: tuple[int, ...]) -> None:
+    params = SamplingParams(
+        max_tokens=40, temperature=0.0 if way == "greedy" else 1.0, seed=5, coupled=way == "coupled"
+    )
+    plain = Engine(target()).generate(PROMPTS, params)
+    for model in (other(), same_in_other_ids()):
+        engine = Engine(target(), DraftModel(model, branching=branching), controller="fixed")
+        answers = engine.generate(PROMPTS, params)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+        assert not any(answer.warnings for answer in answers) and engine.check_idle() == []
+        assert sum(answer.stats.draft_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_target_in_other_ids_is_always_right(temperature: float) -> None:
+    """Nothing is lost on the way there and back, behind characters of several bytes either."""
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    engine = Engine(target(), DraftModel(same_in_other_ids(), 4), controller="fixed")
+    for answer in engine.generate(PROMPTS, params):
+        assert answer.stats.draft_acceptance_rate > 0.97
+
+
+def test_the_law_of_sampled_answers_is_the_targets() -> None:
+    """The first two tokens, over many seeds, drafted in another vocabulary."""
+    prompt, temperature, vocab = "the", 0.35, target().vocab_size
+    params = [SamplingParams(max_tokens=2, temperature=temperature, seed=seed) for seed in range(3000)]
+    engine = Engine(target(), DraftModel(other(), 3), controller="fixed")
+    counts = np.zeros((vocab, vocab + 1))  # the last column: the first token ended the answer
+    for answer in engine.generate([prompt] * len(params), params):
+        ids = [*answer.token_ids, vocab]
+        counts[ids[0], ids[1]] += 1
+    assert p_value(counts, law_of_two(prompt, temperature)) > 1e-4
+
+
+def law_of_two(prompt: str, temperature: float) -> np.ndarray:
+    tokenizer, vocab = target().tokenizer, target().vocab_size
+    assert tokenizer is not None
+    ids = tokenizer.encode(prompt)
+    law = np.zeros((vocab, vocab + 1))
+    for token, chance in enumerate(distribution(ids, temperature).tolist()):
+        if token in target().eos_token_ids or chance < 1e-7:
+            law[token, vocab] = chance
+        else:
+            law[token, :vocab] = chance * distribution([*ids, token], temperature).numpy()
+    return law
+
+
+def distribution(ids: Sequence[int], temperature: float) -> torch.Tensor:
+    cache = target().new_cache()
+    logits = target().forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), (len(ids) - 1,))]).logits[0]
+    target().release_cache(cache)
+    return torch.softmax(logits.double() / temperature, dim=-1)
+
+
+def test_a_cache_after_any_path_is_a_fresh_one() -> None:
+    model = other()
+    long = [token for token, ids in enumerate(model.translation.reads) if len(ids) > 1][:6]
+    assert len(long) == 6
+    prompt = [*long[:3], 5, 6]
+    for node in range(len(TREE)):
+        cache, fresh = model.new_cache(), model.new_cache()
+        model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), ())])
+        cache.commit(range(len(prompt)))
+        below = [long[3], 7, long[4], 8, long[5], 9]
+        logits = model.forward([Segment(cache, torch.tensor(below), TREE, range(len(TREE)))]).logits[node]
+        path = TREE.path(node)
+        cache.commit(path)
+        whole = [*prompt, *(below[place] for place in path)]
+        expected = model.forward(
+            [Segment(fresh, torch.tensor(whole), chain_shape(len(whole)), (len(whole) - 1,))]
+        ).logits[0]
+        fresh.commit(range(len(whole)))
+        assert cache.length == fresh.length == len(whole)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(cache.entries(), fresh.entries(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        cache.rollback(4)
+        assert cache.length == 4 and cache.entries()[0][0].shape[1] == 1 + sum(
+            len(model.translation.reads[token]) for token in whole[:4]
+        )
+        model.release_cache(cache)
+        model.release_cache(fresh)
+
+
+def test_tokens_are_spelled_along_the_tree() -> None:
+    model = other()
+    double = next(token for token, ids in enumerate(model.translation.reads) if len(ids) == 2)
+    single = [token for token, ids in enumerate(model.translation.reads) if len(ids) == 1][5:8]
+    cache = model.new_cache()
+    model.forward([Segment(cache, torch.tensor(single[:1]), chain_shape(1), ())])
+    cache.commit((0,))
+    segment = Segment(cache, torch.tensor([single[1], double, single[2]]), TreeShape((-1, 0, 0)), (1, 2))
+    spelled = model._spelled(segment)
+    assert spelled.shape.parents == (-1, 0, 1, 0) and list(spelled.rows) == [2, 3]
+    cache.rollback(cache.length)
+    model.release_cache(cache)
+
+
+def test_a_text_that_is_longer_in_the_drafts_ids_is_answered_without_it() -> None:
+    short = other(32)
+    engine = Engine(target(), DraftModel(short, 3), controller="fixed")
+    text = "naïve café — Übung 日本語"
+    params = SamplingParams(max_tokens=12)
+    assert engine.generate(text, params).token_ids == Engine(target()).generate(text, params).token_ids
+    with pytest.raises(ModelError, match="reads at most 32 tokens of its own"):
+        cache = short.new_cache()
+        short.forward([Segment(cache, torch.full((40,), 70), chain_shape(40), (39,))])
+
+
+def test_a_model_without_tokenizer_is_refused() -> None:
+    bare = HuggingFaceModel(llama(Tokenizer(small_llama(), "llama")), None, "bare")
+    with pytest.raises(VocabularyMismatchError, match="'bare' comes without a tokenizer"):
+        TranslatedModel(bare, target())

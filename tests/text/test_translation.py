@@ -1,0 +1,145 @@
+"""Two vocabularies compared by what their ids write."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from tiny_tokenizers import BUILDERS, byte_level
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from truedraft.errors import VocabularyMismatchError
+from truedraft.text.tokenizer import Tokenizer
+from truedraft.text.translation import Translation, _rounds, surfaces
+
+TEXTS = ["the quick fox", "def f(x):\n    return x + 1", "the end. the", "naïve 日"]
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    pieces = [
+        "[UNK]",
+        "the",
+        "quick",
+        "fox",
+        *"abcdefghijklmnopqrstuvwxyz",
+        *(f"##{one}" for one in "abcdefghijklmnopqrstuvwxyz"),
+    ]
+    backend = Backend(models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+ALL = BUILDERS | {"word pieces": word_pieces}
+
+
+def made(kind: str) -> Tokenizer:
+    return Tokenizer(ALL[kind](), kind)
+
+
+def between(target: Tokenizer, draft: Tokenizer) -> Translation:
+    sizes = target.vocab_size, draft.vocab_size
+    return Translation.between(target, draft, sizes, (target.eos_token_ids, draft.eos_token_ids))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_surfaces_write_the_text(kind: str) -> None:
+    tokenizer = made(kind)
+    writes = surfaces(tokenizer)
+    for text in TEXTS[:1] if kind in ("word pieces", "metaspace") else TEXTS:
+        written = b"".join(writes[token] or b"" for token in tokenizer.plain_ids(text)).decode()
+        assert written.removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_surfaces_are_what_decoding_says(kind: str) -> None:
+    tokenizer = made(kind)
+    for token, written in enumerate(surfaces(tokenizer)):
+        said = tokenizer.token_text(token)
+        if written is not None and "\ufffd" not in said and token not in tokenizer.byte_values:
+            assert written.decode() == said
+
+
+@pytest.mark.parametrize(("target", "draft"), itertools.permutations(["byte-level", "llama"], 2))
+def test_every_token_is_spelled_in_the_drafts_ids(target: str, draft: str) -> None:
+    theirs, ours = made(target), made(draft)
+    translation, writes = between(theirs, ours), surfaces(ours)
+    for token, text in enumerate(surfaces(theirs)):
+        assert translation.reads[token]
+        if text:
+            assert b"".join(writes[own] or b"" for own in translation.reads[token]) == text
+    for mine, its in translation.rounds:
+        assert all(
+            surfaces(theirs)[token] == writes[own]
+            for own, token in zip(mine.tolist(), its.tolist(), strict=True)
+            if writes[own]
+        )
+
+
+def test_texts_begin_and_end_as_the_draft_has_it() -> None:
+    target, draft = made("byte-level"), made("llama")
+    translation = between(target, draft)
+    assert translation.begin == (draft.backend.bos_token_id,)
+    assert translation.reads[target.eos_token_ids[0]] == draft.eos_token_ids
+    assert between(draft, target).begin == ()
+
+
+def test_the_distribution_is_the_drafts_on_what_both_know() -> None:
+    """Of several ids that write the same the probabilities are summed, and the rest is left out."""
+    target, draft = made("byte-level"), made("llama")
+    translation = between(target, draft)
+    logits = torch.randn(5, draft.vocab_size, generator=torch.Generator().manual_seed(0))
+    probs = torch.softmax(logits.double(), dim=-1)
+    expected = torch.zeros(5, target.vocab_size, dtype=torch.float64)
+    for mine, its in translation.rounds:
+        expected.index_add_(1, its, probs[:, mine])
+    expected /= expected.sum(dim=-1, keepdim=True)
+    found = torch.softmax(translation.logits(logits).double(), dim=-1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+    assert len(translation.rounds) > 1  # the letters and their bytes
+    assert translation.shared == (expected[0] > 0).sum().item() / target.vocab_size
+
+
+def test_ids_that_write_the_same_come_in_rounds() -> None:
+    rounds = [(mine.tolist(), its.tolist()) for mine, its in _rounds({3: 7, 4: 8, 9: 7})]
+    assert rounds == [([3, 4], [7, 8]), ([9], [7])]
+
+
+def test_the_part_of_a_text_that_could_be_drafted() -> None:
+    translation = between(made("byte-level"), made("llama"))
+    known = translation.rounds[0][1].tolist()
+    other = next(token for token in range(translation.vocab_size) if token not in known)
+    assert translation.shared_of([known[0], other, known[1], known[0]]) == 0.75
+
+
+def test_vocabularies_that_share_nothing_are_refused() -> None:
+    letters = Backend(models.WordLevel({f"word{number}": number for number in range(100)}, unk_token="word0"))
+    strange = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=letters), "strange")
+    with pytest.raises(VocabularyMismatchError, match="'byte-level' and 'strange' share 0 tokens"):
+        between(made("byte-level"), strange)
+
+
+def permuted(seed: int) -> PreTrainedTokenizerFast:
+    """The byte-level tokenizer with its ids in another order; special and added ones stay."""
+    described = json.loads(byte_level().backend_tokenizer.to_str())
+    fixed = {each["id"] for each in described["added_tokens"]}
+    vocab = described["model"]["vocab"]
+    free = sorted(set(vocab.values()) - fixed)
+    order = random.Random(seed).sample(free, len(free))
+    to = dict(zip(free, order, strict=True))
+    described["model"]["vocab"] = {token: to.get(number, number) for token, number in vocab.items()}
+    backend = Backend.from_str(json.dumps(described))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+
+
+def test_a_permuted_vocabulary_is_wholly_shared() -> None:
+    target, draft = made("byte-level"), Tokenizer(permuted(1), "permuted")
+    translation = between(target, draft)
+    assert translation.shared == 1.0 and all(len(ids) == 1 for ids in translation.reads)
+    for text in TEXTS:
+        assert [translation.reads[token][0] for token in target.plain_ids(text)] == list(draft.plain_ids(text))
