@@ -110,13 +110,6 @@ def test_ids_that_write_the_same_come_in_rounds() -> None:
     assert rounds == [([3, 4], [7, 8]), ([9], [7])]
 
 
-def test_the_part_of_a_text_that_could_be_drafted() -> None:
-    translation = between(made("byte-level"), made("llama"))
-    known = translation.rounds[0][1].tolist()
-    other = next(token for token in range(translation.vocab_size) if token not in known)
-    assert translation.shared_of([known[0], other, known[1], known[0]]) == 0.75
-
-
 def test_vocabularies_that_share_nothing_are_refused() -> None:
     letters = Backend(models.WordLevel({f"word{number}": number for number in range(100)}, unk_token="word0"))
     strange = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=letters), "strange")

@@ -7,7 +7,7 @@ ones spell a space as another letter, SentencePiece ones as a bar, word pieces l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -114,12 +114,6 @@ class Translation:
     def shared(self) -> float:
         """The part of the target's ids that the draft can propose."""
         return len(self.rounds[0][1]) / self.vocab_size
-
-    def shared_of(self, tokens: Iterable[int]) -> float:
-        """The part of some tokens of a text that the draft could have proposed."""
-        known = set(self.rounds[0][1].tolist())
-        each = [token in known for token in tokens]
-        return sum(each) / max(len(each), 1)
 
     def logits(self, own: Tensor) -> Tensor:
         """Of the draft's logits `[rows, ids]` those of the target's ids `[rows, vocab_size]`, in float32.
