@@ -173,7 +173,7 @@ class Weights:
 def packed(weight: Tensor) -> Tensor:
     """A weight `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
 
-    A cell is one input in float32 and two neighbouring ones in bfloat16: as many as lanes of 32 bits hold of one output.
+    A cell is one input in float32 and two neighbouring ones in bfloat16: 32 bits of one output.
     Worked example in float32: entry (17, 3) of the weight lies at block 1, cell 3, output 1.
     """
     outputs, inputs = weight.shape
