@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,13 @@ test-browser: $(STAMP)
 	  fi; \
 	fi
 	$(BIN)/python -m pytest -m browser tests/browser -rs
+
+# Every family of models that transformers has, small and with random weights: docs/conformance.md.
+conformance: $(STAMP)
+	$(PYTHON) benchmarks/conformance.py --page
+
+conformance-full: $(STAMP)
+	$(PYTHON) benchmarks/conformance.py --full --minutes 600 --out runs/conformance_full.jsonl
 
 # Every sampling option beside every drafter and rule: docs/options.md.
 results-options: $(STAMP)

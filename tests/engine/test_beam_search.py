@@ -137,7 +137,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], told: str) ->
 
 def test_prompts_that_cannot_be_searched_are_refused() -> None:
     search = BeamSearch(packed("llama"), num_beams=2)
-    for prompt, told in (([], "has 0 tokens"), ([1] * 256, "fewer than 256"), ("text", "no tokenizer")):
+    for prompt, told in (([], "has no tokens"), ([1] * 256, "a context of 256"), ("text", "no tokenizer")):
         with pytest.raises(PromptError, match=told):
             search.generate(prompt)
 

@@ -30,6 +30,7 @@ from support.tiny_models import VOCAB, stock, stock_greedy
 from truedraft import Engine, SamplingParams, TruedraftError, load_model, machine
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
 from truedraft.machine import pick_device, pick_dtype
+from truedraft.models.architecture import load_causal_lm
 
 PROMPT = [5, 9, 11, 3, 60]
 CPU = torch.device("cpu")
@@ -312,11 +313,19 @@ def test_an_encoder_that_does_not_say_so(tmp_path: Path) -> None:
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    config = T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )  # fmt: skip
     folder = save(T5ForConditionalGeneration(config), tmp_path / "t5")
+    assert "an encoder-decoder" in str(load_model(folder, dtype="float32").note)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_causal_lm(folder)
+    says(caught.value, "encoder-decoder (t5)", "causal models", "draft:FOLDER")
+    edit_config(folder, decoder_start_token_id=..., bos_token_id=...)
+    (folder / "generation_config.json").unlink(missing_ok=True)
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(folder, dtype="float32")
-    says(caught.value, "encoder-decoder (t5)", "causal models")
+    says(caught.value, "decoder_start_token_id", "add it")
 
 
 def test_a_classifier(tmp_path: Path) -> None:

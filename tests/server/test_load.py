@@ -277,6 +277,53 @@ def test_clients_take_turns(make_engine: Callable[..., Engine]) -> None:
     assert order.index("few") <= 2
 
 
+def test_a_request_that_follows_an_answer_joins_the_next_step(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon that step would begin by itself."""
+    monkeypatch.setattr("truedraft.server.service._LINGERING", 1e6)
+    monkeypatch.setattr("truedraft.server.service._MOST_LINGERING_S", 10.0)
+    service = Service(make_engine())
+    steps, step = [0], service.engine.step
+
+    def counted() -> bool:
+        steps[0] += 1
+        return step()
+
+    monkeypatch.setattr(service.engine, "step", counted)
+
+    def ask(count: int) -> Answering:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        answering = Answering(service)
+        answering.start([service.engine.prepare(PROMPT, params)], Client("a"))
+        return answering
+
+    async def run() -> None:
+        long, first = ask(400), ask(3)
+        service.start()
+        await first.answers()
+        before = steps[0]
+        second = ask(1)
+        await second.answers()
+        assert steps[0] == before + 1
+        long.close()
+        service.stop()
+
+    asyncio.run(run())
+
+
+def test_who_never_sends_another_request_is_not_waited_for(make_engine: Callable[..., Engine]) -> None:
+    service = Service(make_engine())
+    for _ in range(40):
+        service._linger(1, 1e-6)
+    waits = []
+    for _ in range(32):
+        before = service._following
+        service._linger(1, 1e-6)
+        waits.append(service._following != before)
+    assert sum(waits) == 2
+
+
 def test_limits_of_a_client(make_engine: Callable[..., Engine]) -> None:
     service = Service(make_engine(), max_per_client=2)
 
@@ -381,10 +428,10 @@ def test_nobody_waits_for_an_engine_that_died(
     with serving(make_engine(max_batch=1)) as running:
         dies, hand_over = threading.Event(), Service._hand_over
 
-        def dying(self: Service) -> None:
+        def dying(self: Service) -> int:
             if dies.is_set():
                 raise RuntimeError("planted")
-            hand_over(self)
+            return hand_over(self)
 
         monkeypatch.setattr(Service, "_hand_over", dying)
         body = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -127,13 +128,19 @@ def stock(family: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel
 
 
 def build(
-    config: PretrainedConfig, seed: int, spread: float = 0.25, dtype: torch.dtype = torch.float32
+    config: PretrainedConfig,
+    seed: int,
+    spread: float = 0.25,
+    dtype: torch.dtype = torch.float32,
+    *,
+    encodes: bool = False,
 ) -> PreTrainedModel:
     """A model with random weights; vectors (norms, biases) are moved away from 0 and 1 too."""
     config.initializer_range = spread
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
+        model = kind.from_config(config, attn_implementation="eager")
         for weight in model.parameters():
             if weight.dim() == 1:
                 weight.data += 0.1 * torch.randn_like(weight)

@@ -5,7 +5,8 @@ another bit for bit. It is copied: from a request that runs and begins alike, as
 from blocks that were kept of earlier ones, as the turns of a conversation that goes on. Requests of different scopes,
 such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
 
-Where layers carry states only those behind the edges of prompts are there to go on from, so less is shared.
+Where layers carry states only those behind the edges of prompts are there to go on from, so less is shared. Of an
+encoder's text every entry depends on all of it, so only requests with the same one share, while they run.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ class _Member:
 
     def comes_by(self, tokens: int) -> int:
         """How many of its first tokens, at most so many, another may begin with once it has read them."""
-        if not self.cache.carries or tokens == self.last:
-            return min(tokens, self.last)
-        return min(tokens, self.last) // PIECE * PIECE
+        if tokens >= self.last:
+            return self.last
+        if self.cache.encodes:
+            return 0
+        if not self.cache.carries:
+            return tokens
+        return tokens // PIECE * PIECE
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +166,8 @@ class Prefixes:
             return 0
         own = self._members[number]
         before, last = own.cache.length, own.last
+        if own.cache.encodes and before:
+            return 0
         donor, alike = None, before + FEW - 1
         for each in self._members.values():
             if each is not own and each.scope == own.scope:
@@ -174,6 +181,7 @@ class Prefixes:
         elif donor is not None:
             entries = [(keys[:, before:alike], values[:, before:alike]) for keys, values in donor.cache.entries()]
             self._write(own.cache, alike, entries, donor.cache.carried.at(alike) if own.cache.carries else None)
+            own.cache.memory, own.cache.source = donor.cache.memory, list(donor.cache.source)
         copied = own.cache.length - before
         self.copied += copied
         return copied
@@ -218,7 +226,7 @@ class Prefixes:
     def keep(self, number: int) -> None:
         """Keep the whole blocks of what a request's cache holds, for requests to come."""
         own = self._members.get(number)
-        if own is None or self.most_bytes <= 0:
+        if own is None or self.most_bytes <= 0 or own.cache.encodes:
             return
         edges = set(own.cache.carried.edges)
         length = (

@@ -55,18 +55,25 @@ class RequestCache:
     Args:
         limit: tokens beyond which buffers grow only as far as they must (the model's context).
         carries: whether layers of the model carry states beside.
+        encodes: whether the first tokens are an encoder's text, whose entries are what cross-attention reads.
 
     Attributes:
         limit: as given; an engine that is short of memory sets that of its request.
         carries: as given.
+        encodes: as given.
+        source: ids of the encoder's text, as far as they came in.
+        memory: how many of the first tokens are that text; 0 until it was encoded.
         generation: rises whenever buffers moved; addresses taken before are void.
         carried: states of layers that are no attention.
     """
 
-    def __init__(self, limit: int, carries: bool = False) -> None:
+    def __init__(self, limit: int, carries: bool = False, encodes: bool = False) -> None:
         self.length = 0
         self.limit = limit
         self.carries = carries
+        self.encodes = encodes
+        self.source: list[int] = []
+        self.memory = 0
         self.generation = 0
         self.carried = CarriedStates()
         self._start = 0  # key/value position of the first token that the running forward writes
@@ -92,6 +99,11 @@ class RequestCache:
         return self._written
 
     @property
+    def calls(self) -> int:
+        """Attention calls that wrote here."""
+        return len(self._keys)
+
+    @property
     def n_bytes(self) -> int:
         """Bytes that are allocated."""
         return self.buffer_bytes + self.carried.n_bytes
@@ -104,6 +116,8 @@ class RequestCache:
     def shared(self, tokens: int) -> int:
         """Of its first tokens, at most so many, how many another text can begin with and go on from."""
         most = min(self.length, tokens)
+        if self.encodes:
+            return most if most >= self.memory > 0 else 0
         return max((edge for edge in self.carried.edges if edge <= most), default=0) if self.carries else most
 
     def reserve(self, count: int, written: int = 0) -> None:
@@ -218,6 +232,10 @@ class RequestCache:
         all_values[:, places[-new:]] = values
         return all_keys.index_select(2, places).transpose(1, 2), all_values.index_select(1, places)
 
+    def memory_of(self, call: int) -> tuple[Tensor, Tensor]:
+        """Views `[kv_heads, memory, width]` of what cross-attention reads in an attention call that wrote before."""
+        return self._keys[call][:, :, : self.memory].transpose(1, 2), self._values[call][:, : self.memory]
+
     def _make(self, call: int, keys: Tensor, values: Tensor) -> None:
         """The buffers of an attention call that comes for the first time."""
         if call == len(self._keys):
@@ -265,6 +283,8 @@ class RequestCache:
         self.carried.drop_uncommitted()
         if self.carries and length < self.length:
             length = self.carried.back_to(length)
+        if length < self.memory:
+            self.memory = 0
         self.length = length
         self._written = 0
 
@@ -281,6 +301,7 @@ class CachePool:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
         carries: whether layers of the model carry states.
+        encodes: whether requests begin with an encoder's text.
 
     Attributes:
         in_use: caches that were not given back.
@@ -289,10 +310,11 @@ class CachePool:
         state_bytes: of the states of all layers behind one token, likewise.
     """
 
-    def __init__(self, limit: int, keep: int = 64, carries: bool = False) -> None:
+    def __init__(self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False) -> None:
         self._limit = limit
         self._keep = keep
         self.carries = carries
+        self.encodes = encodes
         self._free: list[RequestCache] = []
         # Several engines may share a model. One thread may come here twice: what is allocated here may end a forgotten
         # stream, whose cache comes back.
@@ -316,7 +338,7 @@ class CachePool:
             n_bytes = 0 if cache is None else cache.n_bytes
             self._kept_bytes -= n_bytes
         if cache is None:
-            return RequestCache(self._limit, self.carries)
+            return RequestCache(self._limit, self.carries, self.encodes)
         cache.limit = self._limit
         return cache
 

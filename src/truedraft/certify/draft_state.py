@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from truedraft.cache import RequestCache
+from truedraft.cache import FEW, RequestCache
 from truedraft.certify.checks import (
     PATIENCE,
     Check,
@@ -122,7 +122,8 @@ class Guesses:
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path), asked)
         self.of[request.id].append(guess)
         if self._model is not None and len(outcome.proposal.tree):
-            self.caches.append(_cache_difference(self._model, self._drafter.caches[request.id], request.tokens))
+            read = self._drafter.reads(request)
+            self.caches.append(_cache_difference(self._model, self._drafter.caches[request.id], read))
 
 
 class DraftState(Check):
@@ -343,23 +344,31 @@ def _accepted(tree: TokenTree, text: Sequence[int]) -> int:
 def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequence[int]) -> CacheDifference:
     """How far a cache is from a forward over the tokens that it should hold.
 
-    What lies behind the last token but one is cut by the next proposal, so it is not looked at.
+    What lies behind the last token but one is cut by the next proposal, so it is not looked at; states that layers
+    carry are looked at where they are those behind that token.
     """
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
     try:
         for first in range(0, length, 256):
             ids = torch.tensor(tokens[first : min(first + 256, length)])
-            model.forward([Segment(other, ids, chain_shape(len(ids)), ())])
+            prompt = len(ids) if len(ids) > FEW else 0  # as a draft reads it
+            model.forward([Segment(other, ids, chain_shape(len(ids)), (), prompt=prompt)])
             other.commit(range(len(ids)))
+        pairs = [
+            (a[:, :length], b)
+            for ours, theirs in zip(cache.entries(), other.entries(), strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        if cache.length == length:
+            carried = zip(cache.carried.entries(), other.carried.entries(), strict=True)
+            pairs += [(ours[name], theirs[name]) for ours, theirs in carried for name in theirs]
         largest = size = 0.0
-        for ours, theirs in zip(cache.entries(), other.entries(), strict=True):
-            for a, b in zip(ours, theirs, strict=True):
-                if length:
-                    apart = (a[:, :length].double() - b.double()).abs().nan_to_num(nan=math.inf)
-                    largest = max(largest, float(apart.max()))
-                    size = max(size, float(b.double().abs().max()))
-        dtype = cache.entries()[0][0].dtype if cache.entries() else model.dtype
+        for a, b in pairs if length else ():
+            apart = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
+            largest = max(largest, float(apart.max()))
+            size = max(size, float(b.double().abs().max()))
+        dtype = next((a.dtype for a, _ in pairs if a.is_floating_point()), model.dtype)
         return CacheDifference(largest, relative_limit(dtype) * size)
     finally:
         model.release_cache(other)

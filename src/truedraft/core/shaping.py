@@ -64,6 +64,7 @@ class Shaping:
         bad_words: token ids of each text that must not be.
         vocab_size: of the target; a draft may know more ids, whose logits stay as they are.
         form: of a structured answer.
+        first: tokens before this one are an encoder's text, which is none of the decoder's.
 
     Attributes:
         form: as given.
@@ -78,8 +79,10 @@ class Shaping:
         bad_words: Collection[tuple[int, ...]],
         vocab_size: int,
         form: Form | None = None,
+        first: int = 0,
     ) -> None:
         self.form = form
+        self._first = first
         self._params = params
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
@@ -142,7 +145,7 @@ class Shaping:
         longest = max(map(len, self._words), default=0) - 1
         banned: list[tuple[int, int]] = []
         for row, path in enumerate(paths if self._words else ()):
-            tail = (*self._tokens[-longest:], *path)[-longest:]
+            tail = (*self._tokens[max(self._first, len(self._tokens) - longest) :], *path)[-longest:]
             banned += [(row, word[-1]) for word in self._words if tail[1 - len(word) :] == word[:-1]]
         if banned:
             at, ids = transfers.upload([each for pair in zip(*banned, strict=True) for each in pair], rows.device).view(
@@ -214,7 +217,7 @@ class Shaping:
                 tables.lost = torch.zeros(vocab, device=rows.device, dtype=rows.dtype)
             if self._repetition != 1.0:
                 tables.seen = torch.zeros(vocab, device=rows.device, dtype=torch.bool)
-                tables.seen[transfers.upload(sorted(set(self._tokens)), rows.device)] = True
+                tables.seen[transfers.upload(sorted(set(self._tokens[self._first :])), rows.device)] = True
             tables.take(self._counts, lambda token: self._lost(self._counts[token]))
         return self._tables[key]
 
@@ -255,10 +258,10 @@ def shaped_trees(
         places += [first + row for row in left]
         masks += [form.masks([paths[row] for row in left])] if left else []
     if masks:  # one pass over all rows
-        allowed = np.ones((len(wide), masks[0].shape[1]), dtype=np.bool_)
-        allowed[places] = np.concatenate(masks)
         wide = wide if changes else _wide(logits)
-        _forbid(wide, allowed)
+        rows = wide[places]
+        _forbid(rows, np.concatenate(masks))
+        wide[places] = rows
     return wide
 
 

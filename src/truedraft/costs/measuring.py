@@ -133,14 +133,14 @@ def measure_target(
     Raises:
         ModelError: the model failed.
     """
-    cells = _cells(model.context_length)
+    cells = _cells(_room(model))
     times: dict[_Cell, list[float]] = {cell: [] for cell in cells}
     caches: dict[int, list[RequestCache]] = {}
     try:
         for cell in cells:
             held = caches.setdefault(cell.context, [])
             while len(held) < cell.requests:
-                held.append(model.new_cache())
+                held.append(model.begun_cache())
                 _fill(model, held[-1], cell.context)
 
         def measure(cell: _Cell, number: int) -> None:
@@ -155,6 +155,11 @@ def measure_target(
     alone = {(cell.rows, cell.context): median(times[cell]) for cell in cells if cell.requests == 1}
     batches = [BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in cells if cell.requests > 1]
     return TargetCost.fit(alone, batches)
+
+
+def _room(model: LanguageModel) -> int:
+    """Tokens that may follow what a text has to begin with."""
+    return model.most_tokens(model.opening) - len(model.opening)
 
 
 def _cells(context_length: int) -> list[_Cell]:
@@ -173,11 +178,12 @@ def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
     """
     model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
     cache.commit((0,))
+    before = cache.length
     cache.reserve(context - 1)
     cache.commit(range(context - 1))
     for keys, values in cache.entries():
-        keys[:, 1:] = keys[:, :1]
-        values[:, 1:] = values[:, :1]
+        keys[:, before:] = keys[:, before - 1 : before]
+        values[:, before:] = values[:, before - 1 : before]
 
 
 def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, clock: Callable[[], float]) -> float:
@@ -301,13 +307,14 @@ class _Rehearsal:
         self._params = params
         self._clock = clock
         own = getattr(drafter, "model", None)
-        context = min(target.context_length, own.context_length if isinstance(own, LanguageModel) else 1 << 62)
+        context = min(_room(target), _room(own) if isinstance(own, LanguageModel) else 1 << 62)
         self._prompt = max(1, min(_PROMPT_TOKENS, context // 2))
         # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
-        self._limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
-        self.most_depth = self._limit - self._prompt - 3
+        limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
+        self.most_depth = limit - self._prompt - 3
+        self._limit = len(target.opening) + limit
         self._vector = _last_hidden(target) if drafter.features is not None else None
-        self._between = target.new_cache()
+        self._between = target.begun_cache()
         self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
         self._begun = 0
         self._steps = 0
@@ -347,7 +354,7 @@ class _Rehearsal:
         self.end()
         self._begun += 1
         # The engine counts its requests up from 0; two of them may share a drafter.
-        self._seen = [self._text(place) for place in range(self._prompt)]
+        self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
         request = DraftRequest(-self._begun, self._params, TokenView(self._seen))
         self._request = request
         self._drafter.begin(request)
@@ -384,7 +391,7 @@ class _Rehearsal:
 
 def _last_hidden(target: LanguageModel) -> Tensor:
     """A vector `[1, width]` that entered the target's LM head."""
-    cache = target.new_cache()
+    cache = target.begun_cache()
     token = torch.zeros(1, dtype=torch.int64, device=target.device)
     hidden = target.forward([Segment(cache, token, chain_shape(1), (0,))]).hidden
     target.release_cache(cache)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.redrafter import Redrafter
+    from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
     from truedraft.drafters.specs import from_spec
 
@@ -39,6 +40,7 @@ _HOMES = {
     "Proposal": "core.proposal",
     "Purpose": "core.noise",
     "Redrafter": "drafters.redrafter",
+    "ReencodedDraft": "drafters.reencoded",
     "StepOutcome": "drafters.base",
     "TokenTree": "core.tree",
     "draw": "core.probs",
@@ -62,6 +64,7 @@ __all__ = [
     "Proposal",
     "Purpose",
     "Redrafter",
+    "ReencodedDraft",
     "StepOutcome",
     "TokenTree",
     "draw",

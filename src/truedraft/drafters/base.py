@@ -226,6 +226,10 @@ class Drafter(ABC):
             CompositionError: says why.
         """
 
+    def reads(self, request: DraftRequest) -> Sequence[int]:
+        """What its model reads of a request, in its own ids."""
+        return request.tokens
+
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
 

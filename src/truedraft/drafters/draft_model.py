@@ -16,7 +16,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
-from truedraft.errors import OptionError, VocabularyMismatchError
+from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel, Segment
 
 _PREFILL_TOKENS = 512
@@ -80,6 +80,11 @@ class DraftModel(Drafter):
                 f"({theirs.difference(ours)}); give DraftModel(TranslatedModel(draft, target)), or a draft trained on "
                 "the target's tokenizer"
             )
+        if self.model.sources is not None and self.model.opening != target.opening:
+            raise CompositionError(
+                f"draft {self.model.name!r} is an encoder-decoder, and the texts of target {target.name!r} do not "
+                "begin as its own do; use a draft of the target's kind"
+            )
         if self.model.vocab_size != target.vocab_size:
             raise VocabularyMismatchError(
                 f"draft {self.model.name!r} has {self.model.vocab_size} token ids and target {target.name!r} has "
@@ -117,7 +122,7 @@ class DraftModel(Drafter):
 
     def _within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget cut to the options, and to what fits the draft model's own context."""
-        room = self.model.context_length - len(request.tokens) + 1  # the last token drafted is never fed
+        room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # the last token drafted is never fed
         return Budget(
             max(0, min(budget.depth, self.limits.depth, room)),
             min(budget.width, self.limits.width),

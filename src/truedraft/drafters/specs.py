@@ -171,10 +171,25 @@ def _prompt_lookup(words: Words, target: LanguageModel) -> Drafter:
     return PromptLookup(**{name: read_whole(name, value) for name, value in words.options.items()})
 
 
-def _draft(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.draft_model import DraftModel
+def _draft_of(words: Words, target: LanguageModel) -> LanguageModel:
+    """The draft model that a word names, loaded as the target was."""
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
+
+    dtype = dtype_name(target.dtype)
+    fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
+    return load_model(words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
+
+
+def _reencoded(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.reencoded import ReencodedDraft
+
+    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
+    return ReencodedDraft(_draft_of(words, target), target, **sizes)
+
+
+def _draft(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.draft_model import DraftModel
     from truedraft.models.translated import TranslatedModel
 
     options = dict(words.options)
@@ -182,10 +197,7 @@ def _draft(words: Words, target: LanguageModel) -> Drafter:
     least = options.pop("min_probability", "0")
     widths = None if branching is None else _widths(branching)
     lengths = {name: read_whole(name, value) for name, value in options.items()}
-    dtype = dtype_name(target.dtype)
-    fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
-    model = load_model(words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
-    drafts: LanguageModel = model
+    drafts = model = _draft_of(words, target)
     ours, theirs = model.tokenizer, target.tokenizer
     if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
         drafts = TranslatedModel(model, target)
@@ -267,6 +279,14 @@ KINDS: Mapping[str, DrafterKind] = {
         "so many guesses at each depth; no further below a token of less than min_probability",
         _draft,
         {"num_speculative_tokens": "12"},
+    ),
+    "reencoded": DrafterKind(
+        "MODEL",
+        {"num_speculative_tokens": "4"},
+        "a smaller model with another tokenizer: it writes so many tokens of its own, and their text is encoded again; "
+        "draft:MODEL draws from the tokens that both know",
+        _reencoded,
+        {"num_speculative_tokens": "8"},
     ),
     "medusa": DrafterKind(
         "DIR",

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.errors import OptionError, PromptError
+from truedraft.engine.prompts import encode_prompt
+from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.options import check_whole
 
@@ -111,18 +112,9 @@ class BeamSearch:
             PromptError: the prompt is empty, too long, or text where there is no tokenizer.
         """
         tokenizer = self.target.tokenizer
-        if isinstance(prompt, str) and tokenizer is None:
-            raise PromptError(f"{self.target.name!r} has no tokenizer; give token ids")
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else list(map(int, prompt))
-        most = min(max_tokens, self.target.context_length - len(ids))
-        if not ids or most < 1:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens; give at least 1 and fewer than {self.target.context_length}"
-            )
-        search = _Search(
-            self.num_beams, self.target.eos_token_ids, check_whole("max_tokens", max_tokens, 1) and most,
-            self.length_penalty, self.early_stopping,
-        )  # fmt: skip
+        ids = encode_prompt(self.target, prompt)
+        most = min(check_whole("max_tokens", max_tokens, 1), self.target.most_tokens(ids) - len(ids))
+        search = _Search(self.num_beams, self.target.eos_token_ids, most, self.length_penalty, self.early_stopping)
         answer = BeamAnswer()
         target = _Reader(self.target, ids)
         draft = None if self.draft is None else _Reader(self.draft, ids)

@@ -265,7 +265,7 @@ def _pool_of(model: LanguageModel) -> CachePool:
 
 def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
     """One forward, behind which the pool knows what a position takes."""
-    cache = model.new_cache()
+    cache = model.begun_cache()
     try:
         with torch.inference_mode():
             model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])

@@ -53,13 +53,17 @@ def encode_prompt(target: LanguageModel, prompt: str | Sequence[int]) -> list[in
     Raises:
         PromptError: the prompt is empty, too long, of the wrong type, or holds ids that do not exist.
     """
+    is_text = isinstance(prompt, str)
     ids = _encode_text(target, prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
-    vocab, context = target.vocab_size, target.context_length
+    vocab = target.vocab_size
     if not ids:
         raise PromptError("the prompt has no tokens; give at least one")
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise PromptError(f"token id {wrong} is outside 0 to {vocab - 1}, the ids of {target.name!r}")
+    if target.sources is not None:
+        ids = target.sources.text(ids, goes_on=not is_text)
+    context = target.most_tokens(ids)
     if len(ids) >= context:
         raise PromptError(
             f"the prompt has {len(ids)} tokens, and {target.name!r} has a context of {context} for prompt and "

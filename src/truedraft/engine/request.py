@@ -63,7 +63,8 @@ class Request:
         scope: Hashable = None,
         forms: Forms | None = None,
     ) -> None:
-        _check_adapter(params.adapter, target)
+        self._source_tokens = target.source_tokens(prompt)
+        _check_target(params, target, self._source_tokens)
         self.params = params
         self.rule = rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -108,7 +109,7 @@ class Request:
         self.engine: object = None  # that it was submitted to
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, params.stop, params.min_tokens)
-        self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.context_length)
+        self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps = 0
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
@@ -123,7 +124,7 @@ class Request:
         _check_ids(params, banned, vocab_size)
         ends = [token for token in self._stop_ids if token < vocab_size]
         form = None if params.structured is None else _form_of(params.structured, forms, self)
-        return Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form)
+        return Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form, self._source_tokens)
 
     @property
     def id(self) -> int:
@@ -293,8 +294,11 @@ class Request:
         )
 
 
-def _check_adapter(name: str | None, target: LanguageModel) -> None:
-    """Refuse an adapter that the target does not have."""
+def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: int) -> None:
+    """Refuse an adapter that the target does not have, and logprobs of a prompt that an encoder reads."""
+    if params.prompt_logprobs is not None and source_tokens:
+        raise OptionError("is for models that write their prompts, and an encoder reads them", field="prompt_logprobs")
+    name = params.adapter
     if name is None or name in target.adapters:
         return
     if not target.adapters:

@@ -255,7 +255,8 @@ def _sound(logits: Tensor) -> Tensor | None:
     # -inf is a legal logit, so where the sum is no number rows must be looked at.
     if not transfers.waits(logits.device) and math.isfinite(logits.sum().item()):
         return None
-    return logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
+    sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
+    return sound if transfers.waits(logits.device) or not sound.all() else None
 
 
 def _usable(logits: Tensor, sound: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from truedraft.errors import UnsupportedModelError
 from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32, de
     """
     name = str(folder)
     model = read_model(resolve_source(name), name, dtype).to(torch.device(device))
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name!r} is an encoder-decoder ({model.config.model_type}), and training is for causal models; such a "
+            "model drafts as it is, by draft:FOLDER"
+        )
     use_training_attention(model)
     return model
 

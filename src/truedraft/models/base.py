@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
-from truedraft.core.tree import TreeShape
+from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
 HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
@@ -80,6 +81,7 @@ class LanguageModel(ABC):
             that it was made from, behind which there are zeros; 0 where heads cannot read them.
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
         adapters: that a segment may name.
+        sources: how its texts are laid out; None without an encoder.
     """
 
     name: str
@@ -96,6 +98,7 @@ class LanguageModel(ABC):
     head_width: int = 0
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
+    sources: Sources | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -118,6 +121,28 @@ class LanguageModel(ABC):
     @abstractmethod
     def release_cache(self, cache: RequestCache) -> None:
         """Take back a cache that is no longer used."""
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What a text that is made up has to begin with; empty without an encoder."""
+        return () if self.sources is None else self.sources.opening
+
+    def begun_cache(self) -> RequestCache:
+        """A cache that holds `opening`, so that any tokens may follow."""
+        cache, ids = self.new_cache(), self.opening
+        if ids:
+            shape = chain_shape(len(ids))
+            self.forward([Segment(cache, torch.tensor(ids, device=self.device), shape, (), prompt=len(ids))])
+            cache.commit(range(len(ids)))
+        return cache
+
+    def source_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of a text's first tokens an encoder reads; options about texts look at what follows."""
+        return 0 if self.sources is None else self.sources.length(tokens) or 0
+
+    def most_tokens(self, tokens: Sequence[int]) -> int:
+        """Of a request that begins so, prompt and answer together."""
+        return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:

@@ -25,6 +25,7 @@ from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_lo
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
+from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
 
@@ -77,6 +78,9 @@ class HuggingFaceModel(LanguageModel):
         rows = int(head.weight.shape[0])
         self.vocab_size = min(rows, tokenizer.vocab_size) if tokenizer is not None else rows
         self.context_length, self._context_note = _context_of(config)
+        if model.config.is_encoder_decoder:
+            self.sources = Sources.of(model, self.context_length)
+            self.context_length *= 2  # the encoder's text, and the decoder's
         self.eos_token_ids = _eos_ids(model, tokenizer)
         self.device = model.device
         self.dtype = model.dtype
@@ -216,7 +220,7 @@ class HuggingFaceModel(LanguageModel):
         """Once, hold the LM head alone to the logits that come with its vectors."""
         if self._finish_is_checked:
             return
-        cache = self.new_cache()
+        cache = self.begun_cache()
         ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self.device) * 7919 % self.vocab_size
         output = self.forward([Segment(cache, ids, chain_shape(_CHECKED_TOKENS), range(_CHECKED_TOKENS))])
         self.release_cache(cache)

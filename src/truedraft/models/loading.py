@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
@@ -22,15 +25,18 @@ from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
+from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
+from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_linears
 from truedraft.models.padding import pad_model, padded_name, padded_size
-from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state
+from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
+from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -77,28 +83,58 @@ def load_model(
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-
-    def read(kind: torch.dtype) -> PreTrainedModel:
-        model = read_model(source, str(name), kind, revision)
-        return model if adapter is None else merge_adapter(model, adapter)
-
+    read = partial(_read_merged, source, str(name), revision, adapter)
     model = read(kind).to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend = _packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
+    reread = partial(read, torch.bfloat16)
     with quiet_transformers():
         if pad_to is not None:
-            shown = padded_name(str(name), pad_to)
-            return _checked(pad_model(model, pad_to), tokenizer, shown, backend, partial(read, torch.bfloat16))
+            return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, reread)
+        if model.config.is_encoder_decoder:
+            _refuse_adapters(beside, name)
+            return run_encoder_decoder(model, tokenizer, str(name), fast_paths, reread)
         try:
-            return _checked(model, tokenizer, str(name), backend, partial(read, torch.bfloat16))
+            return _checked(model, tokenizer, str(name), backend, reread)
         except UnsupportedModelError as reason:
             if beside:
                 raise
-            del model  # and read it again: what was tried may have taken its weights apart
-            fresh = read(kind).to(place)
-            check = check_against_stock(fresh, str(name))
-            return run_alone(fresh, tokenizer, str(name), reason, check, fast_paths, partial(read, torch.bfloat16))
+            why = reason
+        del model
+        # Read again each time: what was tried may have taken its weights apart.
+        return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
+
+
+def _read_merged(
+    source: str, name: str, revision: str | None, adapter: str | Path | None, kind: torch.dtype
+) -> PreTrainedModel:
+    """A model as transformers loads it, an adapter merged into its weights."""
+    model = read_model(source, name, kind, revision)
+    return model if adapter is None else merge_adapter(model, adapter)
+
+
+def _refuse_adapters(beside: object, name: str | Path) -> None:
+    """Of an encoder-decoder, that runs without any."""
+    if beside:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, and takes no adapters beside its weights; merge one"
+        )
+
+
+def _run_unpacked(
+    read: Callable[[], PreTrainedModel],
+    tokenizer: Tokenizer | None,
+    name: str,
+    why: UnsupportedModelError,
+    fast_paths: bool,
+    reread: Callable[[], PreTrainedModel],
+) -> HuggingFaceModel:
+    """A model that cannot run packed: one text at a time, and where it keeps no cache, the whole text each time."""
+    try:
+        return run_alone(read(), tokenizer, name, why, AloneBackend, fast_paths, reread)
+    except UnsupportedModelError:
+        return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
 
 
 def _checked(
@@ -120,18 +156,18 @@ def run_alone(
     tokenizer: Tokenizer | None,
     name: str,
     reason: UnsupportedModelError,
-    check: Callable[[HuggingFaceModel], None],
+    kind: type[AloneBackend] = AloneBackend,
     fast_paths: bool = True,
     reread: Callable[[], PreTrainedModel] | None = None,
 ) -> HuggingFaceModel:
-    """A model that cannot run packed, one text at a time by its own attention; `AloneBackend`.
+    """A model that cannot run packed, one text at a time by its own attention.
 
     Args:
         model: as transformers loaded it.
         tokenizer: of the model, or None.
         name: what the user called it.
         reason: why it cannot run packed.
-        check: of `check_against_stock`, made while the model was as transformers loads it.
+        kind: `AloneBackend`, or where that does not do `WholeTextBackend`.
         fast_paths: pack weights where that is faster here.
         reread: as of `HuggingFaceModel`.
 
@@ -141,18 +177,53 @@ def run_alone(
 
     def backend(model: PreTrainedModel) -> Backend:
         packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        alone = AloneBackend(model, str(reason))
+        alone = kind(model, str(reason))
         if packed:
             alone.fast_paths = ("packed weights",)
         return alone
 
+    check = check_against_stock(model, name)
     try:
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
         refuse_hidden_state(loaded)
+        refuse_later_tokens(loaded)
         check(loaded)
     except (UnsupportedModelError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # Whatever a family's own code stumbles over: it was not made for what it would have to do here.
         raise reason from error
+    return loaded
+
+
+def run_encoder_decoder(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer | None,
+    name: str,
+    fast_paths: bool = True,
+    reread: Callable[[], PreTrainedModel] | None = None,
+) -> HuggingFaceModel:
+    """An encoder-decoder, one text at a time; `EncoderDecoderBackend`. Arguments as of `run_alone`.
+
+    Raises:
+        UnsupportedModelError: it does not run as others do, or does not say how its texts are laid out.
+    """
+
+    def backend(model: PreTrainedModel) -> Backend:
+        packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        backend = EncoderDecoderBackend(model, Sources.of(model, 0))
+        if packed:
+            backend.fast_paths = ("packed weights",)
+        return backend
+
+    check = check_against_stock(model, name)
+    try:
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        refuse_hidden_state(loaded)
+        check(loaded)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of others "
+            f"are ({_first_line(error)}); use another model"
+        ) from error
     return loaded
 
 
@@ -262,8 +333,9 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
     """
     refuse_broken_generation_config(source, name, revision)
     try:
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with quiet_transformers():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = kind.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
@@ -323,7 +395,7 @@ def _bad_generation_config(name: str, what: str) -> ModelError:
 
 
 def refuse_other_kinds(config: Any, name: str) -> None:
-    """Refuse encoders, encoder-decoders and quantised weights before any weight is read."""
+    """Refuse encoders, models that read no text, and quantised weights before any weight is read."""
     quantised = getattr(config, "quantization_config", None) or {}
     method = quantised.get("quant_method") or ("bitsandbytes" if quantised else None)
     if method is not None and method not in _TURNED_BACK:
@@ -333,9 +405,12 @@ def refuse_other_kinds(config: Any, name: str) -> None:
         )
     architectures = config.architectures or []
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name!r} is an encoder-decoder ({config.model_type}); truedraft runs causal models"
-        )
+        if config.model_type not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+            raise UnsupportedModelError(
+                f"{name!r} is an encoder-decoder ({config.model_type}) that reads something else than text; name one "
+                "that writes text for text"
+            )
+        return
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if architectures and not causal.intersection(architectures):
         raise UnsupportedModelError(

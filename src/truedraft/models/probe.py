@@ -40,6 +40,7 @@ from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.recurrence import carries_states, carrying_modules, without_states
+from truedraft.models.sources import Sources
 
 _NAME = "truedraft-probe"
 # Patterns wider than this are read as full; contexts beyond it are not supported anyway.
@@ -273,16 +274,20 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
     vocab = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % vocab
     texts = torch.stack([torch.cat([ids[:_CONTEXT], ids[_CONTEXT:][list(path)]]) for path in _TEXTS])
+    sources = Sources.of(model, _FAR) if model.config.is_encoder_decoder else None
+    if sources is not None:
+        opening = torch.tensor(sources.opening, device=model.device)
+        texts = torch.cat([opening.expand(len(texts), -1), texts], dim=1)
     with torch.inference_mode():
         stock = _by_itself(model, texts, name)  # [texts, tokens, vocab]
         rounding = (_with_rounding(model, texts[-1:].repeat(_DRAWS, 1)).float() - stock[-1:]).abs().max()
         if carries_states(model):
             rounding = torch.maximum(rounding, (_by_steps(model, texts) - stock[:, _CONTEXT:]).abs().max())
-    expected = torch.stack([stock[text, place] for text, place in _PLACES])
+    expected = torch.stack([stock[text, place - _CONTEXT - len(_TEXTS[text])] for text, place in _PLACES])
     allowed = max(_ALLOWED * rounding.item(), _FLOOR.get(model.dtype, 0.0) * expected.std().item())
 
     def check(packed: LanguageModel) -> None:
-        cache = packed.new_cache()
+        cache = packed.begun_cache()
         packed.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
         cache.commit(range(_CONTEXT))
         logits = packed.forward([Segment(cache, ids[_CONTEXT:], _TREE, range(len(_TREE)))]).logits.float()
@@ -306,19 +311,40 @@ def refuse_hidden_state(model: LanguageModel) -> None:
     ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
     for drafts in ((1,), (0, 1)):  # the second one alone, and behind the first one
-        cache = model.new_cache()
+        cache = model.begun_cache()
         model.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
         cache.commit(range(_CONTEXT))
+        length = cache.length
         for draft in drafts:
             tokens = ids[_CONTEXT:][[draft, draft + 2]]
             logits = model.forward([Segment(cache, tokens, chain_shape(2), range(2))]).logits
-            cache.rollback(_CONTEXT)
+            cache.rollback(length)
         seen.append(logits.clone())
         model.release_cache(cache)
     if not seen[0].equal(seen[1]):
         raise UnsupportedModelError(
             f"{model.name} keeps a state of what it read beside its cache, and speculation cannot take that back; use "
             "another model"
+        )
+
+
+def refuse_later_tokens(model: LanguageModel) -> None:
+    """Refuse a model whose rows see tokens behind them, as those of an encoder do.
+
+    Raises:
+        UnsupportedModelError: they do.
+    """
+    ids = torch.arange(1, _CONTEXT + 2, device=model.device) * 7919 % model.vocab_size
+    seen: list[Tensor] = []
+    for last in (0, 1):
+        cache = model.begun_cache()
+        tokens = torch.cat([ids[:_CONTEXT], ids[last : last + 1]])
+        segment = Segment(cache, tokens, chain_shape(_CONTEXT + 1), range(_CONTEXT))
+        seen.append(model.forward([segment]).logits.float().clone())
+        model.release_cache(cache)
+    if float((seen[0] - seen[1]).abs().max()) > 0.05 * float(seen[0].std()):
+        raise UnsupportedModelError(
+            f"{model.name} lets tokens see later ones: it is an encoder, not a causal language model"
         )
 
 
@@ -330,7 +356,7 @@ def rows_depend_on_their_number(model: LanguageModel) -> bool:
     ids = torch.arange(1, _COUNTS[0] + 1, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
     for count in _COUNTS:
-        cache = model.new_cache()
+        cache = model.begun_cache()
         seen.append(model.forward([Segment(cache, ids[:count], chain_shape(count), range(count))]).logits.clone())
         model.release_cache(cache)
     return not all(logits.equal(seen[0][: len(logits)]) for logits in seen)
@@ -378,8 +404,12 @@ def _by_steps(model: PreTrainedModel, texts: Tensor) -> Tensor:
 def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
     """What `generate` gives a model for whole texts: positions from 0, where it takes any.
 
-    RoBERTa and its kin would count from behind their padding id if they were not told.
+    RoBERTa and its kin would count from behind their padding id if they were not told. Of an encoder-decoder's texts
+    all begin with the same source.
     """
+    if model.config.is_encoder_decoder:
+        length = Sources.of(model, _FAR).length(texts[0].tolist())
+        return {"input_ids": texts[:, :length], "decoder_input_ids": texts[:, length:], "use_cache": False}
     given: dict[str, Any] = {"input_ids": texts, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         given["position_ids"] = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)

@@ -206,7 +206,7 @@ class _Layer:
         self._keyword = _keyword_of(module) or ""
         self._forward: Callable[..., Any] = module.forward
         self._name = type(module).__name__
-        weight = next(module.parameters())
+        weight = min(module.parameters(), key=Tensor.element_size)  # some are kept wider than vectors are
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
             self._goes_on = self._can_go_on(hidden)

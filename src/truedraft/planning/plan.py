@@ -340,7 +340,7 @@ def model_facts(target: LanguageModel) -> dict[str, Any]:
 
 def footprint_of(model: LanguageModel) -> Footprint:
     """Bytes of a language model, and of a token in its cache."""
-    cache = model.new_cache()
+    cache = model.begun_cache()
     try:
         with torch.inference_mode():
             model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])

@@ -151,7 +151,10 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
     """
     told: list[float] = []
     vocab = engine.target.vocab_size
-    prompt = [place * 7919 % vocab for place in range(max(1, min(_PROMPT_TOKENS, engine.target.context_length // 2)))]
+    opening = engine.target.opening
+    room = engine.target.most_tokens(opening) - len(opening)
+    count = max(1, min(_PROMPT_TOKENS, room // 2))
+    prompt = [*opening, *(place * 7919 % vocab for place in range(count))]
     check = CurveCheck(forwards, told.append)
     engine.listeners.append(check)
     try:

@@ -115,7 +115,7 @@ def trace_answers(
         for request in running.values():
             engine.cancel(request)
     return [
-        _trace(each, request, watcher, ends[number], target)
+        _trace(each, request, watcher, ends[number])
         for number, (each, request) in enumerate(zip(prompts, requests, strict=True))
     ]
 
@@ -125,9 +125,7 @@ def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
     return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
 
 
-def _trace(
-    asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[int], target: LanguageModel
-) -> AnswerTrace:
+def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[int]) -> AnswerTrace:
     name, _, params = asked
     if request.error is not None:
         raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
@@ -140,7 +138,7 @@ def _trace(
         tokens,
         params,
         request.seed,
-        min(request.prompt_tokens + params.max_tokens, target.context_length),
+        request.most_tokens,
         bool(tokens) and tokens[-1] in ends,
         tuple(watcher.seen.pop(request.id, ())),
         tuple(watcher.probs.pop(request.id, ())),

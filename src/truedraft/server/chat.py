@@ -141,7 +141,7 @@ def room_for(front: Front, ids: Sequence[int], asked: int | None) -> int:
     Raises:
         ApiError: the context has no room.
     """
-    left = front.service.engine.target.context_length - len(ids)
+    left = front.service.engine.target.most_tokens(ids) - len(ids)
     if left < 1:
         raise ApiError(
             400,

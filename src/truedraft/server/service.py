@@ -23,7 +23,11 @@ from truedraft.server.keys import Client
 _log = logging.getLogger("truedraft.server")
 
 _LONGEST_WAIT_S = 60
-_RECENT = 0.9  # of what requests took so far, beside the newest
+_RECENT = 0.9  # of what was so far, beside the newest
+_LINGERING = 0.05  # of the last step's time, at most, is waited for requests that follow its answers
+_MOST_LINGERING_S = 0.02
+_WORTH_WAITING = 0.25  # of these waits must bring a request
+_TRIED_AGAIN = 16  # ends of answers later
 _STOPPING = "the server is being stopped; ask again, elsewhere or in a moment"
 
 
@@ -209,6 +213,8 @@ class Service:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mean_s = 1.0  # that a request runs
+        self._following = 1.0  # share of answers behind whose end another request came at once, lately
+        self._unawaited = 0  # ends of answers since one was waited behind
 
     def start(self) -> None:
         """Start the thread; called in the event loop."""
@@ -317,13 +323,16 @@ class Service:
         try:
             while not self._stopped:
                 self._admit()
+                began = time.monotonic()
                 try:
                     busy = self.engine.step()
                 except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
                     _log.exception("a step failed")
                     self._fail_all(ApiError.of(error))
                     busy = False
-                self._hand_over()
+                ended = self._hand_over()
+                if ended and busy:
+                    self._linger(ended, _LINGERING * (time.monotonic() - began))
                 if not busy and not self.waiting:
                     self._work.wait()
                     self._work.clear()
@@ -332,6 +341,22 @@ class Service:
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
             self._tell_all(left, ApiError(503, _STOPPING))
+
+    def _linger(self, ended: int, most_s: float) -> None:
+        """Wait a moment for the requests that the clients of ended answers send next.
+
+        They join the step that comes, and not the one behind it. Where such clients do not send any at once, the next
+        step begins at once; now and then this is tried again.
+        """
+        self._unawaited += 1
+        if self._following < _WORTH_WAITING and self._unawaited < _TRIED_AGAIN:
+            return
+        self._unawaited = 0
+        end = time.monotonic() + min(most_s, _MOST_LINGERING_S)
+        self._work.clear()
+        while self.waiting < ended and (left := end - time.monotonic()) > 0.0 and self._work.wait(left):
+            self._work.clear()
+        self._following = _RECENT * self._following + (1.0 - _RECENT) * min(self.waiting / ended, 1.0)
 
     def _admit(self) -> None:
         """Give the engine as many requests as it runs together."""
@@ -362,8 +387,8 @@ class Service:
         for stream in self._running:
             stream.records.append(record)
 
-    def _hand_over(self) -> None:
-        """Hand the pieces of the last step to the event loop, in one call for all."""
+    def _hand_over(self) -> int:
+        """Hand the pieces of the last step to the event loop, in one call for all; returns how many answers ended."""
         handed: list[tuple[Stream, News]] = []
         over: list[Stream] = []
         for stream in self._running:
@@ -391,6 +416,7 @@ class Service:
                 self._mean_s = _RECENT * self._mean_s + (1.0 - _RECENT) * (time.monotonic() - stream.began_s)
         if handed and self._loop is not None:
             self._loop.call_soon_threadsafe(self._take, handed)
+        return len(over)
 
     def _take(self, handed: Sequence[tuple[Stream, News]]) -> None:
         """In the event loop."""

@@ -91,7 +91,7 @@ class Translation:
             VocabularyMismatchError: they share next to nothing.
         """
         theirs, ours = surfaces(target)[: sizes[0]], surfaces(draft)[: sizes[1]]
-        meaning = _first(theirs, target)  # of several ids that write the same, what the tokenizer itself writes
+        meaning = first_ids(theirs, target)  # of several ids that write the same, what the tokenizer itself writes
         pairs = {own: meaning[text] for own, text in enumerate(ours) if text and text in meaning}
         pairs |= _special_pairs(target, draft, ends)
         if (shared := len(set(pairs.values()))) < _LEAST_SHARED:
@@ -99,8 +99,8 @@ class Translation:
                 f"the tokenizers {target.name!r} and {draft.name!r} share {shared} tokens, too few to draft with; use "
                 "a draft whose tokenizer is nearer to the target's"
             )
-        spelled = _first(ours, draft)
-        spelling = _Speller(spelled, fallback=ends[1][0] if ends[1] else 0)
+        spelled = first_ids(ours, draft)
+        spelling = Speller(spelled, fallback=ends[1][0] if ends[1] else 0)
         reads = [spelling.of(text) for text in theirs]
         for own, meant in sorted(pairs.items(), reverse=True):  # of several the lowest, but what writes text goes by it
             if theirs[meant] is None:
@@ -130,7 +130,7 @@ class Translation:
         return mapped
 
 
-class _Speller:
+class Speller:
     """Writes bytes in a draft's ids, the longest first; a byte that it has no id for is left out."""
 
     def __init__(self, ids: Mapping[bytes, int], fallback: int) -> None:
@@ -154,7 +154,7 @@ class _Speller:
         return tuple(found) or self._fallback
 
 
-def _first(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[bytes, int]:
+def first_ids(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[bytes, int]:
     """The id of each text: of several the lowest that is no raw byte, which tokenizers write only where they must."""
     raw = tokenizer.byte_values
     order = sorted((number for number, text in enumerate(written) if text), key=lambda number: (number in raw, number))

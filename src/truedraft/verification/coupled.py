@@ -74,14 +74,18 @@ class CoupledSampling(Rule):
 def _choices(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> Tensor:
     """The tokens `[rows]` of all proposals: a tree row at depth d decides the d-th token of the step, d from 0."""
     chosen: dict[int, Tensor] = {}
+    greedy: list[int] = []
     sampled: list[int] = []
     places: list[Place] = []
     for number, (proposal, dist, own) in enumerate(zip(proposals, probs, noise, strict=True)):
         if is_greedy(own, dist.shape[-1], dist.device):
-            chosen[number] = coupled_choice(dist, None)
+            greedy.append(number)
         else:
             sampled.append(number)
             places += [(own, depth) for depth in (0, *proposal.tree.shape.depths)]
+    if greedy:
+        likeliest = coupled_choice(torch.cat([probs[number] for number in greedy]), None)
+        chosen.update(zip(greedy, likeliest.split([len(probs[number]) for number in greedy]), strict=True))
     if sampled:
         tables = [probs[number] for number in sampled]
         # A row that is no distribution has no token; whatever is taken there, the caller discards.

@@ -37,11 +37,7 @@ class AloneBackend(Backend):
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         self._model = model
         self._takes = set(inspect.signature(type(model).forward).parameters)
-        if "past_key_values" not in self._takes:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} takes no cache of keys and values, so each token would cost the whole text "
-                "again; use another model"
-            )
+        self._refuse()
         self._captured: list[Tensor] = []
         self._head = model.get_output_embeddings()
         self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
@@ -49,13 +45,25 @@ class AloneBackend(Backend):
         self.fast_paths = ()
         self.note = f"one text at a time, since it cannot run packed: {reason}"
 
+    def _refuse(self) -> None:
+        """Refuse a model whose forward is not what `_logits` calls.
+
+        Raises:
+            UnsupportedModelError: it is not.
+        """
+        if "past_key_values" not in self._takes:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} takes no cache of keys and values, so each token would cost the whole "
+                "text again"
+            )
+
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         logits: list[Tensor] = []
         hidden: list[Tensor] = []
         for part in plan.segments:
             tokens = plan.tokens[0, part.start : part.start + part.count]
             found: dict[int, tuple[Tensor, Tensor]] = {}
-            for run in runs_of(part.segment.shape, part.segment.written):
+            for run in runs_of(part.segment.shape, part.segment.written + self._passed(part, tokens)):
                 found |= self._read(part, run, tokens)
             for row in part.segment.rows:
                 logits.append(found[row][0])
@@ -71,18 +79,11 @@ class AloneBackend(Backend):
         own = [node - segment.written for node in run]
         wanted = set(segment.rows)
         places = [place for place, node in enumerate(own) if node in wanted] or [len(own) - 1]
-        past = _Past(segment.cache, segment.shape.path(run[-1]), len(run))
-        end = part.length + past.depth
-        given: dict[str, Any] = {
-            "position_ids": torch.arange(end - len(run), end, device=tokens.device)[None],
-            "attention_mask": torch.ones(1, end, dtype=torch.int64, device=tokens.device),
-            "logits_to_keep": torch.tensor(places, device=tokens.device),
-        }
-        given = {name: value for name, value in given.items() if name in self._takes}
+        past = PathCache(segment.cache, segment.shape.path(run[-1]), len(run))
         contiguous = own[-1] - own[0] == len(own) - 1
         ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]
         self._captured.clear()
-        logits = self._model(input_ids=ids[None], past_key_values=past, use_cache=True, **given).logits[0]
+        logits = self._logits(ids[None], past, torch.tensor(places, device=tokens.device))
         if not past.used:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} does not keep what it read in transformers' cache of keys and values; "
@@ -92,6 +93,22 @@ class AloneBackend(Backend):
         pick = slice(None) if len(logits) == len(places) else places
         kept = hidden if len(hidden) == len(places) else hidden[places]
         return {own[place]: (one, vector) for place, one, vector in zip(places, logits[pick], kept, strict=True)}
+
+    def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
+        """How many of a segment's first tokens the model's forward is not given."""
+        return 0
+
+    def _logits(self, ids: Tensor, past: PathCache, places: Tensor) -> Tensor:
+        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at some places of them, or at all."""
+        end = past.end
+        given: dict[str, Any] = {
+            "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None],
+            "attention_mask": torch.ones(1, end, dtype=torch.int64, device=ids.device),
+            "logits_to_keep": places,
+        }
+        given = {name: value for name, value in given.items() if name in self._takes}
+        logits: Tensor = self._model(input_ids=ids, past_key_values=past, use_cache=True, **given).logits[0]
+        return logits
 
     def unembed(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
@@ -117,8 +134,10 @@ def runs_of(shape: TreeShape, written: int) -> list[list[int]]:
     return runs
 
 
-class _Past(Cache):
+class PathCache(Cache):
     """What the model takes for transformers' cache: the committed tokens of a request and the path to a run's end.
+
+    An encoder's text before these tokens is none of them.
 
     Args:
         cache: of the request.
@@ -128,16 +147,16 @@ class _Past(Cache):
 
     def __init__(self, cache: RequestCache, path: Sequence[int], new: int) -> None:
         super().__init__(layers=[])
-        self._cache = cache
+        self.cache = cache
         self._path = path
         self._new = new
         self._updated: set[int] = set()
         self._call = 0
 
     @property
-    def depth(self) -> int:
-        """Uncommitted tokens of the path."""
-        return len(self._path)
+    def end(self) -> int:
+        """Tokens up to the path's last."""
+        return self.cache.length + len(self._path) - self.cache.memory
 
     @property
     def used(self) -> bool:
@@ -152,25 +171,24 @@ class _Past(Cache):
                 f"a layer keeps keys of the shape {tuple(key_states.shape)} for {self._new} tokens, and truedraft "
                 "knows those of one text, by head and token; use another model"
             )
-        keys, values = self._cache.write_path(self._call, self._path, key_states[0], value_states[0])
+        keys, values = self.cache.write_path(self._call, self._path, key_states[0], value_states[0])
         self._updated.add(layer_idx)
         self._call += 1
-        return keys[None], values[None]
+        return keys[None, :, self.cache.memory :], values[None, :, self.cache.memory :]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Keys `[1, new, width]` by which sparse attention picks its positions; they have no values."""
-        keys, _ = self._cache.write_path(
+        keys, _ = self.cache.write_path(
             self._call, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
         )
         self._call += 1
         return keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        before = self._cache.length + self.depth - self._new
-        return before + self._new if layer_idx in self._updated else before
+        return self.end if layer_idx in self._updated else self.end - self._new
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._cache.length + self.depth, 0
+        return self.end, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length(layer_idx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,6 +55,7 @@ class StockBackend(Backend):
         carrying = carrying_modules(model)
         self._carries = bool(carrying)
         self._recurrence = Recurrence(carrying, model.config.get_text_config().hidden_size)
+        self._gives_all_rows = "logits_to_keep" not in inspect.signature(model.forward).parameters
         self._captured: list[Tensor] = []
         self._head = head = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
@@ -77,7 +79,8 @@ class StockBackend(Backend):
                 use_cache=False,
                 logits_to_keep=plan.rows,
             )
-        return output.logits[0], self._captured.pop()[0]
+        logits, vectors = output.logits[0], self._captured.pop()[0]
+        return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         def show(layer: int, output: Any) -> None:

@@ -1,0 +1,515 @@
+"""Every family of text models that the installed transformers has, small, with random weights: `make conformance`.
+
+    python benchmarks/conformance.py [--families NAME ...] [--full] [--minutes 60] [--out FILE] [--page]
+    python benchmarks/conformance.py --report
+
+A family is built from `conformance_shapes.json`, written to a folder and loaded as a user loads it, once for each
+dtype. Then drafters, rules and ways of sampling are run over it, alone and in a ragged batch of eight: pairwise, or
+with --full all of them. Greedy and coupled answers are held to plain decoding, and where they part the place is traced
+to a near tie or a fault, as by `truedraft certify`; greedy ones in float32 to transformers' own as well. Of sampled
+ones every token's logarithm of probability is held to that of transformers' own forward over the whole text, which may
+differ by what rounding moves it there. Every outcome is a line of JSON, and a rerun goes on behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from truedraft import SamplingParams, load_model
+from truedraft.certify.checks import Context, Stack
+from truedraft.certify.equality import divergence_point
+from truedraft.drafters import Drafter, DraftModel, NoDrafter, PromptLookup
+from truedraft.engine import Answer
+from truedraft.errors import TruedraftError, UnsupportedModelError
+from truedraft.models import HuggingFaceModel
+from truedraft.models.loading import quiet_transformers
+from truedraft.verification.specs import rule_from_spec as rule_of
+
+HERE = Path(__file__).parent
+SHAPES = HERE / "conformance_shapes.json"
+OUT = HERE / "results" / "conformance.jsonl"
+PAGE = HERE.parent / "docs" / "conformance.md"
+DTYPES = ("float32", "bfloat16")
+COUNT = 16
+NOISE = 0.05  # on the draft's weights, of their spread
+# Two logits of transformers' that are nearer than this nearly tie in float32.
+NEAR = 2e-3
+# So many times what rounding moves transformers' own logarithm of a probability may another be off.
+ROUNDINGS = 4.0
+OWN = "its own"
+"""Leaves a size as the family has it."""
+# Of the tokens of a cell in bfloat16 at most so many may be further off than that.
+MOST_FAR = 0.1
+APART = 0.01
+EXPLAINED = ("near tie", "rounding")
+BESIDE = ", encoder-decoder"
+"""Behind the names of those families that are built as such."""
+PROMPTS = [[(7 * place * place + 3 * place + 5 * row) % 89 + 5 for place in range(4 + 5 * row)] for row in range(8)]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is run over a family.
+
+    Attributes:
+        drafter: of `DRAFTERS`.
+        rule: lossless ones.
+        way: of `WAYS`.
+        batch: requests at once.
+    """
+
+    drafter: str
+    rule: str
+    way: str
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.drafter}, {self.rule}, {self.way}, {self.batch}"
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """A ragged batch, or one of them."""
+        return PROMPTS if self.batch > 1 else PROMPTS[3:4]
+
+
+DRAFTERS = ("none", "prompt-lookup", "draft", "draft tree")
+WAYS = ("greedy", "sampled", "coupled")
+EVERY = [
+    Cell(drafter, rule, way, batch)
+    for drafter in DRAFTERS
+    for rule in ("speculative", "block")
+    for way in WAYS
+    for batch in (1, 8)
+    if drafter != "none" or rule == "speculative"
+    if not (rule == "block" and drafter == "draft tree")  # block verification judges chains
+]
+# Every two values of two of the four columns meet in a row.
+PAIRWISE = [
+    Cell("none", "speculative", "greedy", 8),
+    Cell("none", "speculative", "sampled", 1),
+    Cell("none", "speculative", "coupled", 8),
+    Cell("prompt-lookup", "speculative", "greedy", 8),
+    Cell("prompt-lookup", "block", "sampled", 8),
+    Cell("prompt-lookup", "block", "coupled", 1),
+    Cell("draft", "block", "greedy", 1),
+    Cell("draft", "speculative", "sampled", 8),
+    Cell("draft", "block", "coupled", 8),
+    Cell("draft tree", "speculative", "greedy", 8),
+    Cell("draft tree", "speculative", "sampled", 1),
+    Cell("draft tree", "speculative", "coupled", 8),
+]
+
+
+def families() -> list[str]:
+    """All that continue text, and all that write text for text."""
+    causal = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return [*causal, *(f"{name}{BESIDE}" for name in sorted(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES))]
+
+
+def small_config(family: str, known: Mapping[str, Any]) -> PretrainedConfig:
+    """A small configuration of a family: of the common sizes those that it has, then its own.
+
+    Args:
+        family: of `families`.
+        known: the shapes: `sizes` of all, `families` of single ones.
+    """
+    kind = family.removesuffix(BESIDE)
+    own = known["families"].get(family, known["families"].get(kind, {}))
+    return AutoConfig.for_model(
+        kind, **_over(_common(CONFIG_MAPPING[kind], known, encoder=family.endswith(BESIDE)), own)
+    )
+
+
+def _over(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes with a family's own over them, those of its parts one by one."""
+    parts = {name: _over(common[name], value) for name, value in own.items() if isinstance(common.get(name), dict)}
+    return {name: value for name, value in {**common, **own, **parts}.items() if value != OWN}
+
+
+def _common(kind: type[PretrainedConfig], known: Mapping[str, Any], *, encoder: bool) -> dict[str, Any]:
+    """The common sizes for a class of configurations and for those that it is made of."""
+    names, whole, given = getattr(kind, "attribute_map", {}), kind(), {}
+    takes = inspect.signature(kind).parameters  # what it works out from these is left to it
+    sizes = known["sizes"] | known["encoder_decoder" if encoder else "causal"]
+    for name, value in sizes.items():
+        own = None if isinstance(getattr(kind, name, None), property) else takes.get(names.get(name, name))
+        if name.endswith("_token_id") or (own is not None and own.default is not None):
+            given[names.get(name, name)] = value
+    for part, part_kind in getattr(kind, "sub_configs", {}).items():
+        found = getattr(whole, part, None)
+        if isinstance(found, PretrainedConfig) and isinstance(part_kind, type):
+            given[part] = _common(type(found), known, encoder=encoder)
+    if "kv_lora_rank" in takes:  # latent attention has no groups of heads
+        given.pop("num_key_value_heads", None)
+        given |= {"num_key_value_heads": sizes["num_attention_heads"]} if "num_key_value_heads" in takes else {}
+    types = names.get("layer_types", "layer_types")
+    settable = types in takes and not isinstance(getattr(kind, types, None), property)
+    if settable and getattr(whole, types, None):
+        each = list(dict.fromkeys(getattr(whole, types)))
+        given[types] = (each * 2)[: max(2, len(each))]
+        given[names.get("num_hidden_layers", "num_hidden_layers")] = len(given[types])
+    return given
+
+
+def random_model(config: PretrainedConfig, family: str, spread: float, noise: float = 0.0) -> PreTrainedModel:
+    """With weights wide enough for answers to wander; with noise on them, a draft that often agrees."""
+    for name in ("initializer_range", "init_std", "initializer_factor"):
+        for part in (config, config.get_text_config()):
+            if hasattr(part, name):
+                setattr(part, name, spread * (20.0 if name == "initializer_factor" else 1.0))
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(0)
+        kind = AutoModelForSeq2SeqLM if family.endswith(BESIDE) else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_config(config)
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.data += 0.1 * torch.randn_like(weight)
+        for weight in model.parameters():
+            if noise and weight.is_floating_point():
+                weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return model.eval()
+
+
+class Stock:
+    """A model as transformers runs it, and in float32 with the same weights.
+
+    Args:
+        model: in its dtype.
+        sources: how an encoder-decoder's prompts are laid out; None for others.
+    """
+
+    def __init__(self, model: PreTrainedModel, exact: PreTrainedModel) -> None:
+        self._models = (model, exact)
+        self._encodes = bool(model.config.is_encoder_decoder)
+
+    def greedy(self, prompt: Sequence[int]) -> tuple[list[int], float, float]:
+        """Its answer, the smallest lead of a chosen token over the next, and how far its forwards lie apart there."""
+        tokens, logits = self._generated(prompt)
+        top = logits.topk(2, dim=-1).values
+        return tokens, float((top[:, 0] - top[:, 1]).min()), self.logs(prompt, tokens)[1]
+
+    @torch.inference_mode()
+    def _generated(self, prompt: Sequence[int], answer: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """What `generate` writes, or a given answer, and its logits `[tokens, vocab]`, float32."""
+        ids = torch.tensor([list(prompt)])
+        first = 1 if self._encodes else len(prompt)
+
+        def force(written: Tensor, scores: Tensor) -> Tensor:
+            forced = torch.full_like(scores, -torch.inf)
+            forced[0, answer[written.shape[1] - first]] = 0.0
+            return forced
+
+        found = self._models[0].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(answer) or COUNT, do_sample=False, num_beams=1,
+            output_logits=True, return_dict_in_generate=True, logits_processor=[force] if answer else [],
+        )  # fmt: skip
+        return found.sequences[0, first:].tolist(), torch.cat(found.logits).float()
+
+    @torch.inference_mode()
+    def logs(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[Tensor, float]:
+        """Logarithms of the answer's probabilities `[tokens, vocab]` by one forward in float32, and how far off others
+        of transformers' own are at most: one forward in its dtype, and `generate` with its cache."""
+        found = [torch.log_softmax(self._generated(prompt, answer)[1], dim=-1)]
+        for model in self._models:
+            if self._encodes:
+                start = model.generation_config.decoder_start_token_id
+                given = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": torch.tensor([[start, *answer]])}
+                first = 0
+            else:
+                ids = torch.tensor([[*prompt, *answer]])
+                given, first = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len(prompt) - 1
+            rows = model(**given, use_cache=False).logits[0, first : first + len(answer)]
+            found.append(torch.log_softmax(rows.float(), dim=-1))
+        cached, rounded, exact = (rows[: len(found[0])] for rows in found)
+        finite = cached.isfinite() & rounded.isfinite() & exact.isfinite()
+        return exact, max(float((other - exact).abs()[finite].max()) for other in (cached, rounded))
+
+
+class Family:
+    """One family in one dtype, loaded.
+
+    Args:
+        name: of the family.
+        folder: where it is written to.
+        dtype: of `DTYPES`.
+        known: the shapes.
+    """
+
+    def __init__(self, name: str, folder: Path, dtype: str, known: Mapping[str, Any]) -> None:
+        spread = known["spreads"].get(name, known["spreads"]["all"])
+        kind = getattr(torch, dtype)
+        for part, noise in (("target", 0.0), ("draft", NOISE)):
+            random_model(small_config(name, known), name, spread, noise).to(kind).save_pretrained(folder / part)
+        self.target = load_model(folder / "target", dtype=dtype)
+        self.draft = load_model(folder / "draft", dtype=dtype)
+        exact = random_model(small_config(name, known), name, spread).to(kind)
+        self.stock = Stock(exact, random_model(small_config(name, known), name, spread).to(kind).float())
+        self.is_exact = dtype == "float32"
+        self._ends = [] if self.target.sources is None else [self.target.sources.end]
+        self._plain: dict[tuple[str, int], list[Answer]] = {}
+        self._expected: dict[int, tuple[list[int], float]] = {}
+        self.apart = 0.0  # how far forwards of transformers' own lay apart, at most
+
+    def stack(self, cell: Cell) -> Stack:
+        """What a cell is run with."""
+        drafters: dict[str, Drafter] = {
+            "none": NoDrafter(),
+            "prompt-lookup": PromptLookup(min_ngram=1),
+            "draft": DraftModel(self.draft, 4),
+            "draft tree": DraftModel(self.draft, branching=(3, 2, 1)),
+        }
+        return Stack(self.target, drafters[cell.drafter], rule_of(cell.rule))
+
+    @staticmethod
+    def params(cell: Cell) -> SamplingParams:
+        """Of all its requests."""
+        return SamplingParams(
+            max_tokens=COUNT, temperature=0.0 if cell.way == "greedy" else 1.0, seed=7, coupled=cell.way == "coupled",
+            logprobs=0 if cell.way == "sampled" else None,
+        )  # fmt: skip
+
+    def prompts(self, cell: Cell) -> list[list[int]]:
+        """Ended as an encoder wants them."""
+        return [[*prompt, *self._ends] for prompt in cell.prompts]
+
+    def answers(self, cell: Cell) -> list[Answer]:
+        """Of this package; nothing failed and nothing is left over."""
+        engine = self.stack(cell).engine(cell.batch)
+        answers: list[Answer] = engine.generate(self.prompts(cell), self.params(cell))
+        wrong = [str(answer.error or answer.warnings) for answer in answers if answer.error or answer.warnings]
+        if wrong:
+            raise RuntimeError(wrong[0])
+        if left := engine.check_idle():
+            raise RuntimeError(f"left over: {left}")
+        return answers
+
+    def plain(self, cell: Cell) -> list[Answer]:
+        """Answers without a drafter."""
+        key = cell.way, cell.batch
+        if key not in self._plain:
+            self._plain[key] = self.answers(Cell("none", "speculative", *key))
+        return self._plain[key]
+
+    def expected(self, prompt: Sequence[int]) -> tuple[list[int], float]:
+        """Of transformers, up to what ends it, and by how much its tokens lead beyond how far its forwards differ."""
+        if len(prompt) not in self._expected:
+            tokens, lead, apart = self.stock.greedy(prompt)
+            self.apart = max(self.apart, apart)
+            ends = [place for place, token in enumerate(tokens) if token in self.target.eos_token_ids]
+            self._expected[len(prompt)] = (tokens[: ends[0]] if ends else tokens), lead - 2.0 * apart
+        return self._expected[len(prompt)]
+
+    def verdict(self, cell: Cell) -> str:
+        """Empty where the cell is exact, one of `EXPLAINED`, or else what is wrong."""
+        answers, prompts = self.answers(cell), self.prompts(cell)
+        if cell.way == "sampled":
+            return self._law(prompts, answers)
+        ties = False
+        for number, (prompt, answer, own) in enumerate(zip(prompts, answers, self.plain(cell), strict=True)):
+            if answer.token_ids != own.token_ids:
+                asked = Context(self.stack(cell), [prompt], self.params(cell), cell.batch)
+                point = divergence_point(own, answer, asked, number)
+                if point.fault:
+                    return point.describe()
+                ties = True
+            if cell.way == "greedy" and self.is_exact:
+                tokens, lead = self.expected(prompt)
+                if answer.token_ids != tokens:
+                    if lead > NEAR:
+                        return f"request {number} differs from transformers (a lead of {lead:.2g} at least)"
+                    ties = True
+        return "near tie" if ties else ""
+
+    def _law(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> str:
+        """Whether tokens had the probabilities that transformers' own forward gives them.
+
+        In bfloat16 a few may be further off than the rounding that was met elsewhere: a router or an index that picks
+        other experts or other tokens is a jump. float32 is held to all of them.
+        """
+        far, tokens = 0, 0
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if not answer.token_ids:
+                continue
+            exact, moved = self.stock.logs(prompt, answer.token_ids)
+            allowed = ROUNDINGS * moved + 1e-3 * (1.0 + float(exact[exact.isfinite()].std()))
+            for place, told in enumerate(answer.logprobs or ()):
+                apart = abs(told.logprob - float(exact[place, told.token]))
+                tokens += 1
+                if not self.is_exact and allowed < apart < torch.inf:
+                    far += 1
+                elif not apart <= allowed:
+                    return (
+                        f"request {number}, token {place}: its log probability is {apart:.2g} off, and rounding "
+                        f"explains {allowed:.2g}"
+                    )
+        if far > MOST_FAR * tokens:
+            return f"{far} of {tokens} tokens have log probabilities further off than rounding explains"
+        return "rounding" if far else ""
+
+
+def mechanism_of(model: HuggingFaceModel) -> str:
+    """What runs a model, in words: how its forward is computed and what its layers keep."""
+    kind = type(model._backend).__name__.removesuffix("Backend")
+    if model.sources is not None:
+        return "encoder-decoder, one text at a time"
+    if kind == "Alone":
+        return "one text at a time"
+    return f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})"
+
+
+def examine(family: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The outcome of a family, in each dtype."""
+    for dtype in DTYPES:
+        began = time.monotonic()
+        line: dict[str, Any] = {"family": family, "dtype": dtype, "transformers": transformers.__version__}
+        with tempfile.TemporaryDirectory() as folder:
+            line |= _outcome(family, Path(folder), dtype, cells, known)
+        yield line | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _outcome(family: str, folder: Path, dtype: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        spread = known["spreads"].get(family, known["spreads"]["all"])
+        Stock(model := random_model(small_config(family, known), family, spread), model).greedy([*PROMPTS[0], 2])
+    except Exception as error:  # whatever a family's own code raises is its reason
+        return {"outcome": "not built", "reason": _told(error)}
+    try:
+        loaded = Family(family, folder, dtype, known)
+    except UnsupportedModelError as error:
+        return {"outcome": "refused", "reason": str(error).replace(str(folder), "")}
+    except Exception as error:
+        return {"outcome": "broken", "reason": _told(error)}
+    found: dict[str, str] = {}
+    for cell in cells:
+        try:
+            found[cell.name] = loaded.verdict(cell)
+        except (TruedraftError, RuntimeError, LookupError, ValueError, TypeError) as error:
+            found[cell.name] = _told(error)
+    wrong = {name: said for name, said in found.items() if said and said not in EXPLAINED}
+    facts = {
+        "outcome": "wrong" if wrong else "exact",
+        "mechanism": mechanism_of(loaded.target),
+        "equality": loaded.target.equality,
+        "cells": len(found),
+        "transformers_apart": round(loaded.apart, 4),
+        "explained": Counter(said for said in found.values() if said in EXPLAINED),
+        "distinct": len({token for answer in loaded.plain(PAIRWISE[0]) for token in answer.token_ids}),
+    }
+    return facts | ({"wrong": wrong} if wrong else {})
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def report(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The families by outcome, as tables in Markdown."""
+    by = {(line["family"], line["dtype"]): line for line in lines}
+    names = list(dict.fromkeys(line["family"] for line in lines))
+    counted = Counter(by[name, "float32"]["outcome"] for name in names if (name, "float32") in by)
+    told = [", ".join(f"{count} {outcome}" for outcome, count in counted.most_common()), ""]
+    told += ["| family | runs | float32 | bfloat16 |", "|---|---|---|---|"]
+    for name in names:
+        mechanism = by.get((name, "float32"), {}).get("mechanism", "")
+        told.append(f"| {name} | {mechanism} | {' | '.join(_cell(by.get((name, dtype))) for dtype in DTYPES)} |")
+    unlike = [
+        f"{line['family']} ({line['transformers_apart']:.2g})"
+        for line in lines
+        if line["dtype"] == "float32" and line.get("transformers_apart", 0.0) > APART
+    ]
+    if unlike:
+        told += ["", f"In float32 transformers' own forwards lie further apart than {APART} in a log probability for "]
+        told[-1] += f"{', '.join(unlike)}: there `generate` is no measure, and answers are held to the forward alone."
+    return "\n".join(told)
+
+
+INTRODUCTION = """# Which families were tried, and what came of it
+
+Made by `make conformance`: every family of text models that the installed transformers has ({version}), built
+small with random weights (`benchmarks/conformance_shapes.json`), loaded as a user loads it, and run with
+drafters, rules, ways of sampling and batches: {cells} cells for each family and dtype, in which every two
+values of two of these meet (`make conformance-full` runs all {every}). *exact* says that no cell failed: greedy
+and coupled answers are those of plain decoding, and where they part the place is a near tie by the margin and
+the rounding measured there; greedy ones in float32 are those of transformers' `generate`, where a token leads the
+next by more than transformers' own forwards (with a cache, without, in float32) lie apart on the same text; of
+sampled tokens the probability is that of transformers' forward, up to {rounds:g} times what they lie apart. In bfloat16
+up to {far:.0%} of a cell's tokens may be further off and are told as *rounding*: a router that picks another
+expert is a jump. *near tie* and *rounding* say in how many cells there were any. *refused* quotes what the user
+reads at load. *not built*: transformers itself could not build it from these sizes, or not generate with it.
+
+Families of all mechanisms run in `make test`, a few cells each. All outcomes, with the cells that were run, are
+lines of `benchmarks/results/conformance.jsonl`.
+"""
+
+
+def page(lines: Sequence[Mapping[str, Any]]) -> str:
+    """docs/conformance.md."""
+    told = INTRODUCTION.format(
+        version=transformers.__version__, cells=len(PAIRWISE), every=len(EVERY), rounds=ROUNDINGS, far=MOST_FAR
+    )
+    return f"{told}\n{report(lines)}\n"
+
+
+def _cell(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return "not run"
+    if line["outcome"] == "exact":
+        return "".join(["exact", *(f", {said} in {n} of {line['cells']}" for said, n in line["explained"].items())])
+    if line["outcome"] == "wrong":
+        name, said = next(iter(line["wrong"].items()))
+        return f"wrong in {len(line['wrong'])} of {line['cells']} cells ({name}: {said})"
+    return f"{line['outcome']}: {line['reason']}"
+
+
+def main() -> int:
+    """Examine, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", default=families())
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--report", action="store_true", help="examine nothing, print the tables")
+    parser.add_argument("--page", action="store_true", help="write docs/conformance.md")
+    asked = parser.parse_args()
+    lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
+    done = {line["family"] for line in lines}
+    end = time.monotonic() + 60 * asked.minutes
+    known = json.loads(SHAPES.read_text())
+    for family in () if asked.report else asked.families:
+        if family in done or time.monotonic() > end:
+            continue
+        for line in examine(family, EVERY if asked.full else PAIRWISE, known):
+            lines.append(line)
+            with asked.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            sys.stderr.write(f"{family}, {line['dtype']}: {_cell(line)}\n")
+    print(report(lines))
+    if asked.page:
+        PAGE.write_text(page(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""A draft with another tokenizer that reads and writes its own tokens: its text is encoded again for the target."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
+
+from truedraft.cache import Prefixes, RequestCache
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise, Noise
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
+from truedraft.drafters.draft_model import DraftModel
+from truedraft.errors import VocabularyMismatchError
+from truedraft.models.base import LanguageModel
+from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
+from truedraft.text.translation import Translation
+
+_GREEDY = SamplingParams()
+_MOST_PER_TOKEN = 4  # ids of a draft for one of the target's, which its cache has room for
+
+
+class ReencodedDraft(Drafter):
+    """Drafts the likeliest text of a model with another tokenizer.
+
+    The text so far is encoded as that model was trained to read it, it writes a few of its own tokens, and these are
+    encoded as the target's tokenizer writes them. What comes of that is deterministic, so it is judged exactly at every
+    temperature: a drafted token stays with the probability that the target gives it. `TranslatedModel` draws from the
+    vocabulary that both models share instead, token by token.
+
+    Args:
+        model: with a tokenizer.
+        target: likewise.
+        num_speculative_tokens: of the draft's own tokens, at each step.
+
+    Raises:
+        VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+        OptionError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "reencoded"
+    told_late = True
+
+    def __init__(self, model: LanguageModel, target: LanguageModel, num_speculative_tokens: int = 4) -> None:
+        if model.tokenizer is None or target.tokenizer is None:
+            without = model if model.tokenizer is None else target
+            raise VocabularyMismatchError(
+                f"{without.name!r} comes without a tokenizer, so no text can pass between the models; put its "
+                "tokenizer files into its folder"
+            )
+        self._inner = DraftModel(model, num_speculative_tokens)
+        self.limits = self._inner.limits
+        self.model: LanguageModel = model
+        self.prefixes: Prefixes = self._inner.prefixes
+        ends = target.eos_token_ids, model.eos_token_ids
+        sizes = target.vocab_size, model.vocab_size
+        self._translation = Translation.between(target.tokenizer, model.tokenizer, sizes, ends)
+        self._written = Encoding(target.tokenizer, target.vocab_size, fallback=0)
+        self._read = Encoding(model.tokenizer, model.vocab_size, fallback=(*model.eos_token_ids, 0)[0])
+        pairs = (
+            pair
+            for mine, theirs in self._translation.rounds
+            for pair in zip(mine.tolist(), theirs.tolist(), strict=True)
+        )
+        self._meaning = {own: meant for own, meant in pairs if self._read.surfaces[own] is None}
+        self._texts: dict[int, FollowedText] = {}
+        self._inside: dict[int, DraftRequest] = {}  # requests as the draft sees them
+        self._vocabulary = target.tokenizer.fingerprint
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.DETERMINISTIC})
+
+    @property
+    def caches(self) -> Mapping[int, RequestCache]:  # type: ignore[override]
+        """Of the draft, which holds its own ids."""
+        return self._inner.caches
+
+    @property
+    def holding(self) -> Collection[int]:
+        return self._texts.keys()
+
+    def cache_tokens(self, tokens: int) -> int:
+        return self._inner.cache_tokens(_MOST_PER_TOKEN * tokens)
+
+    def reads(self, request: DraftRequest) -> Sequence[int]:
+        return self._inside[request.id].tokens
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse another target than the one that it was made for.
+
+        Raises:
+            VocabularyMismatchError: its tokenizer is another.
+        """
+        if target.tokenizer is None or target.tokenizer.fingerprint != self._vocabulary:
+            raise VocabularyMismatchError(
+                f"this draft was made for another tokenizer than that of {target.name!r}; make it with this target"
+            )
+
+    def begin(self, request: DraftRequest) -> None:
+        text = self._texts[request.id] = FollowedText(self._written, self._read, self._translation)
+        inside = DraftRequest(request.id, _GREEDY, TokenView(text.ids), scope=request.scope)
+        self._inside[request.id] = inside
+        self._inner.begin(inside)
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Read what the target wrote since, and write on; a request whose text the draft cannot hold gets nothing."""
+        drafting: list[int] = []
+        for place, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
+            if not budget.is_zero:
+                self._read_on(request)
+                if self._texts[request.id].ids:
+                    drafting.append(place)
+        within = [Budget(budgets[place].depth, 1, budgets[place].depth) for place in drafting]
+        inside = [self._inside[batch[place].id] for place in drafting]
+        quiet = [KeyedNoise(0, len(each.tokens), 0, greedy=True) for each in inside]
+        proposals = [Proposal.empty() for _ in batch]
+        drafted = self._inner.propose(inside, within, quiet) if inside else []
+        for place, own in zip(drafting, drafted, strict=True):
+            self._inner.caches[batch[place].id].commit(())
+            tokens = self._encoded(self._texts[batch[place].id], own.tree.host_ids)
+            budget = budgets[place]
+            if tokens:
+                chain = TokenTree.chain(tokens[: min(budget.depth, budget.nodes)])
+                proposals[place] = Proposal.deterministic(chain)
+        return proposals
+
+    def _read_on(self, request: DraftRequest) -> None:
+        """Bring the draft's ids up to the text, and its cache back to where they still agree."""
+        text, cache = self._texts[request.id], self._inner.caches[request.id]
+        before = text.ids[: cache.length]
+        text.take(request.tokens)
+        agree = next(
+            (place for place, (old, new) in enumerate(zip(before, text.ids, strict=False)) if old != new),
+            min(len(before), len(text.ids)),
+        )
+        if agree < cache.length:
+            cache.rollback(agree)
+
+    def _encoded(self, text: FollowedText, own: Sequence[int]) -> list[int]:
+        """What the draft wrote, in the target's ids; it must begin with the rest of a character that is half there."""
+        written, silent = b"", None
+        for number in own:
+            surface = self._read.surfaces[number]
+            if surface is None:
+                silent = self._meaning.get(number)
+                break
+            written += surface
+        written, half = whole_characters(written), text.half
+        if not written.startswith(half):
+            return []
+        tokens = self._written.ids_after(text.known, written[len(half) :])
+        return tokens if silent is None else [*tokens, silent]
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Nothing: what was emitted is read at the next proposal."""
+
+    def end(self, request: DraftRequest) -> None:
+        self._texts.pop(request.id, None)
+        inside = self._inside.pop(request.id, None)
+        if inside is not None:
+            self._inner.end(inside)

@@ -1,0 +1,117 @@
+"""Encoder-decoders: the encoder reads a request's source once, the decoder goes on as any model outside the registry.
+
+A request's first tokens are its source (`models/sources.py`). Nothing is computed for them until all are there; then
+the encoder runs, and what cross-attention makes of its vectors lies in the request's cache at the source's own
+positions, where a causal model would have these tokens' keys and values. Behind them lie those of the decoder's text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from truedraft.cache import CachePool, RequestCache
+from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.backends.alone import AloneBackend, PathCache
+from truedraft.models.packing import SegmentPlan
+from truedraft.models.sources import Sources
+
+
+@dataclass
+class _Encoded(BaseModelOutput):
+    """What a decoder is given in place of an encoder's output, whose experts some ask for."""
+
+    router_logits: None = None
+
+
+class EncoderDecoderBackend(AloneBackend):
+    """Runs the segments of a plan one after another through the decoder, and a source through the encoder before.
+
+    Args:
+        model: an encoder-decoder.
+        sources: how its texts are laid out.
+    """
+
+    def __init__(self, model: PreTrainedModel, sources: Sources) -> None:
+        super().__init__(model)
+        self._sources = sources
+        self._width = int(model.get_encoder().config.get_text_config().hidden_size)
+        self._encoded: Tensor | None = None  # of the segment that runs, until cross-attention has read it
+        self.note = "an encoder-decoder: its encoder reads a prompt once, its decoder one text at a time"
+
+    def new_pool(self, limit: int) -> CachePool:
+        return CachePool(limit, encodes=True)
+
+    def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
+        """Tokens of the source among the new ones; with its last one the encoder runs."""
+        cache = part.segment.cache
+        self._encoded = None
+        if 0 < cache.memory <= part.length + part.segment.written:
+            return 0
+        cache.source = [*cache.source[: part.length], *tokens.tolist()]
+        length = self._sources.length(cache.source)
+        if length is None:
+            if part.segment.rows:
+                raise ModelError(
+                    f"the text of an encoder-decoder needs token id {self._sources.start} between what the encoder "
+                    "reads and what the decoder writes; begin it as `Sources.text` does"
+                )
+            return len(tokens)
+        if part.segment.rows and part.segment.rows[0] < length - part.length:
+            raise ModelError("what an encoder reads has no logits; ask for those of the tokens behind it")
+        source = torch.tensor([cache.source[:length]], device=tokens.device)
+        self._encoded = self._model.get_encoder()(input_ids=source, attention_mask=torch.ones_like(source))[0]
+        cache.memory = length
+        return length - part.length
+
+    def _logits(self, ids: Tensor, past: PathCache, places: Tensor) -> Tensor:
+        cache, encoded = past.cache, self._encoded
+        memory = _Memory(cache, 0 if encoded is not None else cache.calls)
+        if encoded is None:  # it was read before, and its shape is all that is looked at
+            encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.memory, self._width)
+        given: dict[str, Any] = {
+            "encoder_outputs": _Encoded(last_hidden_state=encoded),
+            "attention_mask": torch.ones(1, cache.memory, dtype=torch.int64, device=ids.device),
+            "past_key_values": EncoderDecoderCache(past, memory),
+        }
+        logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
+        self._encoded = None
+        return logits
+
+
+class _Memory(Cache):
+    """What the model takes for the cache of its cross-attention.
+
+    Args:
+        cache: of the request.
+        calls: attention calls whose entries are there; 0 where the forward is to write them.
+    """
+
+    def __init__(self, cache: RequestCache, calls: int) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+        for call in range(calls):
+            keys, values = cache.memory_of(call)
+            self.layers.append(SimpleNamespace(keys=keys[None], values=values[None]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._cache.memory if self.layers else 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.memory_of(layer_idx)
+        if key_states.shape[1:] != keys.shape or value_states.shape[1:] != values.shape:
+            raise UnsupportedModelError(
+                f"cross-attention keeps keys of the shape {tuple(key_states.shape[1:])} where its layer's "
+                f"self-attention keeps {tuple(keys.shape)}; use another model"
+            )
+        keys.copy_(key_states[0])
+        values.copy_(value_states[0])
+        return keys[None], values[None]

@@ -1,0 +1,63 @@
+"""A family of each mechanism through the script behind `make conformance`, a few cells each; one that is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import conformance  # noqa: E402
+
+CELLS = [
+    conformance.Cell("none", "speculative", "greedy", 8),
+    conformance.Cell("prompt-lookup", "speculative", "coupled", 8),
+    conformance.Cell("draft", "block", "sampled", 8),
+    conformance.Cell("draft tree", "speculative", "greedy", 1),
+]
+MECHANISMS = {
+    "llama": "packed (native)",
+    "gemma3_text": "packed (stock)",
+    "mixtral": "packed (stock)",
+    "qwen3_next": "packed (stock, carried states)",
+    "bailing_hybrid": "packed (stock, carried states)",  # with float32 parameters in a bfloat16 model
+    "whisper": "packed (stock)",  # that gives logits of all rows, whatever it is asked for
+    "gptj": "one text at a time",
+    "t5, encoder-decoder": "encoder-decoder, one text at a time",
+}
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[str, object]:
+    found: dict[str, object] = json.loads(conformance.SHAPES.read_text())
+    return found
+
+
+@pytest.mark.parametrize("family", MECHANISMS)
+def test_a_family_of_each_mechanism_is_exact(family: str, shapes: dict[str, object]) -> None:
+    for line in conformance.examine(family, CELLS, shapes):
+        assert line["outcome"] == "exact", line
+        assert line["cells"] == len(CELLS) and line["distinct"] > 4
+        if line["dtype"] == "float32":
+            assert line["mechanism"] == MECHANISMS[family] or line["mechanism"].startswith("packed (")
+
+
+def test_what_is_refused_says_why_and_no_tables_break(shapes: dict[str, object]) -> None:
+    lines = list(conformance.examine("xlnet", CELLS, shapes))
+    assert {line["outcome"] for line in lines} <= {"refused", "not built"}
+    assert all(line["reason"] and "\n" not in line["reason"] for line in lines)
+    assert "| xlnet |" in conformance.report(lines)
+
+
+def test_pairs_of_values_meet_in_the_short_form() -> None:
+    """But those that no cell of the full form holds."""
+
+    def pairs(cells: list[conformance.Cell]) -> set[tuple[object, ...]]:
+        columns = [(cell.drafter, cell.rule, cell.way, cell.batch) for cell in cells]
+        return {(i, row[i], j, row[j]) for row in columns for i in range(4) for j in range(i + 1, 4)}
+
+    assert pairs(conformance.PAIRWISE) == pairs(conformance.EVERY)
