@@ -69,8 +69,8 @@ def config(family: str) -> PretrainedConfig:
     return AutoConfig.for_model(family, **FAMILIES[family])
 
 
-def packed(family: str, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
-    return HuggingFaceModel(build(config(family), seed=0, dtype=dtype), None, family)
+def packed(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> HuggingFaceModel:
+    return HuggingFaceModel(build(config(family), seed=seed, dtype=dtype), None, family)
 
 
 def read(model: HuggingFaceModel, ids: Sequence[int], prompt: int, cuts: Sequence[int] = ()) -> tuple[Any, Tensor]:
@@ -115,9 +115,10 @@ def test_the_packed_forward_is_the_models_own(family: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_transformers(family: str) -> None:
-    stock = build(config(family), seed=0)
+    # Of these weights every answered token leads the next by over 5e-4; with seed 0 one of granitemoehybrid by 1e-6.
+    stock = build(config(family), seed=1)
     expected = [stock_greedy(stock, prompt, 24) for prompt in PROMPTS]
-    model = packed(family)
+    model = packed(family, seed=1)
     for drafter in (None, "prompt-lookup,min_ngram=1"):
         answers = Engine(model, drafter).generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=24))
         assert [list(answer.token_ids) for answer in answers] == expected
