@@ -146,9 +146,28 @@ def _checked(
 ) -> HuggingFaceModel:
     """A model that runs packed, held to its own forward."""
     check = check_against_stock(model, name)
-    loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-    check(loaded)
+    with _stumbles(lambda what: f"{name} ({type(model).__name__}) does not run packed ({what})"):
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        check(loaded)
     return loaded
+
+
+@contextlib.contextmanager
+def _stumbles(say: Callable[[str], str]) -> Iterator[None]:
+    """Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
+
+    Args:
+        say: the sentence, of the first line of what was raised.
+
+    Raises:
+        UnsupportedModelError: in place of what it raised, want of memory excepted.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(say(_first_line(error))) from error
 
 
 def run_alone(
@@ -184,13 +203,13 @@ def run_alone(
 
     check = check_against_stock(model, name)
     try:
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        refuse_hidden_state(loaded)
-        refuse_later_tokens(loaded)
-        check(loaded)
-    except (UnsupportedModelError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Whatever a family's own code stumbles over: it was not made for what it would have to do here.
-        raise reason from error
+        with _stumbles(lambda what: f"{name} stumbles over it ({what})"):
+            loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+            refuse_hidden_state(loaded)
+            refuse_later_tokens(loaded)
+            check(loaded)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{reason}; nor does it run one text at a time: {error}") from error
     return loaded
 
 
@@ -215,15 +234,13 @@ def run_encoder_decoder(
         return backend
 
     check = check_against_stock(model, name)
-    try:
+    with _stumbles(
+        lambda what: f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of "
+        f"others are ({what}); use another model"
+    ):
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
         refuse_hidden_state(loaded)
         check(loaded)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of others "
-            f"are ({_first_line(error)}); use another model"
-        ) from error
     return loaded
 
 

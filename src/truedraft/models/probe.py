@@ -420,7 +420,7 @@ def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
     """The model's own logits in float32."""
     try:
         logits: Tensor = model(**_as_generated(model, texts)).logits
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids alone "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); check its config.json"
