@@ -264,8 +264,11 @@ class Family:
             random_model(small_config(name, known), name, spread, noise).to(kind).save_pretrained(folder / part)
         self.target = load_model(folder / "target", dtype=dtype)
         self.draft = load_model(folder / "draft", dtype=dtype)
-        exact = random_model(small_config(name, known), name, spread).to(kind)
-        self.stock = Stock(exact, random_model(small_config(name, known), name, spread).to(kind).float())
+        # As transformers loads it: some families keep a part in float32.
+        auto = AutoModelForSeq2SeqLM if name.endswith(BESIDE) else AutoModelForCausalLM
+        with quiet_transformers():
+            stock = auto.from_pretrained(folder / "target", dtype=kind).eval()
+        self.stock = Stock(stock, random_model(small_config(name, known), name, spread).to(kind).float())
         self.is_exact = dtype == "float32"
         self._ends = [] if self.target.sources is None else [self.target.sources.end]
         self._plain: dict[tuple[str, int], list[Answer]] = {}

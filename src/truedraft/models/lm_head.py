@@ -15,6 +15,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.packed_linear import PackedLinear
 
 _CHECKED_TOKENS = 4
 # Of the spread of the logits, and of their largest magnitude: what one product's rounding may come to.
@@ -58,6 +59,12 @@ class LogitFinish:
 def lm_head_width(head: Any) -> int:
     """How many entries the vector has that enters an LM head."""
     return int(head.in_features) if hasattr(head, "in_features") else int(head.weight.shape[1])
+
+
+def lm_head_dtype(head: Any) -> torch.dtype:
+    """The dtype of an LM head's weight, which some families keep in float32 beside bfloat16."""
+    dtype: torch.dtype = head.dtype if isinstance(head, PackedLinear) else head.weight.dtype
+    return dtype
 
 
 def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:

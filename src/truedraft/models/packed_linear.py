@@ -54,6 +54,11 @@ class PackedLinear(nn.Module):
         return self._weight.to_dense()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight, which need not be unpacked for it."""
+        return self._weight.dtype
+
+    @property
     def bias(self) -> Tensor | None:
         """`[out]`, or None: some layers add it themselves."""
         return self._bias

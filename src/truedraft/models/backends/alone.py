@@ -19,7 +19,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import Backend
-from truedraft.models.lm_head import lm_head_width
+from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 
 
@@ -69,7 +69,8 @@ class AloneBackend(Backend):
                 logits.append(found[row][0])
                 hidden.append(found[row][1])
         if not logits:
-            none = torch.zeros(0, lm_head_width(self._head), dtype=self._model.dtype, device=plan.tokens.device)
+            width, dtype = lm_head_width(self._head), lm_head_dtype(self._head)
+            none = torch.zeros(0, width, dtype=dtype, device=plan.tokens.device)
             return self.unembed(none), none
         return torch.stack(logits), torch.stack(hidden)
 
