@@ -261,13 +261,13 @@ class Family:
         spread = known["spreads"].get(name, known["spreads"]["all"])
         kind = getattr(torch, dtype)
         for part, noise in (("target", 0.0), ("draft", NOISE)):
-            random_model(small_config(name, known), name, spread, noise).to(kind).save_pretrained(folder / part)
+            made = random_model(small_config(name, known), name, spread, noise).to(kind)
+            made.save_pretrained(folder / part)
         self.target = load_model(folder / "target", dtype=dtype)
         self.draft = load_model(folder / "draft", dtype=dtype)
         # As transformers loads it: some families keep a part in float32.
-        auto = AutoModelForSeq2SeqLM if name.endswith(BESIDE) else AutoModelForCausalLM
         with quiet_transformers():
-            stock = auto.from_pretrained(folder / "target", dtype=kind).eval()
+            stock = type(made).from_pretrained(folder / "target", dtype=kind).eval()
         self.stock = Stock(stock, random_model(small_config(name, known), name, spread).to(kind).float())
         self.is_exact = dtype == "float32"
         self._ends = [] if self.target.sources is None else [self.target.sources.end]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -308,6 +308,8 @@ class Feeding:
         siblings: wrong guesses beside each of them, which make the chain a tree.
         beside: new tokens of each neighbour in the same forward, all of them with logits.
         at_once: the whole text is one prompt; nothing is decoded.
+        rejected: wrong guesses in a chain behind them. What shares a forward with a row may move it where experts
+            are chosen, however many rows there are.
     """
 
     name: str
@@ -315,6 +317,7 @@ class Feeding:
     siblings: int = 0
     beside: tuple[int, ...] = ()
     at_once: bool = False
+    rejected: int = 0
 
 
 ALONE = Feeding("one token at a time, alone")
@@ -349,14 +352,17 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
     depth, nodes = min(limits.depth, limits.nodes), min(limits.nodes, _MOST_NODES)
     if limits.is_zero:
         return []
-    found = [Feeding(f"chains of {depth}", depth), Feeding("chains of 1", 1)]
+    found = [
+        Feeding(f"chains of {depth}", depth, rejected=1),
+        Feeding("chains of 1", 1, rejected=1),
+        Feeding(f"chains of {depth}, all rejected", rejected=depth),
+    ]
     width = min(limits.width, math.ceil(nodes / depth))
     if width > 1:
-        found.append(Feeding(f"trees of {depth} x {width}", depth, width - 1))
+        found.append(Feeding(f"trees of {depth} x {width}", depth, width - 1, rejected=1))
     if batch > 1:
         found += [
-            Feeding(f"{own.name}, {batch} requests", own.depth, own.siblings, (1 + nodes,) * (batch - 1))
-            for own in list(found)
+            replace(own, name=f"{own.name}, {batch} requests", beside=(1 + nodes,) * (batch - 1)) for own in list(found)
         ]
     return found
 
@@ -366,7 +372,7 @@ def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: 
     """Logits of one text, fed in a given shape from `start` on; what comes before is a prompt, in the engine's chunks.
 
     Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is;
-    behind it hangs one wrong guess that is dropped.
+    behind it hang wrong guesses that are dropped.
 
     Args:
         target: the model.
@@ -420,9 +426,9 @@ class _Fed:
             ids += [self._other(token, number) for number in range(self._feeding.siblings)] + [token]
             parents += [nodes[-1]] * (self._feeding.siblings + 1)
             nodes.append(len(ids) - 1)
-        if self._feeding.depth:
-            ids.append(self._other(ids[-1], 0))
-            parents.append(nodes[-1])
+        for number in range(self._feeding.rejected):
+            parents.append(len(ids) - 1)
+            ids.append(self._other(ids[-1], number))
         return ids, TreeShape(tuple(parents)), nodes
 
     def _other(self, token: int, number: int) -> int:

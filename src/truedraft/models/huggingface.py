@@ -37,6 +37,9 @@ _CHECKED_TOKENS = 4
 _CANONICAL = (torch.float32, torch.bfloat16)
 UP_TO_NEAR_TIES = "up to near ties"
 
+# Parts of a configuration, and what they let a model read beside text.
+_SENSES = {"vision_config": "images", "audio_config": "sound", "encoder_config": "sound"}
+
 
 class HuggingFaceModel(LanguageModel):
     """Runs packed forwards through the modules of a model, or through a faster loop over its weights.
@@ -119,7 +122,9 @@ class HuggingFaceModel(LanguageModel):
             if self.equality == UP_TO_NEAR_TIES
             else None
         )
-        notes = (self._padding_note, self._backend.note, self._context_note, weaker)
+        senses = [what for part, what in _SENSES.items() if getattr(self._model.config, part, None) is not None]
+        deaf = f"it reads text alone, and is given no {' and no '.join(senses)}" if senses else None
+        notes = (self._padding_note, self._backend.note, self._context_note, deaf, weaker)
         return "; ".join(each for each in notes if each) or None
 
     @property

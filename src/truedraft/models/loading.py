@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 from transformers.utils import cached_file, logging
@@ -235,8 +238,10 @@ def run_encoder_decoder(
 
     check = check_against_stock(model, name)
     with _stumbles(
-        lambda what: f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of "
-        f"others are ({what}); use another model"
+        lambda what: (
+            f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of "
+            f"others are ({what}); use another model"
+        )
     ):
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
         refuse_hidden_state(loaded)
@@ -350,9 +355,8 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
     """
     refuse_broken_generation_config(source, name, revision)
     try:
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with quiet_transformers():
-            model, report = kind.from_pretrained(
+            model, report = _class_of(config).from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
@@ -420,7 +424,6 @@ def refuse_other_kinds(config: Any, name: str) -> None:
             f"the weights of {name!r} are quantised (by {method}), and truedraft cannot run these, whatever "
             "is installed; name the model that it was made from, in bfloat16 or float32"
         )
-    architectures = config.architectures or []
     if config.is_encoder_decoder:
         if config.model_type not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
             raise UnsupportedModelError(
@@ -428,15 +431,41 @@ def refuse_other_kinds(config: Any, name: str) -> None:
                 "that writes text for text"
             )
         return
-    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    if architectures and not causal.intersection(architectures):
+    architectures = config.architectures or []
+    if architectures and not _writers().intersection(architectures):
         raise UnsupportedModelError(
             f"{name!r} is a {architectures[0]}, not a causal language model; name a model that continues text"
         )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not architectures and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(
             f"{name!r} is of type {config.model_type!r}, which transformers cannot load as causal"
         )
+
+
+def _writers() -> set[str]:
+    """Classes of transformers that continue text, what they see or hear beside it left out."""
+    tables: list[Mapping[str, Any]] = [
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    ]
+    found: set[str] = set()
+    for named in (each for table in tables for each in table.values()):
+        found.update([named] if isinstance(named, str) else named)
+    return found
+
+
+def _class_of(config: Any) -> Any:
+    """What loads a model that was not refused: the class that wrote it, where transformers has no other for its type.
+
+    Decoders of text that were saved without what sees or hears beside them have types of their own.
+    """
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    return getattr(transformers, config.architectures[0])
 
 
 def _first_line(error: BaseException) -> str:

@@ -133,7 +133,7 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
         model.set_attn_implementation(_NAME)  # type: ignore[operator]
         if model.config._attn_implementation != _NAME and not carrying:  # type: ignore[union-attr]
             raise UnsupportedModelError(
-                f"{name} does not use transformers' attention registry; truedraft cannot run it"
+                f"{name} does not use transformers' attention registry, so texts cannot share a forward"
             )
         with without_states(carrying):
             mixes = _mixes_without_attention(model)
