@@ -379,6 +379,8 @@ def mechanism_of(model: HuggingFaceModel) -> str:
         return "encoder-decoder, one text at a time"
     if kind == "Alone":
         return "one text at a time"
+    if kind == "WholeText":
+        return "the whole text at every step"
     return f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})"
 
 
@@ -432,7 +434,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     by = {(line["family"], line["dtype"]): line for line in lines}
     names = list(dict.fromkeys(line["family"] for line in lines))
     counted = Counter(by[name, "float32"]["outcome"] for name in names if (name, "float32") in by)
-    told = [", ".join(f"{count} {outcome}" for outcome, count in counted.most_common()), ""]
+    told = [", ".join(f"{count} {outcome}" for outcome, count in counted.most_common()), "", _share(by, names), ""]
     told += ["| family | runs | float32 | bfloat16 |", "|---|---|---|---|"]
     for name in names:
         mechanism = by.get((name, "float32"), {}).get("mechanism", "")
@@ -446,6 +448,18 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
         told += ["", f"In float32 transformers' own forwards lie further apart than {APART} in a log probability for "]
         told[-1] += f"{', '.join(unlike)}: there `generate` is no measure, and answers are held to the forward alone."
     return "\n".join(told)
+
+
+def _share(by: Mapping[tuple[str, str], Mapping[str, Any]], names: Sequence[str]) -> str:
+    """How many of the families that transformers itself generates with run here, and which do not."""
+    own = [name for name in names if by.get((name, "float32"), {}).get("outcome", "not built") != "not built"]
+    if not own:
+        return "No family was built."
+    failing = [name for name in own if any(by.get((name, dtype), {}).get("outcome") != "exact" for dtype in DTYPES)]
+    return (
+        f"Of {len(own)} families that `generate` itself runs, {len(own) - len(failing)} are exact in both dtypes "
+        f"({1 - len(failing) / len(own):.0%})" + (f"; the others: {'; '.join(failing)}." if failing else ".")
+    )
 
 
 INTRODUCTION = """# Which families were tried, and what came of it
