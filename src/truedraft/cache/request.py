@@ -63,6 +63,8 @@ class RequestCache:
         encodes: as given.
         source: ids of the encoder's text, as far as they came in.
         memory: how many of the first tokens are that text; 0 until it was encoded.
+        shift: what is added to the position of every token behind the prompt, whose images take fewer positions than
+            tokens where positions have more than one axis.
         generation: rises whenever buffers moved; addresses taken before are void.
         carried: states of layers that are no attention.
     """
@@ -74,6 +76,7 @@ class RequestCache:
         self.encodes = encodes
         self.source: list[int] = []
         self.memory = 0
+        self.shift = 0
         self.generation = 0
         self.carried = CarriedStates()
         self._start = 0  # key/value position of the first token that the running forward writes
@@ -285,6 +288,8 @@ class RequestCache:
             length = self.carried.back_to(length)
         if length < self.memory:
             self.memory = 0
+        if not length:
+            self.shift = 0
         self.length = length
         self._written = 0
 

@@ -136,6 +136,7 @@ class Batch:
                     wanted_rows,
                     prompt=prompt,
                     adapter=request.params.adapter,
+                    inputs=None if item.context else request.inputs,
                 )
             else:
                 own = _tree_segment(item, ids, next(drafted) if waits and tree.on_device else None)

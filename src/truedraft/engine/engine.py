@@ -25,7 +25,7 @@ from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import CacheMemory
-from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_each
+from truedraft.engine.prompts import Prompt, check_inputs, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.sharing import Sharing
@@ -34,6 +34,7 @@ from truedraft.engine.verifier import Verifier
 from truedraft.errors import CacheError, CompositionError, ModelError, OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
+from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.options import check_whole
 from truedraft.text.forms import Forms
 from truedraft.theory import TargetCost
@@ -176,11 +177,11 @@ class Engine:
         self._settle()
 
     @overload
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Answer: ...
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
     @overload
     def generate(
         self,
-        prompt: list[str] | list[list[int]],
+        prompt: list[str] | list[list[int]] | list[MultimodalPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Answer]: ...
 
@@ -192,7 +193,7 @@ class Engine:
         """Answer one prompt, or several at once.
 
         Args:
-            prompt: a text, token ids, or a list of either; an empty list is no prompt at all.
+            prompt: a text, token ids, a `MultimodalPrompt`, or a list of these; an empty list is no prompt at all.
             params: sampling options, for a list of prompts one for all or one for each.
 
         Returns:
@@ -319,6 +320,10 @@ class Engine:
         if rule is not None:
             rule.check(self.drafter.kinds, self.drafter.name)
         target = self.target
+        inputs = None
+        if isinstance(prompt, MultimodalPrompt):
+            check_inputs(target, prompt)
+            prompt, inputs = prompt.token_ids, prompt.inputs
         ids = encode_prompt(target, prompt)
         check_whole("sample", sample, least=0)
         try:
@@ -326,7 +331,7 @@ class Engine:
         except TypeError as error:
             raise OptionError(f"must be hashable, as a text is, got a {type(scope).__name__}", field="scope") from error
         judge = self._verifier.rule_for(params, rule)
-        request = Request(ids, params, judge, target, sample, scope, self._forms)
+        request = Request(ids, params, judge, target, sample, scope, self._forms, inputs)
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         return request

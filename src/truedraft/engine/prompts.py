@@ -9,8 +9,9 @@ from typing import TypeAlias
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
+from truedraft.models.multimodal import MultimodalPrompt
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | MultimodalPrompt
 
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
@@ -19,13 +20,15 @@ def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     Raises:
         PromptError: it is neither.
     """
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | MultimodalPrompt):
         return True
     if isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__getitem__"):
         raise _wrong_type(prompt)
     if len(prompt) == 0:
         return not isinstance(prompt, list | tuple)
     first = prompt[0]
+    if isinstance(first, MultimodalPrompt):
+        return False
     return not isinstance(first, Collection) or getattr(first, "ndim", 1) == 0
 
 
@@ -70,6 +73,22 @@ def encode_prompt(target: LanguageModel, prompt: str | Sequence[int]) -> list[in
             "answer together; shorten it"
         )
     return ids
+
+
+def check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
+    """Hold what a prompt has beside its tokens to what the target's forward takes.
+
+    Raises:
+        PromptError: it takes no such thing.
+    """
+    unknown = sorted(set(prompt.inputs) - target.input_names)
+    if unknown and not target.input_names:
+        raise PromptError(f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} reads text alone here")
+    if unknown:
+        known = ", ".join(sorted(target.input_names))
+        raise PromptError(
+            f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} takes none; it takes {known}"
+        )
 
 
 def _encode_text(target: LanguageModel, prompt: str) -> list[int]:

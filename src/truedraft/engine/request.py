@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
 
 from truedraft.cache import RequestCache
 from truedraft.core.budget import MOST_NODES, RequestView
@@ -47,6 +49,7 @@ class Request:
         sample: which of several answers to the same prompt; each has noise of its own.
         scope: it shares what it begins with with requests of this one.
         forms: makes the form of a structured answer.
+        inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared with nobody.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -62,7 +65,9 @@ class Request:
         sample: int = 0,
         scope: Hashable = None,
         forms: Forms | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
+        self.inputs = inputs
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
         self.params = params

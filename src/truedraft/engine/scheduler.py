@@ -55,6 +55,8 @@ class Scheduler:
                 continue
             # Parts end at multiples of their size, whatever was copied before them.
             fed = 1 if decodes else min(request.uncomputed, self.chunk - request.computed % self.chunk)
+            if request.inputs is not None and not request.computed:
+                fed = request.prompt_tokens  # what images gave a token is known while the whole prompt is read
             if not decodes:
                 if prefill and prefill + fed > most:
                     continue

@@ -59,6 +59,8 @@ class Sharing:
             running: in the order in which they came.
         """
         assert request.cache is not None
+        if request.inputs is not None:
+            return
         scope = request.draft.scope, request.params.adapter
         self._own.join(request.id, request.cache, request.tokens, scope, request.prompt_tokens)
         if request.params.prompt_logprobs is not None and not request.emitted:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from truedraft.models.huggingface import HuggingFaceModel
     from truedraft.models.lm_head import LmHead
     from truedraft.models.loading import load_model
+    from truedraft.models.multimodal import MultimodalPrompt
     from truedraft.models.padding import pad_model
     from truedraft.models.translated import TranslatedModel
 
 _HOMES = {
     "HuggingFaceModel": "truedraft.models.huggingface",
     "LmHead": "truedraft.models.lm_head",
+    "MultimodalPrompt": "truedraft.models.multimodal",
     "TranslatedModel": "truedraft.models.translated",
     "export_model": "truedraft.models.export",
     "load_model": "truedraft.models.loading",
@@ -35,6 +37,7 @@ __all__ = [
     "HuggingFaceModel",
     "LanguageModel",
     "LmHead",
+    "MultimodalPrompt",
     "Segment",
     "TranslatedModel",
     "export_model",

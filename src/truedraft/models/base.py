@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -36,6 +36,8 @@ class Segment:
         prompt: so many of the new ones, from the first, are a prompt's: layers that carry states read these in pieces,
             and all others one by one, so that a token's bits do not hang on who shares its forward.
         adapter: one of the model's, which adds to its weights for these tokens.
+        inputs: what a prompt has beside its tokens, by name; the tokens are then the whole prompt, and the cache is
+            empty.
     """
 
     cache: RequestCache
@@ -45,6 +47,7 @@ class Segment:
     written: int = 0
     prompt: int = 0
     adapter: str | None = None
+    inputs: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class LanguageModel(ABC):
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
         adapters: that a segment may name.
         sources: how its texts are laid out; None without an encoder.
+        input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
     """
 
     name: str
@@ -99,6 +103,7 @@ class LanguageModel(ABC):
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
     sources: Sources | None = None
+    input_names: frozenset[str] = frozenset()
 
     @property
     def fingerprint(self) -> str:

@@ -22,6 +22,7 @@ from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
+from truedraft.models.multimodal import senses_of
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
@@ -36,9 +37,6 @@ _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len")
 _CHECKED_TOKENS = 4
 _CANONICAL = (torch.float32, torch.bfloat16)
 UP_TO_NEAR_TIES = "up to near ties"
-
-# Parts of a configuration, and what they let a model read beside text.
-_SENSES = {"vision_config": "images", "audio_config": "sound", "encoder_config": "sound"}
 
 
 class HuggingFaceModel(LanguageModel):
@@ -101,6 +99,7 @@ class HuggingFaceModel(LanguageModel):
         self.fast_paths = self._backend.fast_paths
         self.shown_layers = self._backend.shown_layers
         self.adapters = self._backend.adapters
+        self.input_names = self._backend.input_names
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
 
@@ -122,7 +121,7 @@ class HuggingFaceModel(LanguageModel):
             if self.equality == UP_TO_NEAR_TIES
             else None
         )
-        senses = [what for part, what in _SENSES.items() if getattr(self._model.config, part, None) is not None]
+        senses = [] if self.input_names else senses_of(self._model)
         deaf = f"it reads text alone, and is given no {' and no '.join(senses)}" if senses else None
         notes = (self._padding_note, self._backend.note, self._context_note, deaf, weaker)
         return "; ".join(each for each in notes if each) or None

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.errors import ModelError
-from truedraft.models.attention import AttentionPattern, Scoring, SegmentLayout, layout_of
+from truedraft.models.attention import (
+    AttentionPattern,
+    Blocked,
+    ChainLayout,
+    Scoring,
+    SegmentLayout,
+    layout_of,
+)
 from truedraft.models.base import Segment
+
+_MASKED_ROWS = 256  # whose scores are in memory together
 
 
 @dataclass(slots=True)
@@ -40,7 +49,7 @@ class ForwardPlan:
     Attributes:
         segments: the segments' plans.
         tokens: `[1, total]`, int64: all new tokens, then padding.
-        positions: `[1, total]`, int64: cached length + depth in the tree - 1.
+        positions: `[1, total]`, int64: cached length + depth in the tree - 1, shifted as the cache says.
         rows: `[wanted]`, int64: rows of the pack that need logits, then padding.
         wanted: how many of `rows` were asked for.
         furthest: the largest position.
@@ -80,7 +89,8 @@ class ForwardPlan:
             segment.cache.reserve(written + count, written)
             start = len(positions)
             plans.append(SegmentPlan(segment, start, count, length, device))
-            positions.extend(length - 1 + depth for depth in segment.shape.depths[written:])
+            first = length - 1 + segment.cache.shift
+            positions.extend(first + depth for depth in segment.shape.depths[written:])
             rows.extend(start + row for row in segment.rows)
         tokens = _on_device([segment.tokens for segment in segments], device)
         missing = least_rows - len(positions)
@@ -123,6 +133,30 @@ class ForwardPlan:
         padding = query.shape[1] - sum(part.count for part in self.segments)
         if padding:
             outputs.append(outputs[0][:1].expand(padding, -1, -1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def attend_masked(
+        self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of the one segment's tokens, a whole prompt's, under the mask that the model itself made.
+
+        Args:
+            call: as `attend` takes it, and likewise the others.
+            mask: `[total, total]`, True or 0 where a token sees another; None lets it see all before it.
+        """
+        count = query.shape[1]
+        keys, values = self.segments[0].segment.cache.write(call, key, value)
+        hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)
+        if mask is None:
+            hidden = hidden.triu(1)
+        else:
+            hidden[:, :count] = ~mask if mask.dtype == torch.bool else mask < 0
+        outputs = [
+            ChainLayout(Blocked(0, hidden[first : first + _MASKED_ROWS])).attend(
+                query[:, first : first + _MASKED_ROWS], keys, values, scoring
+            )
+            for first in range(0, count, _MASKED_ROWS)
+        ]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

@@ -31,6 +31,7 @@ class Backend(ABC):
         note: what every report on the model must say of how it runs.
         shown_layers: layers whose output can be seen; 0 where the layers run out of sight.
         adapters: that a segment may name.
+        input_names: what a prompt may have beside its tokens.
     """
 
     fast_paths: tuple[str, ...]
@@ -40,6 +41,7 @@ class Backend(ABC):
     note: str | None = None
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
+    input_names: frozenset[str] = frozenset()
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.
@@ -60,9 +62,25 @@ class Backend(ABC):
             Logits `[rows, ids]` of the wanted rows, padded ids of the embedding included, and the vectors
             `[rows, width]` that entered the LM head.
         """
+        if any(segment.inputs is not None for segment in segments):
+            return self._forward_apart(segments, device)
         plan = ForwardPlan.of(segments, device, self.least_rows)
         logits, hidden = self.run(plan)
         return logits[: plan.wanted], hidden[: plan.wanted]
+
+    def _forward_apart(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The same where some segments are prompts with images or sound, each of which is read in a forward of its
+        own."""
+        packed = [segment for segment in segments if segment.inputs is None]
+        numbers = [len(segment.rows) for segment in packed]
+        rest = self.forward(packed, device) if packed else None
+        others = iter([] if rest is None else zip(*(part.split(numbers) for part in rest), strict=True))
+        parts = [
+            next(others) if segment.inputs is None else self.run_inputs(ForwardPlan.of([segment], device, 1))
+            for segment in segments
+        ]
+        logits, hidden = zip(*parts, strict=True)
+        return torch.cat(logits), torch.cat(hidden)
 
     def forward_showing(
         self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]
@@ -82,6 +100,14 @@ class Backend(ABC):
             Logits `[rows, ids]` of the plan's rows, padded ids of the embedding included, and the vectors
             `[rows, width]` that entered the LM head; both with the plan's padding.
         """
+
+    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        """Run a plan of one segment, a whole prompt with what it has beside its tokens; as `run`.
+
+        Raises:
+            UnsupportedModelError: this backend reads text alone.
+        """
+        raise UnsupportedModelError("this forward reads text alone; load the model with fast_paths=False")
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         """The same as `run`, and put what each of the layers gives, `[total, width]`, into `seen`.

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from truedraft.cache import CachePool
 from truedraft.errors import ModelError, UnsupportedModelError
@@ -19,6 +21,7 @@ from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_width
+from truedraft.models.multimodal import forget_rope_delta, input_names_of, on_device, rope_delta_of
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.recurrence import Recurrence, carrying_modules
@@ -48,6 +51,7 @@ class StockBackend(Backend):
         adapters: Mapping[str, Mapping[str, LowRank]] = MappingProxyType({}),
     ) -> None:
         self._model = model
+        self.input_names = input_names_of(model)
         self._attention = _PackedAttention(probe_patterns(model) if patterns is None else patterns)
         self._attention.register(model)
         self._adapters = Adapters(model, adapters)
@@ -79,6 +83,23 @@ class StockBackend(Backend):
                 use_cache=False,
                 logits_to_keep=plan.rows,
             )
+        logits, vectors = output.logits[0], self._captured.pop()[0]
+        return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
+
+    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        segment = plan.segments[0].segment
+        inputs = on_device(segment.inputs or {}, plan.tokens.device, self._model.dtype)
+        forget_rope_delta(self._model)
+        self._captured.clear()
+        with self._attention.reading(self._model, plan), self._recurrence.following(plan), self._adapters.following(plan):
+            output = self._model(
+                input_ids=plan.tokens,
+                attention_mask=torch.ones_like(plan.tokens),
+                use_cache=False,
+                logits_to_keep=plan.rows,
+                **inputs,
+            )
+        segment.cache.shift = rope_delta_of(self._model)
         logits, vectors = output.logits[0], self._captured.pop()[0]
         return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
 
@@ -118,14 +139,33 @@ class _PackedAttention:
         self._patterns = tuple(patterns)
         self._plan: ForwardPlan | None = None
         self._call = 0
+        self._decoder: frozenset[int] = frozenset()  # ids of its modules, while it reads a prompt with images
 
     def register(self, model: PreTrainedModel) -> None:
         """Make this the model's attention."""
         name = f"truedraft-{next(_numbers)}"
         AttentionInterface.register(name, self.attend)
+        if input_names_of(model):
+            AttentionInterface.register(f"{name}-masked", self.attend_masked)
+            AttentionMaskInterface.register(f"{name}-masked", sdpa_mask)
         model.set_attn_implementation(name)
         if self._patterns and model.config._attn_implementation != name:
             raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
+
+    @contextmanager
+    def reading(self, model: PreTrainedModel, plan: ForwardPlan) -> Iterator[None]:
+        """The next forward of the model reads the plan's one segment, under the masks that the model makes itself.
+
+        Modules outside its text decoder, which look at images, have the attention that they came with.
+        """
+        name = model.config._attn_implementation
+        self._decoder = frozenset(map(id, model.get_decoder().modules()))
+        model.set_attn_implementation(f"{name}-masked")
+        try:
+            with self.following(plan):
+                yield
+        finally:
+            model.set_attn_implementation(name)
 
     @contextmanager
     def following(self, plan: ForwardPlan) -> Iterator[None]:
@@ -149,12 +189,35 @@ class _PackedAttention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """What the model's layers call instead of their own attention; batch 1, all segments packed."""
-        plan = self._plan
-        if plan is None:
+        plan, call = self._next_call(module)
+        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        mixed = plan.attend(call, self._patterns[call], scoring, query[0], key[0], value[0])
+        return mixed[None].contiguous(), None  # some families take views of it
+
+    def attend_masked(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, None]:
+        """The same for a whole prompt with images, under the mask `[1, 1, total, total]` that the model made."""
+        if id(module) not in self._decoder:
+            mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+            return mixed, None
+        if key.shape[2] != query.shape[2] or (attention_mask is not None and attention_mask.shape[:2] != (1, 1)):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} looks at images beside its text, not in it, which truedraft cannot run; give "
+                "text alone"
+            )
+        plan, call = self._next_call(module)
+        scaling = given.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scoring = Scoring(scaling, given.get("softcap"), given.get("s_aux"))
+        mask = None if attention_mask is None else attention_mask[0, 0]
+        return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
+
+    def _next_call(self, module: nn.Module) -> tuple[ForwardPlan, int]:
+        """The plan that is followed, and which attention call of it this is."""
+        if self._plan is None:
             raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
         if self._call == len(self._patterns):
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
-        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
         call, self._call = self._call, self._call + 1
-        mixed = plan.attend(call, self._patterns[call], scoring, query[0], key[0], value[0])
-        return mixed[None].contiguous(), None  # some families take views of it
+        return self._plan, call
