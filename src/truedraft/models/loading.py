@@ -457,15 +457,17 @@ def _writers() -> set[str]:
 
 
 def _class_of(config: Any) -> Any:
-    """What loads a model that was not refused: the class that wrote it, where transformers has no other for its type.
+    """What loads a model that was not refused: the class that wrote it where it sees or hears beside its text, or where
+    transformers has no other for its type.
 
     Decoders of text that were saved without what sees or hears beside them have types of their own.
     """
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    writer = (config.architectures or [""])[0]
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not writer.endswith("ForConditionalGeneration"):
         return AutoModelForCausalLM
-    return getattr(transformers, config.architectures[0])
+    return getattr(transformers, writer)
 
 
 def _first_line(error: BaseException) -> str:

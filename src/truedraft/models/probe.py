@@ -126,7 +126,7 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
     if not carrying:
         _refuse_other_layers(model, name)
     recorder = _Recorder()
-    before = model.config._attn_implementation  # type: ignore[union-attr]
+    before = _attention_names(model.config)
     AttentionInterface.register(_NAME, recorder.attend)
     AttentionMaskInterface.register(_NAME, recorder.make_mask)
     try:
@@ -147,6 +147,12 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
     if not recorder.seen and not carrying:
         raise UnsupportedModelError(f"{name} never called its attention function; truedraft cannot run it")
     return [_classify(function, name) for function in recorder.seen]
+
+
+def _attention_names(config: Any) -> dict[str, Any]:
+    """The attention of a model and of its parts, as `set_attn_implementation` takes them: not all can have the same."""
+    parts = ((key, getattr(config, key)) for key in config.sub_configs)
+    return {"": config._attn_implementation} | {key: _attention_names(part) for key, part in parts if part is not None}
 
 
 def _refuse_scaled_queries(model: nn.Module, name: str) -> None:
