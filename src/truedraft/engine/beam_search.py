@@ -20,7 +20,7 @@ from torch import Tensor
 
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.engine.prompts import encode_prompt
+from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.options import check_whole
@@ -101,7 +101,7 @@ class BeamSearch:
             DraftModel(draft).check(target)
 
     @torch.inference_mode()
-    def generate(self, prompt: str | Sequence[int], max_tokens: int = 128) -> BeamAnswer:
+    def generate(self, prompt: TextPrompt, max_tokens: int = 128) -> BeamAnswer:
         """The best beams behind a prompt.
 
         Args:

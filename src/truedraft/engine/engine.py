@@ -212,8 +212,8 @@ class Engine:
             if error is not None:
                 raise error
             return answer
-        each = params_of_each(len(prompt), params)
         prompts = cast("Sequence[Prompt]", prompt)
+        each = params_of_each(len(prompts), params)
         return self._answer_all([self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)])
 
     def _prepare_all(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
@@ -323,8 +323,8 @@ class Engine:
         inputs = None
         if isinstance(prompt, MultimodalPrompt):
             check_inputs(target, prompt)
-            prompt, inputs = prompt.token_ids, prompt.inputs
-        ids = encode_prompt(target, prompt)
+            inputs = prompt.inputs
+        ids = encode_prompt(target, prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt)
         check_whole("sample", sample, least=0)
         try:
             hash(scope)

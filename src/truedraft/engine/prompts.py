@@ -11,7 +11,8 @@ from truedraft.errors import OptionError, PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.multimodal import MultimodalPrompt
 
-Prompt: TypeAlias = str | Sequence[int] | MultimodalPrompt
+TextPrompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = TextPrompt | MultimodalPrompt
 
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
@@ -50,7 +51,7 @@ def params_of_each(
     return params
 
 
-def encode_prompt(target: LanguageModel, prompt: str | Sequence[int]) -> list[int]:
+def encode_prompt(target: LanguageModel, prompt: TextPrompt) -> list[int]:
     """Token ids of a prompt, checked against the target's ids and context.
 
     Raises:

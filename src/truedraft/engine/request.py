@@ -112,11 +112,9 @@ class Request:
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
-        self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, params.stop, params.min_tokens)
+        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens)
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
-        self._steps = 0
-        self._submitted = time.perf_counter()
+        self._steps, self._submitted = 0, time.perf_counter()
         self._first_token: float | None = None
         self._finished: float | None = None
 

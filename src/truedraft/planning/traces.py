@@ -15,7 +15,7 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine, Request
-from truedraft.engine.prompts import Prompt, encode_prompt
+from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
 
@@ -63,7 +63,7 @@ class AnswerTrace:
         return self.limit - len(self.prompt) - place - 1
 
 
-Asked: TypeAlias = tuple[str, Prompt, SamplingParams]
+Asked: TypeAlias = tuple[str, TextPrompt, SamplingParams]
 """A prompt: its name, its text or token ids, and how its answer is drawn."""
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.engine import Answer
-from truedraft.engine.prompts import Prompt
+from truedraft.engine.prompts import TextPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
 from truedraft.server.fields import Items, ResponseFormat, SamplingFields, checked_logprobs
@@ -38,7 +38,7 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[TextPrompt]:
         """Each of them."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):

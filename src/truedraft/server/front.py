@@ -20,7 +20,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions, ForwardSeconds
-from truedraft.engine.prompts import Prompt
+from truedraft.engine.prompts import TextPrompt
 from truedraft.errors import TruedraftError
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
@@ -93,7 +93,7 @@ class Front:
 
     async def begin(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TextPrompt],
         params: SamplingParams,
         fields: SamplingFields,
         http: HttpRequest,
@@ -139,7 +139,7 @@ class Front:
         return work(*given)
 
     def _prepared(
-        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+        self, prompts: Sequence[TextPrompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)

@@ -8,7 +8,7 @@ follows, so a chain costs one forward and a tree one for each of its leaves; eve
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
+from truedraft.models.multimodal import forget_rope_delta, input_names_of, on_device, rope_delta_of
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 
 
@@ -43,6 +44,7 @@ class AloneBackend(Backend):
         self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
         self.least_rows = 1
         self.fast_paths = ()
+        self.input_names = input_names_of(model)
         self.note = f"one text at a time, since it cannot run packed: {reason}"
 
     def _refuse(self) -> None:
@@ -74,6 +76,13 @@ class AloneBackend(Backend):
             return self.unembed(none), none
         return torch.stack(logits), torch.stack(hidden)
 
+    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        cache = plan.segments[0].segment.cache
+        forget_rope_delta(self._model)
+        found = self.run(plan)
+        cache.shift = rope_delta_of(self._model)
+        return found
+
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Read a run; returns logits and the LM head's input of those of its new tokens whose rows are wanted."""
         segment = part.segment
@@ -84,7 +93,7 @@ class AloneBackend(Backend):
         contiguous = own[-1] - own[0] == len(own) - 1
         ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]
         self._captured.clear()
-        logits = self._logits(ids[None], past, torch.tensor(places, device=tokens.device))
+        logits = self._logits(ids[None], past, torch.tensor(places, device=tokens.device), segment.inputs)
         if not past.used:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} does not keep what it read in transformers' cache of keys and values; "
@@ -99,14 +108,26 @@ class AloneBackend(Backend):
         """How many of a segment's first tokens the model's forward is not given."""
         return 0
 
-    def _logits(self, ids: Tensor, past: PathCache, places: Tensor) -> Tensor:
-        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at some places of them, or at all."""
+    def _logits(
+        self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Run the model on new tokens `[1, new]`; logits `[rows, vocab]` at some places of them, or at all.
+
+        Args:
+            ids: the new tokens.
+            past: what is before them.
+            places: where logits are wanted.
+            inputs: what a whole prompt has beside its tokens; the model then knows their positions itself.
+        """
         end = past.end
         given: dict[str, Any] = {
-            "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None],
+            "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None] + past.cache.shift,
             "attention_mask": torch.ones(1, end, dtype=torch.int64, device=ids.device),
             "logits_to_keep": places,
         }
+        if inputs is not None:
+            del given["position_ids"]
+            given |= on_device(inputs, ids.device, self._model.dtype)
         given = {name: value for name, value in given.items() if name in self._takes}
         logits: Tensor = self._model(input_ids=ids, past_key_values=past, use_cache=True, **given).logits[0]
         return logits

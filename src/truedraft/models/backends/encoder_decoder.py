@@ -7,6 +7,7 @@ positions, where a causal model would have these tokens' keys and values. Behind
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ class EncoderDecoderBackend(AloneBackend):
 
     def __init__(self, model: PreTrainedModel, sources: Sources) -> None:
         super().__init__(model)
+        self.input_names = frozenset()
         self._sources = sources
         self._width = int(model.get_encoder().config.get_text_config().hidden_size)
         self._encoded: Tensor | None = None  # of the segment that runs, until cross-attention has read it
@@ -70,7 +72,9 @@ class EncoderDecoderBackend(AloneBackend):
         cache.memory = length
         return length - part.length
 
-    def _logits(self, ids: Tensor, past: PathCache, places: Tensor) -> Tensor:
+    def _logits(
+        self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         cache, encoded = past.cache, self._encoded
         memory = _Memory(cache, 0 if encoded is not None else cache.calls)
         if encoded is None:  # it was read before, and its shape is all that is looked at

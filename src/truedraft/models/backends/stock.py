@@ -75,31 +75,22 @@ class StockBackend(Backend):
         return CachePool(limit, carries=self._carries)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        self._captured.clear()
-        with self._attention.following(plan), self._recurrence.following(plan), self._adapters.following(plan):
-            output = self._model(
-                input_ids=plan.tokens,
-                position_ids=plan.positions,
-                use_cache=False,
-                logits_to_keep=plan.rows,
-            )
-        logits, vectors = output.logits[0], self._captured.pop()[0]
-        return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
+        with self._attention.following(plan):
+            return self._run(plan, {"position_ids": plan.positions})
 
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         segment = plan.segments[0].segment
         inputs = on_device(segment.inputs or {}, plan.tokens.device, self._model.dtype)
         forget_rope_delta(self._model)
-        self._captured.clear()
-        with self._attention.reading(self._model, plan), self._recurrence.following(plan), self._adapters.following(plan):
-            output = self._model(
-                input_ids=plan.tokens,
-                attention_mask=torch.ones_like(plan.tokens),
-                use_cache=False,
-                logits_to_keep=plan.rows,
-                **inputs,
-            )
+        with self._attention.reading(self._model, plan):
+            found = self._run(plan, {"attention_mask": torch.ones_like(plan.tokens), **inputs})
         segment.cache.shift = rope_delta_of(self._model)
+        return found
+
+    def _run(self, plan: ForwardPlan, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        self._captured.clear()
+        with self._recurrence.following(plan), self._adapters.following(plan):
+            output = self._model(input_ids=plan.tokens, use_cache=False, logits_to_keep=plan.rows, **given)
         logits, vectors = output.logits[0], self._captured.pop()[0]
         return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
 

@@ -6,7 +6,7 @@ another, whatever its layers keep. A step costs the text so far, and drafted tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class WholeTextBackend(AloneBackend):
 
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         super().__init__(model, reason)
+        self.input_names = frozenset()
         self.note = f"the whole text again at every step, since nothing that it keeps can be taken back: {reason}"
 
     def _refuse(self) -> None:
@@ -41,7 +42,9 @@ class WholeTextBackend(AloneBackend):
         _text(tokens[own][None], PathCache(segment.cache, segment.shape.path(run[-1]), len(run)))
         return {}
 
-    def _logits(self, ids: Tensor, past: PathCache, places: Tensor) -> Tensor:
+    def _logits(
+        self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         new, text = ids.shape[1], _text(ids, past)
         given = {
             "position_ids": torch.arange(text.shape[1], device=ids.device)[None],
