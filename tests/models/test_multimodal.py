@@ -1,0 +1,171 @@
+"""Prompts with images or sound: what `generate` answers to them, drafted for or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.multimodal_models import FAMILIES, TEXT
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.base import Drafter
+from truedraft.errors import ModelError, PromptError, TruedraftError
+from truedraft.models import HuggingFaceModel, LanguageModel, MultimodalPrompt
+from truedraft.models.backends.alone import AloneBackend
+
+GREEDY = SamplingParams(max_tokens=20)
+PACKED = [name for name in FAMILIES if name != "qwen3_5"]  # whose states one text at a time cannot take back
+
+
+def loaded(family: str, tmp_path: Path) -> LanguageModel:
+    """As a user loads it."""
+    FAMILIES[family].model().save_pretrained(tmp_path)
+    return load_model(tmp_path, dtype="float32")
+
+
+def generated(family: str, prompt: MultimodalPrompt) -> list[int]:
+    ids = torch.tensor([prompt.token_ids])
+    model = FAMILIES[family].model()
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, **prompt.inputs
+    )
+    tokens: list[int] = answer[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def first_logprobs(target: LanguageModel, prompt: MultimodalPrompt) -> list[float]:
+    answer = Engine(target).generate(prompt, replace(GREEDY, max_tokens=1, logprobs=5))
+    assert answer.logprobs is not None
+    return [each for _, each in answer.logprobs[0].top]
+
+
+def a_draft() -> Drafter:
+    """A model of text alone, with the target's ids."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    return DraftModel(HuggingFaceModel(LlamaForCausalLM(LlamaConfig(**TEXT)), None, "draft"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_generate(family: str, tmp_path: Path) -> None:
+    target = loaded(family, tmp_path)
+    prompts = [FAMILIES[family].prompt(seed) for seed in range(3)]
+    expected = [generated(family, prompt) for prompt in prompts]
+    text = list(prompts[0].token_ids[:4])
+    plain = Engine(target)
+    assert [answer.token_ids for answer in plain.generate(prompts, GREEDY)] == expected
+    alone = plain.generate(text, GREEDY).token_ids
+    drafted = 0
+    for drafter in (PromptLookup(), a_draft()):
+        answers = Engine(target, drafter, controller="fixed").generate([*prompts, text], GREEDY)  # type: ignore[list-item]
+        assert [answer.token_ids for answer in answers] == [*expected, alone]
+        drafted += sum(answer.stats.draft_tokens for answer in answers)
+    assert drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_image_matters(family: str, tmp_path: Path) -> None:
+    target = loaded(family, tmp_path)
+    prompt = FAMILIES[family].prompt(0)
+    other = MultimodalPrompt(
+        prompt.token_ids,
+        {name: -value if value.is_floating_point() else value for name, value in prompt.inputs.items()},
+    )
+    assert first_logprobs(target, prompt) == first_logprobs(target, prompt)
+    assert first_logprobs(target, prompt) != first_logprobs(target, other)
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_one_text_at_a_time(family: str) -> None:
+    target = HuggingFaceModel(FAMILIES[family].model(), None, family, AloneBackend)
+    prompts = [FAMILIES[family].prompt(seed) for seed in range(2)]
+    answers = Engine(target, PromptLookup(), controller="fixed").generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [generated(family, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "gemma3"])
+def test_coupled_answers_do_not_depend_on_drafts(family: str, tmp_path: Path) -> None:
+    target = loaded(family, tmp_path)
+    prompts = [FAMILIES[family].prompt(seed) for seed in range(3)]
+    params = [SamplingParams(max_tokens=20, temperature=1.2, coupled=True, seed=seed) for seed in range(3)]
+    expected = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
+    drafted = Engine(target, PromptLookup(), controller="fixed").generate(prompts, params)
+    assert [answer.token_ids for answer in drafted] == expected
+    assert len({tuple(tokens) for tokens in expected}) == 3
+
+
+@pytest.mark.parametrize(("family", "room"), [("qwen2_vl", 1.6), ("qwen3_5", 2.2)])
+def test_a_request_that_gave_its_room_back_reads_its_image_again(family: str, room: float, tmp_path: Path) -> None:
+    target = loaded(family, tmp_path)
+    prompts = [FAMILIES[family].prompt(seed) for seed in range(4)]
+    params = SamplingParams(max_tokens=450)  # more than is granted at first
+    expected = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
+    with pytest.raises(TruedraftError, match="bytes of cache") as refused:
+        Engine(target, max_cache_bytes=1).generate(prompts[0], params)
+    needed = int(str(refused.value).split(" need ")[1].split(" bytes")[0].replace(",", ""))
+    engine = Engine(target, PromptLookup(), controller="fixed", max_cache_bytes=int(room * needed))
+    answers = engine.generate(prompts, params)
+    assert [answer.error for answer in answers] == [None] * 4
+    assert [answer.token_ids for answer in answers] == expected
+    assert engine.preemptions
+
+
+def test_samples_of_one_prompt(tmp_path: Path) -> None:
+    target = loaded("llava", tmp_path)
+    params = SamplingParams(max_tokens=12, temperature=1.0, coupled=True, seed=5, n=3)
+    prompt = FAMILIES["llava"].prompt(0)
+    answer = Engine(target, PromptLookup(), controller="fixed").generate(prompt, params)
+    plain = Engine(target).generate(prompt, params)
+    assert [each.token_ids for each in answer.others] == [each.token_ids for each in plain.others]
+    assert len({tuple(each.token_ids) for each in (answer, *answer.others)}) == 3
+
+
+@pytest.mark.plants_failures
+def test_an_image_that_does_not_fit_its_text_fails_alone(tmp_path: Path) -> None:
+    target = loaded("llava", tmp_path)
+    good = FAMILIES["llava"].prompt(0)
+    short = MultimodalPrompt(tuple(token for token in good.token_ids if token != 150), good.inputs)
+    answers = Engine(target).generate([good, short, good], GREEDY)
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    assert answers[0].token_ids == answers[2].token_ids == generated("llava", good)
+    with pytest.raises(ModelError, match="[Ii]mage features and image tokens do not match"):
+        Engine(target).generate(short, GREEDY)
+
+
+def test_a_model_of_text_alone_refuses_images() -> None:
+    with pytest.raises(PromptError, match=r"pixel_values beside its tokens, and 'embedded:target' reads text alone"):
+        Engine("embedded:target").generate(FAMILIES["llava"].prompt(0), GREEDY)
+
+
+def test_what_the_model_does_not_take_is_named(tmp_path: Path) -> None:
+    prompt = FAMILIES["qwen2_audio"].prompt(0)
+    with pytest.raises(PromptError, match=r"feature_attention_mask beside its tokens.* it takes .*pixel_values"):
+        Engine(loaded("llava", tmp_path)).generate(prompt, GREEDY)
+
+
+IDS = torch.tensor([[5, 150, 6]])
+PIXELS = torch.zeros(1, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "told"),
+    [
+        ({"pixel_values": PIXELS}, "no tensor of input_ids"),
+        ({"input_ids": [[5, 150]], "pixel_values": PIXELS}, "no tensor of input_ids"),
+        ({"input_ids": IDS.repeat(2, 1), "pixel_values": PIXELS}, "2 texts"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]]), "pixel_values": PIXELS},
+            "padded the text",
+        ),
+        ({"input_ids": IDS}, "nothing beside its tokens"),
+        ({"input_ids": IDS[:, :1], "pixel_values": PIXELS}, "at least a placeholder"),
+        ({"input_ids": IDS, "pixel_values": [[0.0]]}, "'pixel_values' .* is a list"),
+    ],
+)
+def test_what_a_processor_did_not_return_is_refused(encoded: dict[str, object], told: str) -> None:
+    with pytest.raises(PromptError, match=told):
+        MultimodalPrompt.of(encoded)
