@@ -132,7 +132,7 @@ def test_an_image_that_does_not_fit_its_text_fails_alone(tmp_path: Path) -> None
     answers = Engine(target).generate([good, short, good], GREEDY)
     assert [answer.error is None for answer in answers] == [True, False, True]
     assert answers[0].token_ids == answers[2].token_ids == generated("llava", good)
-    with pytest.raises(ModelError, match="[Ii]mage features and image tokens do not match"):
+    with pytest.raises(ModelError, match=r"[Ii]mage features and image tokens do not match"):
         Engine(target).generate(short, GREEDY)
 
 
