@@ -1,0 +1,1 @@
+"""A small hybrid of gated delta nets and attention, and a draft for it."""
