@@ -66,7 +66,7 @@ def test_layers_run_as_the_model_does(name: str) -> None:
     """By the description alone; the model's own forward is on the other side."""
     model = build(CONFIGS[name], seed=0)
     llama = llama_of(model)
-    rotation = llama.rotary.at(torch.arange(len(TEXT)))
+    rotation = llama.rotaries[0].at(torch.arange(len(TEXT)))
     x = embedding(TEXT, llama.embedding)
     for layer in llama.layers:
         x = layer.with_products(Product).run(x, rotation, partial(attend, layer.pattern, layer.scaling))

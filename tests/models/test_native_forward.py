@@ -19,7 +19,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from support.backends import llama_of, native_backend
 from support.tiny_models import build
@@ -49,6 +58,9 @@ OTHERS: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 256
 SIZES = HEADS | WIDTHS | OTHERS | {"bos_token_id": None}
 
 
+PARTLY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+
+
 def llama(**sizes: Any) -> PretrainedConfig:
     return LlamaConfig(**SIZES | sizes)
 
@@ -63,6 +75,21 @@ CONFIGS = {
     "five to a key head": lambda: Qwen3Config(**SIZES | {"num_attention_heads": 10, "num_key_value_heads": 2}),
     "a window of 1": lambda: MistralConfig(**SIZES, sliding_window=1),
     "a window of 3": lambda: MistralConfig(**SIZES, sliding_window=3),
+    "fused projections": lambda: Phi3Config(**SIZES, pad_token_id=None),
+    "part of a head": lambda: Phi3Config(
+        **SIZES | {"head_dim": 64}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.5}
+    ),
+    "neighbours rotated": lambda: GlmConfig(**SIZES, pad_token_id=None, attention_bias=True, rope_parameters=PARTLY),
+    "norms behind sums": lambda: Glm4Config(
+        **SIZES | {"head_dim": 64}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.5}
+    ),
+    "two rotations, weights from 1": lambda: Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        pad_token_id=None,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=40,
+    ),
 }
 
 

@@ -6,8 +6,10 @@ give the layers' products their own form and run `LlamaLayer.run`; the native on
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -17,31 +19,74 @@ from transformers import PreTrainedModel
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.packed_linear import is_plain
 
-# Classes whose layers are: norm, attention over rotated heads, residual, norm, gated MLP, residual; and whose logits
-# are the LM head's.
-_KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FIRST_POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class _Names:
+    """What a family calls its norms, and where else it differs from Llama.
+
+    Attributes:
+        before_mlp: the norm of what the MLP reads.
+        after_attention: the norm of what attention adds to the residual stream; "" without one, and likewise
+        after_mlp.
+        offset: what norms add to their weights.
+        interleaved: whether neighbouring entries of a head are rotated together, not those of its halves.
+    """
+
+    before_mlp: str = "post_attention_layernorm"
+    after_attention: str = ""
+    after_mlp: str = ""
+    offset: float = 0.0
+    interleaved: bool = False
+
+
+# Classes whose layers are: norm, attention over rotated heads, residual, norm, gated MLP, residual; and whose logits
+# are the LM head's.
+_FAMILIES = {
+    "LlamaForCausalLM": _Names(),
+    "MistralForCausalLM": _Names(),
+    "Qwen2ForCausalLM": _Names(),
+    "Qwen3ForCausalLM": _Names(),
+    "Phi3ForCausalLM": _Names(),
+    "GlmForCausalLM": _Names(interleaved=True),
+    "Glm4ForCausalLM": _Names(
+        after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", interleaved=True
+    ),
+    "Gemma3ForCausalLM": _Names(
+        before_mlp="pre_feedforward_layernorm",
+        after_attention="post_attention_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        offset=1.0,
+    ),
+}
+_EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")
+
+
+@dataclass(frozen=True, slots=True)
 class RootMeanSquareNorm:
-    """x / sqrt(mean(x^2) + eps) * weight along the last axis.
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) along the last axis.
 
     Attributes:
         weight: `[width]`.
         eps: added to the mean of the squares.
+        offset: added to the weight; where it is not 0 nothing is rounded before the product, as in Gemma.
     """
 
     weight: Tensor
     eps: float
+    offset: float = 0.0
 
     @classmethod
-    def of(cls, module: Any) -> RootMeanSquareNorm:
+    def of(cls, module: Any, offset: float = 0.0) -> RootMeanSquareNorm:
         """From a loaded norm."""
-        return cls(module.weight.detach(), float(module.variance_epsilon))
+        return cls(module.weight.detach(), _epsilon_of(module), offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., width]` to the same."""
+        if self.offset:
+            weight = self.offset + self.weight.float()
+            return torch.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -49,21 +94,30 @@ class Rotation:
     """Turns heads by their rows' positions.
 
     Args:
-        table: `[rows, 1, 3/2 head]`: cosines, then half of the sines.
-        width: of a head.
+        table: `[rows, 1, 3/2 width]`: cosines, then half of the sines.
+        width: the first entries of a head, which are turned.
+        interleaved: whether entries are turned with their neighbours, not those of one half with those of the other.
     """
 
-    def __init__(self, table: Tensor, width: int) -> None:
+    def __init__(self, table: Tensor, width: int, interleaved: bool = False) -> None:
         self._cosines = table[..., :width]
         self._sines = table[..., width:]
-        self._half = width // 2
+        self._width, self._interleaved = width, interleaved
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """Heads `[rows, heads, head]`, turned: (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves."""
-        half = self._half
-        turned = heads * self._cosines
-        turned[..., :half].addcmul_(heads[..., half:], self._sines, value=-1)
-        turned[..., half:].addcmul_(heads[..., :half], self._sines)
+        """Heads `[rows, heads, head]`, turned: (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves or the
+        even and odd entries."""
+        width, half = self._width, self._width // 2
+        first, second = slice(0, half), slice(half, width)
+        cosines = self._cosines
+        if self._interleaved:
+            first, second = slice(0, width, 2), slice(1, width, 2)
+            cosines = cosines[..., :half].repeat_interleave(2, -1)
+        turned = heads * cosines if width == heads.shape[-1] else heads.clone()
+        if width < heads.shape[-1]:
+            turned[..., :width] *= cosines
+        turned[..., first].addcmul_(heads[..., second], self._sines, value=-1)
+        turned[..., second].addcmul_(heads[..., first], self._sines)
         return turned
 
 
@@ -71,16 +125,21 @@ class RotaryTable:
     """Cosines and sines of a model's own rotary module, by position, tabulated once; grows by doubling.
 
     Args:
-        rotary: the module; called as `rotary(like, position_ids)`, it gives cosines and sines `[1, n, head]`.
+        rotary: the module; called as `rotary(like, position_ids)`, it gives cosines and sines `[1, n, width]`.
         like: a tensor of the dtype and device that they are wanted in.
+        interleaved: as `Rotation` takes it.
 
     Attributes:
-        table: `[positions, 1, 3/2 head]`: cosines, then the first half of the sines (the second half is the same).
+        table: `[positions, 1, 3/2 width]`: cosines, then the first half of the sines (the second half is the same).
+        interleaved: as given.
     """
 
-    def __init__(self, rotary: nn.Module, like: Tensor) -> None:
+    def __init__(
+        self, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], like: Tensor, interleaved: bool = False
+    ) -> None:
         self._rotary = rotary
         self._like = like
+        self.interleaved = interleaved
         self.table = self._tabulate(_FIRST_POSITIONS)
 
     @property
@@ -100,7 +159,7 @@ class RotaryTable:
 
     def at(self, positions: Tensor) -> Rotation:
         """What turns the rows of a forward, by their positions `[rows]`, int64, which the table must hold."""
-        return Rotation(self.table.index_select(0, positions), self.width)
+        return Rotation(self.table.index_select(0, positions), self.width, self.interleaved)
 
 
 class Product(Protocol):
@@ -136,12 +195,15 @@ class LlamaLayer(Generic[L]):
         out: adds what attention mixed to the residual stream.
         gate_up: makes both factors of the MLP.
         down: adds their product to the residual stream.
+        after_attention: norm of what attention adds to the residual stream; None in most families, and likewise
+        after_mlp.
         activation: of the gate; `silu` itself where it is that.
         heads: of queries.
         kv_heads: of keys and of values.
         head: entries of a head.
         scaling: factor on products of queries and keys.
         pattern: which positions the layer may see.
+        rotary: which of the decoder's tables turns its heads.
     """
 
     before_attention: RootMeanSquareNorm
@@ -158,6 +220,9 @@ class LlamaLayer(Generic[L]):
     head: int
     scaling: float
     pattern: AttentionPattern
+    rotary: int = 0
+    after_attention: RootMeanSquareNorm | None = None
+    after_mlp: RootMeanSquareNorm | None = None
 
     def with_products(self, make: Callable[[L], M]) -> LlamaLayer[M]:
         """The same layer with its products in another form."""
@@ -174,9 +239,10 @@ class LlamaLayer(Generic[L]):
             query_key = torch.cat([query, key], 1)
         query_key = rotation(query_key)
         mixed = attend(query_key[:, : self.heads], query_key[:, self.heads :], heads[:, turned:])
-        x = self.out.plus(mixed, x)
+        x = self.out.plus(mixed, x) if self.after_attention is None else x + self.after_attention(self.out(mixed))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
-        return self.down.plus(self.activation(gate).mul_(up), x)
+        active = self.activation(gate).mul_(up)
+        return self.down.plus(active, x) if self.after_mlp is None else x + self.after_mlp(self.down(active))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +251,8 @@ class Llama:
 
     Attributes:
         embedding: `[ids, width]`.
-        rotary: of all layers.
+        scale: factor on what is looked up there.
+        rotaries: tables by which layers turn heads.
         layers: as they were loaded.
         norm: behind the last layer.
         lm_head: behind the norm.
@@ -195,7 +262,8 @@ class Llama:
     """
 
     embedding: Tensor
-    rotary: RotaryTable
+    scale: float
+    rotaries: tuple[RotaryTable, ...]
     layers: tuple[LlamaLayer[Linears], ...]
     norm: RootMeanSquareNorm
     lm_head: nn.Linear
@@ -213,14 +281,23 @@ class Llama:
         if not _is_known(model, patterns):
             return None
         decoder: Any = model.model
+        names = _FAMILIES[type(model).__name__]
         embedding, lm_head = decoder.embed_tokens.weight, model.get_output_embeddings()
+        scale = getattr(decoder.embed_tokens, "embed_scale", None)
+        several = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
+        types = [layer.self_attn.layer_type if several else None for layer in decoder.layers]
+        different = list(dict.fromkeys(types))
         sizes = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in decoder.layers}
         kinds = {(each.dtype, each.device) for each in model.parameters()}
         return cls(
             embedding.detach(),
-            RotaryTable(decoder.rotary_emb, embedding.detach()),
-            tuple(_layer(layer, pattern) for layer, pattern in zip(decoder.layers, patterns, strict=True)),
-            RootMeanSquareNorm.of(decoder.norm),
+            1.0 if scale is None else float(scale.to(embedding.dtype)),
+            tuple(_rotary(decoder.rotary_emb, embedding.detach(), each, names) for each in different),
+            tuple(
+                _layer(layer, pattern, names, different.index(its))
+                for layer, pattern, its in zip(decoder.layers, patterns, types, strict=True)
+            ),
+            RootMeanSquareNorm.of(decoder.norm, names.offset),
             lm_head,
             tied=lm_head.weight is embedding,
             uniform=len(sizes) == 1 and kinds == {(embedding.dtype, embedding.device)},
@@ -241,53 +318,97 @@ class Llama:
         """The different patterns of the layers, in the order in which they come."""
         return tuple(dict.fromkeys(layer.pattern for layer in self.layers))
 
+    @property
+    def inner(self) -> int:
+        """Width of the first layer's MLP."""
+        return int(self.layers[0].down[0].in_features)
 
-def _layer(layer: Any, pattern: AttentionPattern) -> LlamaLayer[Linears]:
+
+def _layer(layer: Any, pattern: AttentionPattern, names: _Names, rotary: int) -> LlamaLayer[Linears]:
     attention, mlp = layer.self_attn, layer.mlp
+    norms = {
+        field: RootMeanSquareNorm.of(getattr(layer, name), names.offset) if name else None
+        for field, name in (("after_attention", names.after_attention), ("after_mlp", names.after_mlp))
+    }
     normed = hasattr(attention, "q_norm")
+    head, of_values = attention.head_dim, attention.o_proj.in_features
+    outputs = sum(each.out_features for each in _qkv(attention))
     return LlamaLayer(
-        before_attention=RootMeanSquareNorm.of(layer.input_layernorm),
-        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=RootMeanSquareNorm.of(attention.q_norm) if normed else None,
-        key_norm=RootMeanSquareNorm.of(attention.k_norm) if normed else None,
+        before_attention=RootMeanSquareNorm.of(layer.input_layernorm, names.offset),
+        qkv=_qkv(attention),
+        query_norm=RootMeanSquareNorm.of(attention.q_norm, names.offset) if normed else None,
+        key_norm=RootMeanSquareNorm.of(attention.k_norm, names.offset) if normed else None,
         out=(attention.o_proj,),
-        before_mlp=RootMeanSquareNorm.of(layer.post_attention_layernorm),
-        gate_up=(mlp.gate_proj, mlp.up_proj),
+        before_mlp=RootMeanSquareNorm.of(getattr(layer, names.before_mlp), names.offset),
+        gate_up=_gate_up(mlp),
         down=(mlp.down_proj,),
-        activation=nn.functional.silu if _is_silu(mlp.act_fn) else mlp.act_fn,
-        heads=attention.q_proj.out_features // attention.head_dim,
-        kv_heads=attention.k_proj.out_features // attention.head_dim,
-        head=attention.head_dim,
+        activation=nn.functional.silu if _is_silu(_activation(mlp)) else _activation(mlp),
+        heads=of_values // head,
+        kv_heads=(outputs - of_values) // 2 // head,
+        head=head,
         scaling=attention.scaling,
         pattern=pattern,
+        rotary=rotary,
+        **norms,
     )
+
+
+def _qkv(attention: Any) -> Linears:
+    if hasattr(attention, "qkv_proj"):
+        return (attention.qkv_proj,)
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _gate_up(mlp: Any) -> Linears:
+    return (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+
+
+def _activation(mlp: Any) -> nn.Module:
+    activation: nn.Module = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    return activation
+
+
+def _rotary(module: Any, like: Tensor, layer_type: str | None, names: _Names) -> RotaryTable:
+    of_type = module if layer_type is None else partial(module, layer_type=layer_type)
+    return RotaryTable(of_type, like, names.interleaved)
+
+
+def _epsilon_of(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def _is_known(model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> bool:
     """Whether the model's layers are those that this module knows, with one attention call each."""
-    if type(model).__name__ not in _KNOWN:
+    names = _FAMILIES.get(type(model).__name__)
+    if names is None or _changes_positions(model):
         return False
     decoder: Any = model.model
     norm = type(decoder.norm)
     return (
         len(patterns) == len(decoder.layers)
         and norm.__module__ == type(model).__module__  # the family's own, not a class derived from it
-        and hasattr(decoder.norm, "variance_epsilon")
+        and (hasattr(decoder.norm, "variance_epsilon") or hasattr(decoder.norm, "eps"))
         and is_plain(decoder.norm, norm)
-        and is_plain(decoder.embed_tokens, nn.Embedding)
+        and type(decoder.embed_tokens).__name__ in _EMBEDDINGS
+        and is_plain(decoder.embed_tokens, type(decoder.embed_tokens))
         and is_plain(model.get_output_embeddings(), nn.Linear)
-        and all(_is_known_layer(layer, norm) for layer in decoder.layers)
+        and not getattr(model.config, "final_logit_softcapping", None)
+        and all(_is_known_layer(layer, norm, names) for layer in decoder.layers)
     )
 
 
-def _is_known_layer(layer: Any, norm: type[nn.Module]) -> bool:
+def _changes_positions(model: PreTrainedModel) -> bool:
+    """Whether rotary positions are others for long texts than for short ones, so that no table holds them."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    return rope.get("rope_type") == "longrope"
+
+
+def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
     """Whether a layer's parts are plain: a part that was replaced (quantised, adapted) is not ours to fuse."""
     attention, mlp = layer.self_attn, layer.mlp
-    linears = (
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-    )
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    linears = (*_qkv(attention), attention.o_proj, *_gate_up(mlp), mlp.down_proj)
+    own = ("input_layernorm", names.before_mlp, names.after_attention, names.after_mlp)
+    norms = [getattr(layer, name) for name in own if name]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     return (
         all(is_plain(part, type(part)) for part in (layer, attention, mlp))

@@ -30,7 +30,8 @@ class FusedBackend(Backend):
 
     def __init__(self, llama: Llama) -> None:
         self._embedding = llama.embedding
-        self._rotary = llama.rotary
+        self._scale = llama.scale
+        self._rotaries = llama.rotaries
         self._layers = [layer.with_products(fuse) for layer in llama.layers]
         self._scorings = [Scoring(layer.scaling) for layer in llama.layers]
         self._norm = llama.norm
@@ -49,11 +50,14 @@ class FusedBackend(Backend):
         return self.run_watched(plan, (), {})
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        self._rotary.reach(plan.furthest)
-        rotation = self._rotary.at(plan.positions[0])
+        for table in self._rotaries:
+            table.reach(plan.furthest)
+        rotations = [table.at(plan.positions[0]) for table in self._rotaries]
         x = embedding(plan.tokens[0], self._embedding)  # [total, width]
+        if self._scale != 1.0:
+            x = x * self._scale
         for call, (layer, scoring) in enumerate(zip(self._layers, self._scorings, strict=True)):
-            x = layer.run(x, rotation, partial(_attend, plan, call, layer.pattern, scoring))
+            x = layer.run(x, rotations[layer.rotary], partial(_attend, plan, call, layer.pattern, scoring))
             if call in layers:
                 seen[call] = x.clone()  # the next layer may write over it
         hidden = self._norm(x.index_select(0, plan.rows))  # [wanted, width]

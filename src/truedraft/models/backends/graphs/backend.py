@@ -59,9 +59,10 @@ class GraphBackend(Backend):
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder's layers are all of one shape, so that they share an arena, and rotate whole heads."""
+        """Whether a decoder's layers are all of one shape, so that they share an arena, and rotate whole heads alike."""
         heads = {(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}
-        return len(heads) == 1 and llama.rotary.width == llama.layers[0].head
+        one_rotation = len(llama.rotaries) == 1 and llama.rotaries[0].width == llama.layers[0].head
+        return len(heads) == 1 and one_rotation and llama.scale == 1.0
 
     @property
     def arena(self) -> Arena:
@@ -142,7 +143,7 @@ class Decoder:
     def __init__(self, llama: Llama) -> None:
         self.patterns = llama.patterns
         self._embedding = llama.embedding
-        self._rotary = llama.rotary
+        (self._rotary,) = llama.rotaries
         self._layers = [layer.with_products(_Product.of) for layer in llama.layers]
         self._norm = llama.norm
         self._lm_head = _Product.of((llama.lm_head,))

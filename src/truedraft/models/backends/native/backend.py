@@ -61,7 +61,7 @@ class NativeBackend(Backend):
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
         self._weights = Weights()
-        self._rotary = llama.rotary
+        self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
         self._model = model = _model(llama, self._weights)
@@ -82,15 +82,17 @@ class NativeBackend(Backend):
     def fits(llama: Llama) -> bool:
         """Whether a decoder is of sizes that decoder.c is for, and the machine could compile it."""
         layer = llama.layers[0]
-        sizes = (llama.embedding.shape[1], layer.gate_up[0].out_features, layer.head // 2)
+        turned = {table.width for table in llama.rotaries}
+        sizes = (llama.embedding.shape[1], llama.inner, layer.head, min(turned) // 2)
         return (
             llama.device.type == "cpu"
             and llama.uniform  # the addresses of decoder.c would miss in other layers
             and all(size % LANES == 0 for size in sizes)
             and layer.head % 2 == 0
             and layer.head <= _MOST_HEAD
-            and llama.rotary.width == layer.head
-            and all(layer.activation is silu for layer in llama.layers)
+            and len(turned) == 1
+            and len({_activation(layer) for layer in llama.layers}) == 1
+            and _activation(layer) is not None
             and built(llama.dtype).library is not None
         )
 
@@ -100,7 +102,9 @@ class NativeBackend(Backend):
             tokens = tokens.to(torch.int64).contiguous()
         total, wanted = tokens.shape[1], len(plan.rows)
         positions = plan.positions[0]
-        self._rotary.reach(plan.furthest)
+        for table in self._rotaries:
+            table.reach(plan.furthest)
+        tables = (ctypes.c_void_p * len(self._rotaries))(*(each.table.data_ptr() for each in self._rotaries))
         first = self._first_visible(plan)
         trees = [_slots_of(part) for part in plan.segments]  # held, for `_own_slots` may forget them meanwhile
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
@@ -108,7 +112,7 @@ class NativeBackend(Backend):
         threads = forward_threads()
         batch = CBatch(
             total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
-            self._rotary.table.data_ptr(), first.data_ptr(), segments,
+            ctypes.addressof(tables), first.data_ptr(), segments,
         )  # fmt: skip
         logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
@@ -164,7 +168,7 @@ class NativeBackend(Backend):
 def _model(llama: Llama, weights: Weights) -> CModel:
     """The structure of a decoder, whose linear weights are freed; `weights` keeps what it points to."""
     first, width = llama.layers[0], llama.embedding.shape[1]
-    inner = first.gate_up[0].out_features
+    inner, (table, *_) = llama.inner, llama.rotaries
     widest = max(width, (first.heads + 2 * first.kv_heads) * first.head, inner)
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
@@ -173,18 +177,22 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         release(llama.lm_head)
     return CModel(
         width, first.heads, first.kv_heads, first.head, inner, len(layers), -(-widest // UNIT) * UNIT,
-        len(llama.embedding), weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps,
+        len(llama.embedding), table.width, table.interleaved, _activation(first) == "gelu",
+        weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.norm.offset, llama.scale,
         lm_head, (CLayer * len(layers))(*layers),
     )  # fmt: skip
 
 
 def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer:
     query_norm, key_norm = layer.query_norm, layer.key_norm
+    after_attention, after_mlp = layer.after_attention, layer.after_mlp
     return CLayer(
         weights.keep(layer.before_attention.weight),
         weights.keep(layer.before_mlp.weight),
         None if query_norm is None else weights.keep(query_norm.weight),
         None if key_norm is None else weights.keep(key_norm.weight),
+        None if after_attention is None else weights.keep(after_attention.weight),
+        None if after_mlp is None else weights.keep(after_mlp.weight),
         _linear(layer.qkv, weights),
         _linear(layer.out, weights),
         _gate_up(layer.gate_up, weights),
@@ -192,9 +200,20 @@ def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer
         layer.before_attention.eps,
         layer.before_mlp.eps,
         0.0 if query_norm is None else query_norm.eps,
+        0.0 if after_attention is None else after_attention.eps,
+        0.0 if after_mlp is None else after_mlp.eps,
         layer.scaling,
         pattern,
+        layer.rotary,
     )
+
+
+def _activation(layer: LlamaLayer[Linears]) -> str | None:
+    """Its name, where decoder.c has it."""
+    if layer.activation is silu:
+        return "silu"
+    tanh = type(layer.activation).__name__ in ("GELUTanh", "PytorchGELUTanh")
+    return "gelu" if tanh else None
 
 
 def _linear(layers: Linears, weights: Weights) -> CLinear:
@@ -207,13 +226,13 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 
 
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
-    gate, up = layers
+    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
+    inner = len(weight) // 2
     bias = padded_bias(layers)
     if bias is not None:
-        inner = gate.out_features
         turns = interleaved(bias[:inner, None], bias[inner : 2 * inner, None]).flatten()
         bias = torch.cat([turns, turns.new_zeros(-len(turns) % UNIT)])
-    made = weights.linear(interleaved(gate.weight.detach(), up.weight.detach()), bias)
+    made = weights.linear(interleaved(weight[:inner], weight[inner:]), bias)
     for layer in layers:
         release(layer)
     return made

@@ -101,16 +101,17 @@ typedef struct {
 } Linear;
 
 typedef struct {
-    const element *before_attention, *before_mlp, *query_norm, *key_norm; /* the last two may be NULL */
+    const element *before_attention, *before_mlp, *query_norm, *key_norm, *after_attention, *after_mlp; /* all but the first two may be NULL */
     Linear qkv, out, gate_up, down; /* gate_up: blocks of gate and up take turns */
-    float attention_eps, mlp_eps, head_eps, scaling;
-    int64_t pattern; /* which of the batch's tables of first visible positions */
+    float attention_eps, mlp_eps, head_eps, after_attention_eps, after_mlp_eps, scaling;
+    int64_t pattern, rotary; /* which of the batch's tables of first visible positions, and of rotations */
 } Layer;
 
 typedef struct {
     int64_t width, heads, kv_heads, head, inner, layers, stride, embedded; /* stride: of all scratch rows, in elements; embedded: tokens that exist */
+    int64_t turned, interleaved, gelu; /* turned: the first entries of a head that are rotated; interleaved: with their neighbours */
     const element *embedding, *norm;
-    float eps;
+    float eps, offset, scale; /* offset: added to norms' weights; scale: of embeddings */
     Linear lm_head;
     const Layer *layer;
 } Model;
@@ -126,7 +127,7 @@ typedef struct {
 typedef struct {
     int64_t total, segments, wanted;
     const int64_t *tokens, *positions, *rows;
-    const element *rotary; /* [positions][3/2 head]: cosines, then half of the sines */
+    const element *const *rotary; /* tables [positions][3/2 turned]: cosines, then half of the sines */
     const int64_t *first;  /* [patterns][total]: first position that a row may see */
     const Segment *segment;
 } Batch;
@@ -141,7 +142,7 @@ typedef struct {
     int64_t rows, keys;
 } Scratch;
 
-enum { STORE, ADD, GATE, RESIDUAL, ATTEND, PICK, RANK };
+enum { STORE, ADD, GATE, GATE_GELU, RESIDUAL, ATTEND, SETTLE, PICK, RANK };
 
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
 static int64_t tile_rows(int64_t rows) {
@@ -270,6 +271,8 @@ static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int6
 }
 
 static inline lanes silu(lanes x) { return x / (1.0f + exponential(-x)); }
+/* The approximation by a tangent: (1 + tanh(k)) / 2 is 1 / (1 + e^(-2k)). */
+static inline lanes gelu(lanes x) { return x / (1.0f + exponential(x * (x * x * 0.044715f + 1.0f) * -1.5957691216f)); }
 
 static void finish(int kind, lanes (*sum)[SUMS], int64_t rows, const float *bias, const element *x, int64_t x_stride, element *y, int64_t stride, int64_t at) {
     for (int64_t r = 0; r < rows; r++) {
@@ -279,11 +282,11 @@ static void finish(int kind, lanes (*sum)[SUMS], int64_t rows, const float *bias
             if (bias) { lanes add; memcpy(&add, bias + at * UNIT + b * LANES, sizeof add); v[b] = v[b] + add; }
             v[b] = rounded(v[b]);
         }
-        if (kind == GATE) {
+        if (kind == GATE || kind == GATE_GELU) {
             element *out = y + r * stride + at * (UNIT / 2);
             for (int b = 0; b < SUMS / 2; b++) {
                 const int gate = b / (BLOCK / LANES) * (BLOCK / LANES) + b, up = gate + BLOCK / LANES;
-                store(out + b * LANES, rounded(silu(v[gate])) * v[up]);
+                store(out + b * LANES, rounded(kind == GATE ? silu(v[gate]) : gelu(v[gate])) * v[up]);
             }
         } else if (kind == RESIDUAL) {
             const element *in = x + r * x_stride + at * UNIT;
@@ -302,16 +305,31 @@ static float total_of(lanes v) {
     return s;
 }
 
-static void norm(const element *x, const element *weight, float eps, int64_t width, element *y) {
+/* With an offset the weight is that plus its own, and nothing is rounded before the product. */
+static void norm(const element *x, const element *weight, float eps, float offset, int64_t width, element *y) {
     lanes squares = {0};
     for (int64_t i = 0; i < width; i += LANES) { lanes v = load(x + i); squares = squares + v * v; }
     const float scale = 1.0f / __builtin_sqrtf(total_of(squares) / (float)width + eps);
-    for (int64_t i = 0; i < width; i += LANES) store(y + i, rounded(load(x + i) * scale) * load(weight + i));
+    if (offset != 0.0f)
+        for (int64_t i = 0; i < width; i += LANES) store(y + i, load(x + i) * scale * (load(weight + i) + offset));
+    else
+        for (int64_t i = 0; i < width; i += LANES) store(y + i, rounded(load(x + i) * scale) * load(weight + i));
 }
 
-/* Halves a, b of a head become a cos - b sin, b cos + a sin. */
-static void rotate(element *x, const element *table, int64_t head) {
+/* Halves a, b of a head's first `head` entries, or its even and odd ones, become a cos - b sin, b cos + a sin. */
+static void rotate(element *x, const element *table, int64_t head, int64_t interleaved) {
     const int64_t half = head / 2;
+    if (interleaved) {
+        element even[256], odd[256]; /* whole vectors: what is behind the half is not looked at */
+        for (int64_t i = 0; i < half; i++) even[i] = x[2 * i], odd[i] = x[2 * i + 1];
+        for (int64_t i = 0; i < half; i += LANES) {
+            const lanes a = load(even + i), b = load(odd + i), c = load(table + i), s = load(table + head + i);
+            store(even + i, rounded(a * c) - rounded(b * s));
+            store(odd + i, rounded(b * c) + rounded(a * s));
+        }
+        for (int64_t i = 0; i < half; i++) x[2 * i] = even[i], x[2 * i + 1] = odd[i];
+        return;
+    }
     for (int64_t i = 0; i < half; i += LANES) {
         const lanes a = load(x + i), b = load(x + half + i), c = load(table + i), s = load(table + head + i);
         store(x + i, rounded(a * c) - rounded(b * s));
@@ -431,7 +449,8 @@ static void mix(const View *view, int views, const element *values, int64_t head
 /* The rows of one request against one key head: rotate, write the cache, attend. */
 static void attend(const Model *m, const Layer *l, const Batch *b, const Segment *s, int64_t number, int64_t group, const Scratch *scratch, int me) {
     const int64_t head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
-    const int64_t end = base + s->count, score_stride = scratch->keys;
+    const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
+    const element *rotary = b->rotary[l->rotary];
     element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
     float *scores = scratch->scores + me * 2 * TILE * scratch->keys, *ordered = scores + TILE * score_stride;
     View view[TILE];
@@ -439,8 +458,8 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
     for (int64_t i = 0; i < s->count; i++) {
         const int64_t row = s->start + i;
         element *k = scratch->projected + row * stride + (m->heads + group) * head, *v = k + m->kv_heads * head;
-        if (l->key_norm) norm(k, l->key_norm, l->head_eps, head, k);
-        rotate(k, b->rotary + b->positions[row] * (head + head / 2), head);
+        if (l->key_norm) norm(k, l->key_norm, l->head_eps, m->offset, head, k);
+        rotate(k, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
         for (int64_t d = 0; d < head; d++) keys[d * s->capacity + base + i] = k[d];
         memcpy(values + (base + i) * head, v, head * sizeof *v);
     }
@@ -454,8 +473,8 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
         for (int r = 0; r < n; r++) {
             const int64_t row = s->start + (q + r) / each;
             element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
-            if (l->query_norm) norm(x, l->query_norm, l->head_eps, head, x);
-            rotate(x, b->rotary + b->positions[row] * (head + head / 2), head);
+            if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->offset, head, x);
+            rotate(x, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
             for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
         }
         score(query, n, keys, s->capacity, head, lowest / 32 * 32, end, scores, score_stride);
@@ -565,7 +584,7 @@ typedef struct {
     int64_t x_stride, y_stride, x_apart, y_apart, inputs_apart; /* apart: what lies between two layers' rows */
     int64_t rows, size, group;
     int far; /* whether the weights of all layers are more than caches hold */
-    float eps;
+    float eps, offset;
     int64_t number; /* of the decoder layer */
 } Region;
 
@@ -608,7 +627,7 @@ static void prepare(const Job *job, Region *r, int me) {
     r->inputs = inputs;
     for (int64_t i = 0; i < r->sources; i++) {
         fetch(r->x + i * r->x_apart, r->x_stride, r->rows, width, rows, stride);
-        if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, width, rows + t * stride);
+        if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, r->offset, width, rows + t * stride);
         gather(rows, stride, r->rows, width, inputs + i * r->inputs_apart);
     }
 }
@@ -624,14 +643,23 @@ static void rank(const Job *job, int64_t row) {
 static void pick(const Job *job, int64_t row) {
     const Model *m = job->model;
     element *hidden = job->hidden + row * m->width;
-    norm(job->scratch.stream + job->batch.rows[row] * job->stride, m->norm, m->eps, m->width, hidden);
+    norm(job->scratch.stream + job->batch.rows[row] * job->stride, m->norm, m->eps, m->offset, m->width, hidden);
     memcpy(job->scratch.mixed + row * job->stride, hidden, m->width * sizeof *hidden);
+}
+
+/* Adds the norm of what attention or the MLP gave to a row of the residual stream. */
+static void settle(const Job *job, const Region *r, int64_t row) {
+    const int64_t width = job->model->width;
+    element *given = job->scratch.projected + row * job->stride, *stream = job->scratch.stream + row * job->stride;
+    norm(given, r->norm, r->eps, r->offset, width, given);
+    for (int64_t i = 0; i < width; i += LANES) store(stream + i, load(stream + i) + load(given + i));
 }
 
 static void whole_unit(const Job *job, const Region *r, int64_t at, int me) {
     for (int64_t w = at * r->each; w < r->rows && w < (at + 1) * r->each; w++)
         if (r->kind == RANK) rank(job, w);
         else if (r->kind == PICK) pick(job, w);
+        else if (r->kind == SETTLE) settle(job, r, w);
         else {
             const int64_t groups = job->model->kv_heads;
             attend(job->model, job->model->layer + r->number, &job->batch, job->batch.segment + w / groups, r->number, w % groups, &job->scratch, me);
@@ -653,33 +681,47 @@ static void items(Region *r, int kind, int64_t number, int64_t count) {
     *r = (Region){.kind = kind, .units = (count + each - 1) / each, .each = each, .rows = count, .number = number};
 }
 
-enum { QKV, MIX, OUT, GATE_UP, DOWN, OF_A_LAYER };
+enum { QKV, MIX, OUT, GATE_UP, DOWN, OF_A_LAYER, SETTLE_OUT = OF_A_LAYER, SETTLE_DOWN, OF_A_SANDWICH };
+
+/* The steps of a layer whose sums are normed before they are added to the stream. */
+static const int64_t sandwich[OF_A_SANDWICH] = {QKV, MIX, OUT, SETTLE_OUT, GATE_UP, DOWN, SETTLE_DOWN};
+
+static int64_t steps_of_a_layer(const Model *m) { return m->layer->after_attention ? OF_A_SANDWICH : OF_A_LAYER; }
 
 static void describe_forward(const Job *job, int64_t step, Region *r) {
     const Model *m = job->model;
     const Scratch *s = &job->scratch;
-    const int64_t stride = job->stride, rows = job->batch.total, number = step / OF_A_LAYER;
+    const int64_t stride = job->stride, rows = job->batch.total, steps = steps_of_a_layer(m), number = step / steps;
     const Layer *l = m->layer + number;
     if (number == m->layers) {
         const int64_t wanted = job->batch.wanted;
-        if (step % OF_A_LAYER == 0) items(r, PICK, number, wanted);
+        if (step % steps == 0) items(r, PICK, number, wanted);
         else products(r, &m->lm_head, STORE, s->mixed, stride, job->logits, units_of(&m->lm_head) * UNIT, wanted);
         r->far = m->layers * m->width * m->inner > NEAR;
         return;
     }
-    switch (step % OF_A_LAYER) {
+    switch (l->after_attention ? sandwich[step % steps] : step % steps) {
         case QKV:
             products(r, &l->qkv, STORE, s->stream, stride, s->projected, stride, rows);
             r->norm = l->before_attention, r->eps = l->attention_eps;
             break;
         case MIX: items(r, ATTEND, number, job->batch.segments * m->kv_heads); break;
-        case OUT: products(r, &l->out, ADD, s->mixed, stride, s->stream, stride, rows); break;
+        case OUT: products(r, &l->out, l->after_attention ? STORE : ADD, s->mixed, stride, l->after_attention ? s->projected : s->stream, stride, rows); break;
+        case SETTLE_OUT:
+            items(r, SETTLE, number, rows);
+            r->norm = l->after_attention, r->eps = l->after_attention_eps;
+            break;
         case GATE_UP:
-            products(r, &l->gate_up, GATE, s->stream, stride, s->active, stride, rows);
+            products(r, &l->gate_up, m->gelu ? GATE_GELU : GATE, s->stream, stride, s->active, stride, rows);
             r->norm = l->before_mlp, r->eps = l->mlp_eps;
             break;
-        case DOWN: products(r, &l->down, ADD, s->active, stride, s->stream, stride, rows); break;
+        case DOWN: products(r, &l->down, l->after_mlp ? STORE : ADD, s->active, stride, l->after_mlp ? s->projected : s->stream, stride, rows); break;
+        case SETTLE_DOWN:
+            items(r, SETTLE, number, rows);
+            r->norm = l->after_mlp, r->eps = l->after_mlp_eps;
+            break;
     }
+    r->offset = m->offset;
     r->far = m->layers * m->width * m->inner > NEAR;
 }
 
@@ -689,9 +731,12 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
     for (int64_t r = 0; r < b->wanted; r++)
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
-    for (int64_t t = 0; t < b->total; t++)
-        memcpy(scratch->stream + t * m->stride, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
-    const Job job = {.describe = describe_forward, .steps = m->layers * OF_A_LAYER + (b->wanted ? 2 : 0), .stride = m->stride, .model = m,
+    for (int64_t t = 0; t < b->total; t++) {
+        element *row = scratch->stream + t * m->stride;
+        memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
+        if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
+    }
+    const Job job = {.describe = describe_forward, .steps = m->layers * steps_of_a_layer(m) + (b->wanted ? 2 : 0), .stride = m->stride, .model = m,
                      .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
     run_together(&job, threads);
     return 0;

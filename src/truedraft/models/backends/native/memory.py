@@ -43,6 +43,8 @@ class CLayer(Structure):
         ("before_mlp", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("after_attention", c_void_p),
+        ("after_mlp", c_void_p),
         ("qkv", CLinear),
         ("out", CLinear),
         ("gate_up", CLinear),
@@ -50,8 +52,11 @@ class CLayer(Structure):
         ("attention_eps", c_float),
         ("mlp_eps", c_float),
         ("head_eps", c_float),
+        ("after_attention_eps", c_float),
+        ("after_mlp_eps", c_float),
         ("scaling", c_float),
         ("pattern", c_int64),
+        ("rotary", c_int64),
     )
 
 
@@ -67,9 +72,14 @@ class CModel(Structure):
         ("layers", c_int64),
         ("stride", c_int64),
         ("embedded", c_int64),
+        ("turned", c_int64),
+        ("interleaved", c_int64),
+        ("gelu", c_int64),
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("eps", c_float),
+        ("offset", c_float),
+        ("scale", c_float),
         ("lm_head", CLinear),
         ("layer", POINTER(CLayer)),
     )
