@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from support.backends import fused_backend, llama_of, native_backend
 from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, stock, stock_greedy, stock_logits
@@ -81,6 +92,19 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3, tied, with biases": lambda: Qwen3Config(
         **SMALL, head_dim=32, attention_bias=True, tie_word_embeddings=True
     ),
+    "phi3, with a window": lambda: Phi3Config(**SMALL, sliding_window=WINDOW),
+    "phi3, part of a head rotated": lambda: Phi3Config(
+        **SMALL, head_dim=64, **rope("default", partial_rotary_factor=0.5)
+    ),
+    "glm": lambda: GlmConfig(**SMALL, head_dim=64, attention_bias=True, **rope("default", partial_rotary_factor=0.5)),
+    "glm4": lambda: Glm4Config(**SMALL, head_dim=64, **rope("default", partial_rotary_factor=0.5)),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SMALL,
+        head_dim=32,
+        query_pre_attn_scalar=20,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
 """A root token and below it 6 nodes with the leaves 3, 5 and 6; the path 0, 2, 4, 6 skips two of them."""
@@ -102,10 +126,13 @@ def native(model: PreTrainedModel) -> Backend:
 
 
 def is_for_decoder_c(config: PretrainedConfig) -> bool:
-    """What decoder.c says of itself: whole vectors of 16 everywhere, half heads too, and SiLU."""
+    """What decoder.c says of itself: whole vectors of 16, in half of what is rotated too; SiLU, or GELU by tanh."""
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    rope = config.rope_parameters
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = (config.hidden_size, config.intermediate_size, head // 2)
-    return all(size % 16 == 0 for size in sizes) and config.hidden_act in ("silu", "swish")
+    turned = int(head * rope.get("partial_rotary_factor", 1.0))
+    sizes = (config.hidden_size, config.intermediate_size, head, turned // 2)
+    return all(size % 16 == 0 for size in sizes) and activation in ("silu", "swish", "gelu_pytorch_tanh")
 
 
 LOOPS: dict[str, BackendMaker] = {"fused": fused_backend, "native": native}

@@ -14,9 +14,9 @@ from torch.nn.functional import linear
 from transformers import (
     CohereConfig,
     Gemma2Config,
+    GraniteConfig,
     Olmo2Config,
     OPTConfig,
-    Phi3Config,
     PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -190,13 +190,12 @@ GEMMA = GROUPED | {"head_dim": 16, "sliding_window": WINDOW}
 OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": FAMILIES["gpt2"].config,
     "gpt_neox": FAMILIES["gpt_neox"].config,
-    "gemma3": FAMILIES["gemma3"].config,
     "mixtral": FAMILIES["mixtral"].config,
     "qwen3_moe": FAMILIES["qwen3_moe"].config,
     "gemma2, tied": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0),
     "olmo2": lambda: Olmo2Config(**GROUPED),
     "phi": lambda: PhiConfig(**SMALL, intermediate_size=64),
-    "phi3": lambda: Phi3Config(**GROUPED),
+    "granite": lambda: GraniteConfig(**GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5),
     "opt with projections": lambda: OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=24, max_position_embeddings=128),
     "cohere with scaled logits": lambda: CohereConfig(**GROUPED, logit_scale=0.25),
 }

@@ -59,7 +59,7 @@ class GraphBackend(Backend):
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder's layers are all of one shape, so that they share an arena, and rotate whole heads alike."""
+        """Whether a decoder's layers are of one shape, so that they share an arena, and rotate whole heads alike."""
         heads = {(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}
         one_rotation = len(llama.rotaries) == 1 and llama.rotaries[0].width == llama.layers[0].head
         return len(heads) == 1 and one_rotation and llama.scale == 1.0
