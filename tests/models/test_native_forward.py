@@ -39,7 +39,7 @@ from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend, backend
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.memory import Scratch, interleaved, packed, padded_bias
+from truedraft.models.backends.native.memory import Scratch, packed, padded_bias
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -285,21 +285,28 @@ def test_models_whose_layers_differ_do_not_fit(change: str) -> None:
 def test_where_an_entry_of_a_packed_weight_lies(dtype: torch.dtype) -> None:
     """Entry (17, 3) at block 1, output 1; in float32 as cell 3, in bfloat16 as the second half of cell 1."""
     weight = torch.arange(20 * 6).view(20, 6).to(dtype)
-    cells = packed(weight)
+    library = built(dtype).library
+    if library is None:
+        pytest.skip(f"no native forward: {built(dtype).reason}")
+    cells = packed(library, [weight])
     assert cells.shape == ((4, 6, 16, 1) if dtype is torch.float32 else (4, 3, 16, 2))
     assert cells[(1, 3, 1, 0) if dtype is torch.float32 else (1, 1, 1, 1)] == weight[17, 3]
     assert cells.transpose(1, 2).reshape(64, 6)[:20].equal(weight)
     assert cells.sum() == cells.transpose(1, 2).reshape(64, 6)[:20].sum()  # all else is 0
-    assert packed(weight.t().contiguous().t()).equal(cells)
-    assert packed(weight[:5]).transpose(1, 2).reshape(64, 6)[:5].equal(weight[:5])
+    assert packed(library, [weight.t().contiguous().t()]).equal(cells)
+    assert packed(library, [weight[:16], weight[16:]]).equal(cells)
+    assert packed(library, [weight[:5]]).transpose(1, 2).reshape(64, 6)[:5].equal(weight[:5])
 
 
+@needs_library
 def test_gate_and_up_take_turns_of_16() -> None:
+    library = built(torch.float32).library
     gate, up = torch.arange(64.0).view(32, 2), -torch.arange(64.0).view(32, 2)
-    turns = interleaved(gate, up)
-    assert turns.equal(torch.cat([gate[:16], up[:16], gate[16:], up[16:]]))
-    assert turns[32 + 3].equal(gate[19])
-    assert turns[48 + 3].equal(up[19])
+    turns = packed(library, [gate, up], turns=True)
+    assert turns.equal(packed(library, [torch.cat([gate[:16], up[:16], gate[16:], up[16:]])]))
+    large = torch.randn(1040, 2)  # more than a thread packs at a time
+    rows = torch.stack([large.view(-1, 16, 2), -large.view(-1, 16, 2)], dim=1).view(-1, 2)
+    assert packed(library, [large, -large], turns=True).equal(packed(library, [rows]))
 
 
 def test_biases_are_float32_and_fill_whole_units() -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from truedraft.models.mapped import forget_pages
+
 # oneDNN chooses the layout for a number of rows. With 8 every number of rows gives the same bits in each row; with 1
 # it does not.
 _ROWS = 8
@@ -91,6 +93,7 @@ def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
 
 def release(layer: nn.Linear) -> None:
     """Free the weights of a layer that something else has taken over."""
+    forget_pages(layer.weight)
     layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
     layer.bias = None  # type: ignore[assignment]
 

@@ -31,7 +31,6 @@ from truedraft.models.backends.native.memory import (
     CSegment,
     Scratch,
     Weights,
-    interleaved,
     padded_bias,
 )
 from truedraft.models.base import HeadRun
@@ -60,7 +59,7 @@ class NativeBackend(Backend):
         self._forward = library.truedraft_forward
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
-        self._weights = Weights()
+        self._weights = Weights(library)
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
@@ -172,7 +171,7 @@ def _model(llama: Llama, weights: Weights) -> CModel:
     widest = max(width, (first.heads + 2 * first.kv_heads) * first.head, inner)
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
-    lm_head = weights.linear(llama.lm_head.weight, padded_bias([llama.lm_head]))
+    lm_head = weights.linear([llama.lm_head.weight], padded_bias([llama.lm_head]))
     if not llama.tied:
         release(llama.lm_head)
     return CModel(
@@ -218,21 +217,19 @@ def _activation(layer: LlamaLayer[Linears]) -> str | None:
 
 def _linear(layers: Linears, weights: Weights) -> CLinear:
     """Layers of one input, one behind another."""
-    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
-    made = weights.linear(weight, padded_bias(layers))
+    made = weights.linear([layer.weight for layer in layers], padded_bias(layers))
     for layer in layers:
         release(layer)
     return made
 
 
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
-    weight = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
-    inner = len(weight) // 2
-    bias = padded_bias(layers)
+    gate, up = [layer.weight for layer in layers] if len(layers) > 1 else layers[0].weight.chunk(2)
+    inner, bias = len(gate), padded_bias(layers)
     if bias is not None:
-        turns = interleaved(bias[:inner, None], bias[inner : 2 * inner, None]).flatten()
-        bias = torch.cat([turns, turns.new_zeros(-len(turns) % UNIT)])
-    made = weights.linear(interleaved(weight[:inner], weight[inner:]), bias)
+        turns = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
+        bias = pad(turns.flatten(), (0, -2 * inner % UNIT))
+    made = weights.linear([gate, up], bias, turns=True)
     for layer in layers:
         release(layer)
     return made
@@ -285,6 +282,7 @@ class NativeLmHead:
     """
 
     def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
+        self.library = library
         self._run = library.truedraft_heads
         self._run.restype = None
         self._model = model
@@ -347,10 +345,10 @@ class NativeHeads:
     def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
         self._lm_head = lm_head
         self._vocab, self._factor = vocab, factor
-        self._weights = weights = Weights()
+        self._weights = weights = Weights(lm_head.library)
         width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
         in_order = [head[layer] for layer in range(layers) for head in blocks]
-        made = [weights.linear(each.weight.to(_CPU, lm_head.dtype), padded_bias([each])) for each in in_order]
+        made = [weights.linear([each.weight.to(_CPU, lm_head.dtype)], padded_bias([each])) for each in in_order]
         self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
 
     def __del__(self) -> None:

@@ -6,13 +6,17 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from truedraft.models.threads import forward_threads
+
 LANES = 16
+_PACKED_ROWS = 512  # that a thread packs at a time; whole blocks
 UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
@@ -163,9 +167,14 @@ class CAsked(Structure):
 
 
 class Weights:
-    """Tensors whose addresses structures hold; they stay as long as this does."""
+    """Tensors whose addresses structures hold; they stay as long as this does.
 
-    def __init__(self) -> None:
+    Args:
+        library: decoder.c, compiled for the dtype of the weights.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
         self._kept: list[Tensor] = []
 
     def keep(self, tensor: Tensor) -> int:
@@ -173,38 +182,47 @@ class Weights:
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> CLinear:
-        """A linear layer from a weight `[out, in]`, which is packed, and a bias as `padded_bias` makes it."""
-        outputs, inputs = weight.shape
-        cells = self.keep(packed(weight.detach()))
+    def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, turns: bool = False) -> CLinear:
+        """A linear layer from weights `[out, in]`, which are packed, and a bias as `padded_bias` makes it.
+
+        Args:
+            parts: their outputs come one behind another; all but the last have whole blocks of 16.
+            bias: of all outputs in that order.
+            turns: whether the blocks of two parts take turns, so that two factors of an output are computed together.
+        """
+        outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
+        cells = self.keep(packed(self._library, parts, turns=turns))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs)
 
 
-def packed(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
+def packed(library: Any, parts: Sequence[Tensor], *, turns: bool = False) -> Tensor:
+    """Weights `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
 
     A cell is one input in float32 and two neighbouring ones in bfloat16: 32 bits of one output.
     Worked example in float32: entry (17, 3) of the weight lies at block 1, cell 3, output 1.
     """
-    outputs, inputs = weight.shape
-    per_cell = 2 if weight.dtype is torch.bfloat16 else 1
+    outputs, inputs, dtype = sum(map(len, parts)), parts[0].shape[1], parts[0].dtype
+    per_cell = 2 if dtype is torch.bfloat16 else 1
+    cells, apart = inputs // per_cell, len(parts) if turns else 1
     blocks = -(-outputs // UNIT) * (UNIT // LANES)
-    target = _huge(blocks * LANES * inputs, weight.dtype).view(blocks, inputs // per_cell, LANES, per_cell)
-    whole = outputs // LANES
-    # Block by block would be slow and all at once doubles the memory, so whole blocks are written through a view.
-    cells = inputs // per_cell
-    target[:whole] = weight[: whole * LANES].reshape(whole, LANES, cells, per_cell).transpose(1, 2)
-    rest = weight[whole * LANES :]
-    if len(rest):
-        target[whole, :, : len(rest)] = rest.reshape(len(rest), cells, per_cell).transpose(0, 1)
+    target = _huge(blocks * LANES * inputs, dtype).view(blocks, cells, LANES, per_cell)
+    jobs: list[tuple[Tensor, Tensor]] = []
+    place = 0
+    for number, part in enumerate(parts):
+        for first in range(0, len(part), _PACKED_ROWS):
+            block = number + first // LANES * apart if turns else place + first // LANES
+            jobs.append((part[first : first + _PACKED_ROWS].detach().contiguous(), target[block:]))
+        place += len(part) // LANES
+
+    def run(job: tuple[Tensor, Tensor]) -> None:
+        rows, where = job
+        library.truedraft_pack(
+            c_void_p(rows.data_ptr()), c_int64(len(rows)), c_int64(cells), c_void_p(where.data_ptr()), c_int64(apart)
+        )
+
+    with ThreadPoolExecutor(min(len(jobs), forward_threads())) as pool:  # ctypes lets go of the interpreter's lock
+        list(pool.map(run, jobs))
     return target
-
-
-def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Two weights `[inner, in]` in turns of 16 rows, so that both factors of an output are computed together."""
-    inner, inputs = gate.shape
-    turns = [rows.reshape(inner // LANES, LANES, inputs) for rows in (gate, up)]
-    return torch.stack(turns, dim=1).reshape(2 * inner, inputs)
 
 
 def padded_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
