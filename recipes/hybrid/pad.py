@@ -1,9 +1,9 @@
 """The hybrid at the cost of a larger one: `python -m recipes.hybrid.pad`, from the root.
 
-As `truedraft.models.padding` does it for Llama: what writes to the residual stream writes zeros beside the model's own
-entries, what reads from it has random weights beside them. So the stream holds what it held, and zeros behind it; a norm
-over r times as many entries has weights smaller by sqrt(r). Added layers write nothing. The padded model says the same
-up to rounding, and costs what a hybrid of its size costs.
+As `truedraft.models.padding` does it for Llama: what writes to the residual stream writes zeros beside the model's
+own entries, what reads from it has random weights beside them. So the stream holds what it held, and zeros behind it;
+a norm over r times as many entries has weights smaller by sqrt(r). Added layers write nothing. The padded model says
+the same up to rounding, and costs what a hybrid of its size costs.
 """
 
 from __future__ import annotations
