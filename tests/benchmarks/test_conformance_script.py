@@ -27,6 +27,9 @@ MECHANISMS = {
     "bailing_hybrid": "packed (stock, carried states)",  # with float32 parameters in a bfloat16 model
     "whisper": "packed (stock)",  # that gives logits of all rows, whatever it is asked for
     "gptj": "one text at a time",
+    "hy_v4": "one text at a time",  # whose LM head is kept in float32 beside bfloat16
+    "emu3": "packed (stock)",  # that also sees
+    "zaya": "the whole text at every step",
     "t5, encoder-decoder": "encoder-decoder, one text at a time",
 }
 

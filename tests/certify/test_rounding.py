@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from truedraft.certify.rounding import (
     plain_feedings,
 )
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.models.base import LanguageModel
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 TREE = Budget(depth=3, width=2, nodes=6)
 PARAMS = SamplingParams(temperature=1.0)
@@ -94,3 +95,24 @@ def test_nothing_is_drafted_within_a_zero_budget() -> None:
 def test_texts_of_one_token_say_nothing() -> None:
     with pytest.raises(ValueError, match="2 tokens"):
         measure_rounding(markov(0), [[3]], 2, PARAMS, TREE)
+
+
+def test_what_a_rejected_draft_moves_is_measured() -> None:
+    """Where experts are chosen for a whole forward, a row may move by what stands behind it, also when all of that is
+    rejected: a shape whose drafts are all of the text does not show how far."""
+    target = markov(0)
+    forward = target.forward
+
+    def moved(segments: Sequence[Segment]) -> ForwardOutput:
+        output = forward(segments)
+        behind = [int(each.tokens[1]) if 1 < len(each.tokens) <= 4 else 0 for each in segments]
+        rows = [1e-5 * number if row == 0 else 0.0 for number, each in zip(behind, segments) for row in each.rows]
+        ids = torch.arange(output.logits.shape[1])
+        return replace(output, logits=output.logits + torch.tensor(rows)[:, None] * ids)
+
+    target.forward = moved  # type: ignore[method-assign]
+    found = measured(target, Budget(depth=3, width=1, nodes=3))
+    assert found.plain_difference == 0.0
+    spreads = {spread.name: spread for spread in found.drafted}
+    assert spreads["chains of 3, all rejected"].different > 0
+    assert spreads["chains of 3, all rejected"].logits > 1e-5
