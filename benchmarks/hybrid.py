@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from truedraft.testing.scripted import ScriptedDrafter
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "hybrid.json"
-NEW, PROMPTS, DRAFTED = 96, 8, 8
+NEW, PROMPTS, DRAFTED = 64, 6, 8
 RIGHT = 0.8
 
 
@@ -79,11 +80,13 @@ def scripted(known: Sequence[Sequence[int]], vocab: int) -> ScriptedDrafter:
 
     def script(tokens: Sequence[int]) -> list[list[int]]:
         done = list(tokens)
-        text = next((each for each in known if list(each[: len(done)]) == done), None)
-        if text is None:
+        number = next((number for number, each in enumerate(known) if list(each[: len(done)]) == done), None)
+        if number is None:
             return []
+        text = known[number]
         places = range(len(done), min(len(done) + DRAFTED, len(text)))
-        return [[text[at] if (at * 2654435761 >> 7) % 100 < 100 * RIGHT else (text[at] + 1) % vocab for at in places]]
+        draws = {at: random.Random(f"{number} {at}").random() for at in places}
+        return [[text[at] if draws[at] < RIGHT else (text[at] + 1) % vocab for at in places]]
 
     return ScriptedDrafter(script, depth=DRAFTED, nodes=DRAFTED)
 

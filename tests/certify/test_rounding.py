@@ -106,7 +106,11 @@ def test_what_a_rejected_draft_moves_is_measured() -> None:
     def moved(segments: Sequence[Segment]) -> ForwardOutput:
         output = forward(segments)
         behind = [int(each.tokens[1]) if 1 < len(each.tokens) <= 4 else 0 for each in segments]
-        rows = [1e-5 * number if row == 0 else 0.0 for number, each in zip(behind, segments) for row in each.rows]
+        rows = [
+            1e-5 * number if row == 0 else 0.0
+            for number, each in zip(behind, segments, strict=True)
+            for row in each.rows
+        ]
         ids = torch.arange(output.logits.shape[1])
         return replace(output, logits=output.logits + torch.tensor(rows)[:, None] * ids)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertModel,
@@ -30,7 +31,11 @@ from support.tiny_models import VOCAB, stock, stock_greedy
 from truedraft import Engine, SamplingParams, TruedraftError, load_model, machine
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
 from truedraft.machine import pick_device, pick_dtype
+from truedraft.models import HuggingFaceModel, loading
 from truedraft.models.architecture import load_causal_lm
+from truedraft.models.backends.alone import AloneBackend
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.loading import fastest_backend
 
 PROMPT = [5, 9, 11, 3, 60]
 CPU = torch.device("cpu")
@@ -355,3 +360,70 @@ def test_loading_says_nothing(llama: Path, capfd: pytest.CaptureFixture[str]) ->
     """No bars and no warnings of the libraries below on the user's screen."""
     load_model(llama, dtype="float32")
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize("fast_paths", [True, False])
+def test_a_checkpoint_in_many_files(llama: Path, tmp_path: Path, fast_paths: bool) -> None:
+    whole = load_model(llama, dtype="float32", fast_paths=fast_paths)
+    stock("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    sharded = load_model(tmp_path, dtype="float32", fast_paths=fast_paths)
+    assert sharded.fingerprint == whole.fingerprint
+    prompt = [3, 1, 4, 1, 5]
+    answers = [Engine(model).generate(prompt, SamplingParams(max_tokens=16)).token_ids for model in (sharded, whole)]
+    assert answers[0] == answers[1]
+    next(iter(sorted(tmp_path.glob("*.safetensors")))).unlink()
+    with pytest.raises(ModelError) as refused:
+        load_model(tmp_path, dtype="float32")
+    says(refused.value, "cannot load the weights")
+
+
+def test_a_model_that_transformers_placed(llama: Path) -> None:
+    """As by `device_map="auto"`, on one device."""
+    pytest.importorskip("accelerate")
+    placed = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32, device_map="auto")
+    prompt = [3, 1, 4, 1, 5]
+    expected = stock_greedy(stock("llama"), prompt, 16)
+    for backend in (StockBackend, fastest_backend):
+        target = HuggingFaceModel(
+            AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32, device_map="auto"), None, "placed", backend
+        )
+        assert target.device == placed.device
+        answer = Engine(target, "prompt-lookup", controller="fixed").generate(prompt, SamplingParams(max_tokens=16))
+        assert answer.token_ids == expected
+
+
+def test_a_head_in_float32_beside_bfloat16_runs_one_text_at_a_time(llama: Path) -> None:
+    """The vectors that enter it are of another dtype than its weights, as some families keep it."""
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    head = model.get_output_embeddings().float()
+    head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    target = HuggingFaceModel(model, None, "mixed", AloneBackend)
+    prompt = [3, 1, 4, 1, 5]
+    expected = stock_greedy(model, prompt, 12)
+    answer = Engine(target, "prompt-lookup", controller="fixed").generate(prompt, SamplingParams(max_tokens=12))
+    assert answer.token_ids == expected
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, TypeError, AssertionError, KeyError])
+def test_what_stumbles_packed_runs_one_text_at_a_time(
+    llama: Path, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumbles(*_: object) -> None:
+        raise raised("made for a mask")
+
+    monkeypatch.setattr(loading, "fastest_backend", stumbles)
+    target = load_model(llama, dtype="float32")
+    assert "one text at a time" in (target.note or "")
+    assert "made for a mask" in (target.note or "")
+    answer = Engine(target).generate([3, 1, 4, 1, 5], SamplingParams(max_tokens=8))
+    assert answer.token_ids == stock_greedy(stock("llama"), [3, 1, 4, 1, 5], 8)
+
+
+def test_want_of_memory_is_no_reason_to_run_otherwise(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(loading, "fastest_backend", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(llama, dtype="float32")
