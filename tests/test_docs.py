@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from support.multimodal_models import save_with_processor
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelNotFoundError
 
@@ -72,11 +74,14 @@ def server() -> Iterator[None]:
 @needs_models
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_in_order(
-    page: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    page: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if page.name == "serving.md":
         request.getfixturevalue("server")
     space: dict[str, Any] = {"__name__": "snippet"}
+    if page.name == "models.md":  # whose user has a model that sees
+        save_with_processor(tmp_path)
+        space |= {"folder": tmp_path, "picture": Image.new("RGB", (40, 30), "teal")}
     for number, body in enumerate(blocks(page, "python")):
         exec(compile(body, f"{page.name}, snippet {number}", "exec"), space)
     capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft.embedded import embedded_folder
 from truedraft.models import MultimodalPrompt
 
 PLACEHOLDER = 150
@@ -221,3 +223,22 @@ FAMILIES: dict[str, Multimodal] = {
         },
     ),
 }
+
+
+def save_with_processor(folder: Path) -> None:
+    """A LLaVA of random weights with a processor, as a user's folder holds it; with the embedded tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(embedded_folder("target"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    sizes = {"height": 16, "width": 16}
+    pictures = transformers.CLIPImageProcessor(size=sizes, crop_size=sizes)
+    transformers.LlavaProcessor(
+        image_processor=pictures, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, image_token="<image>",
+    ).save_pretrained(folder)  # fmt: skip
+    parts = FAMILIES["llava"].parts
+    text = parts["text_config"] | {"vocab_size": len(tokenizer)}
+    config = transformers.LlavaConfig(**parts | {"text_config": text, "image_token_index": image_id})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
