@@ -111,7 +111,8 @@ class HuggingFaceModel(LanguageModel):
     @cached_property
     def equality(self) -> str:
         """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
-        return UP_TO_NEAR_TIES if rows_depend_on_their_number(self) else "bit for bit"
+        vary = self._backend.rows_vary or rows_depend_on_their_number(self)
+        return UP_TO_NEAR_TIES if vary else "bit for bit"
 
     @property
     def note(self) -> str | None:  # type: ignore[override]

@@ -32,6 +32,7 @@ class Backend(ABC):
         shown_layers: layers whose output can be seen; 0 where the layers run out of sight.
         adapters: that a segment may name.
         input_names: what a prompt may have beside its tokens.
+        rows_vary: whether a row's last bits may hang on the tokens behind it, whatever a few small forwards show.
     """
 
     fast_paths: tuple[str, ...]
@@ -42,6 +43,7 @@ class Backend(ABC):
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
     input_names: frozenset[str] = frozenset()
+    rows_vary: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.

@@ -29,6 +29,7 @@ class WholeTextBackend(AloneBackend):
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         super().__init__(model, reason)
         self.input_names = frozenset()
+        self.rows_vary = True  # a drafted token makes the text longer, and where experts are chosen, other products
         self.note = f"the whole text again at every step, since nothing that it keeps can be taken back: {reason}"
 
     def _refuse(self) -> None:
