@@ -55,7 +55,7 @@ def main() -> int:
         for row in speed(target, draft, [json.loads(line)["text"] for line in lines], asked.turns):
             found["speed"].append({"target": name, "parameters": target.parameters} | row)
             print(json.dumps(found["speed"][-1]), flush=True)
-            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            asked.out.write_text(json.dumps(found) + "\n")
     return 0
 
 

@@ -98,7 +98,7 @@ def main() -> int:
         ),
         "turns": turns,
     }
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    asked.out.write_text(json.dumps(found) + "\n")
     print(json.dumps({name: value for name, value in found.items() if name != "turns"}, indent=1))
     return 0
 

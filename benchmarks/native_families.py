@@ -119,7 +119,7 @@ def main() -> int:
         told = found[name]
         print(f"{name}: {told['ratio']:.2f} times transformers ({', '.join(told['fast_paths'])})", flush=True)
         whole = {"machine": describe_machine("cpu"), "families": [found[each] for each in FAMILIES if each in found]}
-        asked.out.write_text(json.dumps(whole, indent=1) + "\n")
+        asked.out.write_text(json.dumps(whole) + "\n")
     return 0
 
 
