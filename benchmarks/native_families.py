@@ -1,4 +1,4 @@
-"""Plain decoding of families that the native forward knows, beside transformers, at 500 M parameters.
+"""Plain decoding beside transformers at 500 M parameters: families that the native forward knows, and slower ways.
 
     python benchmarks/native_families.py [--families NAME ...] [--turns 3] [--out FILE]
 
@@ -49,7 +49,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     "glm": ("GlmConfig", _HALF | {"attention_bias": True}),
     "glm4": ("Glm4Config", _HALF),
-    "gemma3": ("Gemma3TextConfig", {"head_dim": 128, "num_attention_heads": 10, "sliding_window": 512}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 128, "num_attention_heads": 12, "sliding_window": 512}),
+    "mixtral, packed by its own modules": (
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 8, "sliding_window": None},
+    ),
+    "gpt-j, one text at a time": ("GPTJConfig", {"n_inner": 3584, "rotary_dim": 64}),
+    "bloom, one text at a time": ("BloomConfig", {}),
 }
 
 
