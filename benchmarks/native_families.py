@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     "glm": ("GlmConfig", _HALF | {"attention_bias": True}),
     "glm4": ("Glm4Config", _HALF),
-    "gemma3": ("Gemma3TextConfig", {"head_dim": 128, "num_attention_heads": 12, "sliding_window": 512}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 512}),
     "mixtral, packed by its own modules": (
         "MixtralConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 8, "sliding_window": None},
