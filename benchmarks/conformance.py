@@ -470,16 +470,18 @@ INTRODUCTION = """# Which families were tried, and what came of it
 Made by `make conformance`: every family of text models that the installed transformers has ({version}), built
 small with random weights (`benchmarks/conformance_shapes.json`), loaded as a user loads it, and run with
 drafters, rules, ways of sampling and batches. One family of each way to run goes through all {every} cells, in both
-dtypes: {fully}. The others go through {cells}, in which every two values of two of these meet, and
-the other {rest} follow from them and from the family that runs the same way (`make conformance-full` runs them
-too). *exact* says that no cell failed: greedy
-and coupled answers are those of plain decoding, and where they part the place is a near tie by the margin and
-the rounding measured there; greedy ones in float32 are those of transformers' `generate`, where a token leads the
-next by more than transformers' own forwards (with a cache, without, in float32) lie apart on the same text; of
-sampled tokens the probability is that of transformers' forward, up to {rounds:g} times what they lie apart. In bfloat16
-up to {far:.0%} of a cell's tokens may be further off and are told as *rounding*: a router that picks another
-expert is a jump. *near tie* and *rounding* say in how many cells there were any. *refused* quotes what the user
-reads at load. *not built*: transformers itself could not build it from these sizes, or not generate with it.
+dtypes: {fully}. The others go through the {cells} at the end of
+this page, in which every two values of two of these meet; their other {rest} follow from these and from the family
+that runs the same way (`make conformance-full` runs them too).
+
+*exact* says that no cell failed: greedy and coupled answers are those of plain decoding, and where they part the
+place is a near tie by the margin and the rounding measured there; greedy ones in float32 are those of
+transformers' `generate`, where a token leads the next by more than transformers' own forwards (with a cache,
+without, in float32) lie apart on the same text; of sampled tokens the probability is that of transformers'
+forward, up to {rounds:g} times what they lie apart. In bfloat16 up to {far:.0%} of a cell's tokens may be further off and
+are told as *rounding*: a router that picks another expert is a jump. *near tie* and *rounding* say in how many
+cells there were any. *refused* quotes what the user reads at load. *not built*: transformers itself could not
+build it from these sizes, or not generate with it.
 
 Families of all mechanisms run in `make test`, a few cells each. All outcomes, with the cells that were run, are
 lines of `benchmarks/results/conformance.jsonl`.

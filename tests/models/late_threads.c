@@ -79,7 +79,7 @@ static void forward(Caller *c, int64_t count, uint64_t seed, element *logits, in
         c->positions[i] = c->rows[i] = i;
         c->first[i] = 0;
     }
-    const Batch batch = {count, 1, count, c->tokens, c->positions, c->rows, rotary, c->first, &segment};
+    const Batch batch = {count, 1, count, c->tokens, c->positions, c->rows, (const element *const *)&rotary, c->first, &segment};
     if (truedraft_forward(&model, &batch, &c->scratch, logits, c->hidden, threads)) abort();
 }
 
@@ -103,13 +103,21 @@ static void *call(void *given) {
     return c;
 }
 
-int main(void) {
+/* With an argument the sums of a layer are normed before they are added to the stream. */
+int main(int arguments, char **given) {
+    const int sandwich = arguments > 1;
     static Layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
-        layers[i] = (Layer){random_numbers(WIDTH, 1), random_numbers(WIDTH, 1), NULL, NULL, linear_of(WIDTH, (HEADS + 2 * KV) * HEAD),
-                            linear_of(WIDTH, WIDTH), linear_of(WIDTH, 2 * INNER), linear_of(INNER, WIDTH), 1e-5f, 1e-5f, 0, 0.18f, 0};
-    model = (Model){WIDTH, HEADS, KV, HEAD, INNER, LAYERS, INNER + 64, VOCAB, random_numbers(VOCAB * WIDTH, 1), random_numbers(WIDTH, 1), 1e-5f,
-                    linear_of(WIDTH, VOCAB), layers};
+        layers[i] = (Layer){
+            .before_attention = random_numbers(WIDTH, 1), .before_mlp = random_numbers(WIDTH, 1),
+            .after_attention = sandwich ? random_numbers(WIDTH, 1) : NULL, .after_mlp = sandwich ? random_numbers(WIDTH, 1) : NULL,
+            .qkv = linear_of(WIDTH, (HEADS + 2 * KV) * HEAD), .out = linear_of(WIDTH, WIDTH),
+            .gate_up = linear_of(WIDTH, 2 * INNER), .down = linear_of(INNER, WIDTH),
+            .attention_eps = 1e-5f, .mlp_eps = 1e-5f, .after_attention_eps = 1e-5f, .after_mlp_eps = 1e-5f, .scaling = 0.18f};
+    model = (Model){
+        .width = WIDTH, .heads = HEADS, .kv_heads = KV, .head = HEAD, .inner = INNER, .layers = LAYERS, .stride = INNER + 64,
+        .embedded = VOCAB, .turned = HEAD, .embedding = random_numbers(VOCAB * WIDTH, 1), .norm = random_numbers(WIDTH, 1),
+        .eps = 1e-5f, .scale = 1.0f, .lm_head = linear_of(WIDTH, VOCAB), .layer = layers};
     rotary = random_numbers(MOST_ROWS * (HEAD + HEAD / 2), 1);
     Caller *callers[CALLERS];
     for (int i = 0; i < CALLERS; i++) callers[i] = new_caller();
