@@ -478,8 +478,8 @@ that runs the same way (`make conformance-full` runs them too).
 place is a near tie by the margin and the rounding measured there; greedy ones in float32 are those of
 transformers' `generate`, where a token leads the next by more than transformers' own forwards (with a cache,
 without, in float32) lie apart on the same text; of sampled tokens the probability is that of transformers'
-forward, up to {rounds:g} times what they lie apart. In bfloat16 up to {far:.0%} of a cell's tokens may be further off and
-are told as *rounding*: a router that picks another expert is a jump. *near tie* and *rounding* say in how many
+forward, up to {rounds:g} times what they lie apart. In bfloat16 up to {far:.0%} of a cell's tokens may be further off
+and are told as *rounding*: a router that picks another expert is a jump. *near tie* and *rounding* say in how many
 cells there were any. *refused* quotes what the user reads at load. *not built*: transformers itself could not
 build it from these sizes, or not generate with it.
 
