@@ -10,10 +10,11 @@ import torch
 
 from support.multimodal_models import FAMILIES, TEXT
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.errors import ModelError, PromptError, TruedraftError
-from truedraft.models import HuggingFaceModel, LanguageModel, MultimodalPrompt
+from truedraft.models import HuggingFaceModel, LanguageModel, MultimodalPrompt, Segment
 from truedraft.models.backends.alone import AloneBackend
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -112,6 +113,25 @@ def test_a_request_that_gave_its_room_back_reads_its_image_again(family: str, ro
     assert [answer.error for answer in answers] == [None] * 4
     assert [answer.token_ids for answer in answers] == expected
     assert engine.preemptions
+
+
+def test_single_layers_are_shown_of_images_too(tmp_path: Path) -> None:
+    target = loaded("llava", tmp_path)
+    seen, blind = FAMILIES["llava"].prompt(0), [5, 9, 11]
+
+    def segments() -> list[Segment]:
+        ids = [list(seen.token_ids), blind, blind]
+        inputs = [seen.inputs, None, None]
+        return [
+            Segment(target.new_cache(), torch.tensor(each), chain_shape(len(each)), (0, len(each) - 1), inputs=its)
+            for each, its in zip(ids, inputs, strict=True)
+        ]
+
+    plain, shown = target.forward(segments()), target.forward_showing(segments(), (1, 0))
+    torch.testing.assert_close(shown.logits, plain.logits)
+    assert [tuple(layer.shape) for layer in shown.layers] == [(6, 64)] * 2
+    alone = target.forward_showing(segments()[:1], (1,))
+    torch.testing.assert_close(shown.layers[0][:2], alone.layers[0])
 
 
 def test_samples_of_one_prompt(tmp_path: Path) -> None:

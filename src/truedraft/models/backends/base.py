@@ -88,7 +88,15 @@ class Backend(ABC):
         self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The same, and what each of the layers gives at the wanted rows, `[rows, width]`."""
-        plan = ForwardPlan.of(segments, device, self.least_rows)
+        if len(segments) > 1 and any(segment.inputs is not None for segment in segments):
+            each = [self.forward_showing([segment], device, layers) for segment in segments]
+            showing = zip(*(layers_of for _, _, layers_of in each), strict=True)
+            return (
+                torch.cat([one for one, _, _ in each]),
+                torch.cat([one for _, one, _ in each]),
+                tuple(torch.cat(layer) for layer in showing),
+            )
+        plan = ForwardPlan.of(segments, device, self.least_rows if segments[0].inputs is None else 1)
         seen: dict[int, Tensor] = {}
         logits, hidden = self.run_watched(plan, layers, seen)
         shown = tuple(seen[layer].index_select(0, plan.rows)[: plan.wanted] for layer in layers)

@@ -105,7 +105,7 @@ class StockBackend(Backend):
                     lambda module, inputs, output, layer=layer: show(layer, output)
                 )
                 hooks.callback(handle.remove)
-            return self.run(plan)
+            return self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
