@@ -41,6 +41,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+_EXPERTS: dict[str, Any] = {"num_hidden_layers": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral, a window": ("MistralConfig", {"sliding_window": 512}),
@@ -50,9 +51,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", _HALF | {"attention_bias": True}),
     "glm4": ("Glm4Config", _HALF),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 512}),
-    "mixtral, packed by its own modules": (
-        "MixtralConfig",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 8, "sliding_window": None},
+    "mixtral": ("MixtralConfig", _EXPERTS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _EXPERTS | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 448, "norm_topk_prob": True},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        _EXPERTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1792},
     ),
     "gpt-j, one text at a time": ("GPTJConfig", {"n_inner": 3584, "rotary_dim": 64}),
     "bloom, one text at a time": ("BloomConfig", {}),

@@ -16,6 +16,7 @@ static void stop_here(int me, int where);
 #include <stdlib.h>
 
 enum { WIDTH = 64, HEADS = 2, KV = 1, HEAD = 32, INNER = 192, LAYERS = 2, VOCAB = 400, MOST_ROWS = 100, ALL = 4, CALLERS = 3, FORWARDS = 60, TAKEN = 24 };
+enum { EXPERTS = 7, CHOSEN = 3, STRIDE = INNER + 64, ROOM = MOST_ROWS * CHOSEN * INNER, LISTED = 5 * MOST_ROWS * CHOSEN + EXPERTS + CHOSEN + 2 };
 
 static int late = -1, place;           /* the thread that is to stop, -1: none; and where */
 static int stopped, released, taken;   /* how often one stopped, and up to which time it may go on */
@@ -41,9 +42,11 @@ static float *random_numbers(int64_t count, float size) {
     return made;
 }
 
-static Linear linear_of(int64_t inputs, int64_t outputs) {
-    return (Linear){random_numbers(inputs * ((outputs + UNIT - 1) / UNIT) * UNIT, 0.3f), NULL, inputs, outputs, inputs};
+static Linear linears_of(int64_t inputs, int64_t outputs, int64_t several) {
+    return (Linear){random_numbers(several * inputs * ((outputs + UNIT - 1) / UNIT) * UNIT, 0.3f), NULL, inputs, outputs, inputs};
 }
+
+static Linear linear_of(int64_t inputs, int64_t outputs) { return linears_of(inputs, outputs, 1); }
 
 /* A caller: a model's caches and numbers on the way. */
 typedef struct {
@@ -58,10 +61,14 @@ static element *rotary;
 
 static Caller *new_caller(void) {
     Caller *c = calloc(1, sizeof *c);
-    const int64_t stride = model.stride;
-    c->scratch = (Scratch){random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0), random_numbers(MOST_ROWS * stride, 0),
-                           random_numbers(MOST_ROWS * stride, 0), random_numbers(ALL * MOST_ROWS * stride, 0), random_numbers(ALL * MOST_ROWS * stride, 0),
-                           random_numbers(ALL * 2 * TILE * 256, 0), NULL, MOST_ROWS, 256};
+    c->scratch = (Scratch){
+        .stream = random_numbers(MOST_ROWS * STRIDE, 0), .projected = random_numbers(MOST_ROWS * STRIDE, 0),
+        .mixed = random_numbers(MOST_ROWS * STRIDE, 0), .active = random_numbers(MOST_ROWS * STRIDE, 0),
+        .fetched = random_numbers(ALL * MOST_ROWS * STRIDE, 0), .inputs = random_numbers(ALL * ROOM, 0),
+        .scores = random_numbers(ALL * 2 * TILE * 256, 0), .between = random_numbers(MOST_ROWS * CHOSEN * INNER, 0),
+        .given = random_numbers(MOST_ROWS * CHOSEN * INNER, 0), .choices = calloc(MOST_ROWS * CHOSEN, sizeof(int64_t)),
+        .shares = random_numbers(MOST_ROWS * CHOSEN, 0), .sorted = calloc(ALL * LISTED, sizeof(int32_t)),
+        .rows = MOST_ROWS, .keys = 256, .room = ROOM, .listed = LISTED};
     for (int i = 0; i < LAYERS; i++) {
         c->keys[i] = random_numbers(KV * HEAD * 256, 0);
         c->values[i] = random_numbers(KV * HEAD * 256, 0);
@@ -99,23 +106,25 @@ static void *call(void *given) {
         forward(c, count, i, c->logits, 2 + i % (ALL - 1));
         if (differ(c, count)) { puts("another result"); exit(1); }
     }
-    truedraft_settle(c->scratch.inputs, c->scratch.inputs + ALL * MOST_ROWS * model.stride);
+    truedraft_settle(c->scratch.inputs, c->scratch.inputs + ALL * ROOM);
     return c;
 }
 
-/* With an argument the sums of a layer are normed before they are added to the stream. */
+/* "sandwich": the sums of a layer are normed before they are added to the stream; "experts": its MLP is of experts. */
 int main(int arguments, char **given) {
-    const int sandwich = arguments > 1;
+    const int sandwich = arguments > 1 && !strcmp(given[1], "sandwich"), routed = arguments > 1 && !strcmp(given[1], "experts");
+    const int experts = routed ? EXPERTS : 1;
     static Layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
         layers[i] = (Layer){
             .before_attention = random_numbers(WIDTH, 1), .before_mlp = random_numbers(WIDTH, 1),
             .after_attention = sandwich ? random_numbers(WIDTH, 1) : NULL, .after_mlp = sandwich ? random_numbers(WIDTH, 1) : NULL,
             .qkv = linear_of(WIDTH, (HEADS + 2 * KV) * HEAD), .out = linear_of(WIDTH, WIDTH),
-            .gate_up = linear_of(WIDTH, 2 * INNER), .down = linear_of(INNER, WIDTH),
+            .gate_up = linears_of(WIDTH, 2 * INNER, experts), .down = linears_of(INNER, WIDTH, experts), .router = linear_of(WIDTH, EXPERTS),
             .attention_eps = 1e-5f, .mlp_eps = 1e-5f, .after_attention_eps = 1e-5f, .after_mlp_eps = 1e-5f, .scaling = 0.18f};
     model = (Model){
-        .width = WIDTH, .heads = HEADS, .kv_heads = KV, .head = HEAD, .inner = INNER, .layers = LAYERS, .stride = INNER + 64,
+        .width = WIDTH, .heads = HEADS, .kv_heads = KV, .head = HEAD, .inner = INNER, .layers = LAYERS, .stride = STRIDE, .gate = GATE,
+        .experts = routed ? EXPERTS : 0, .chosen = CHOSEN, .normed = 1, .spread = INNER,
         .embedded = VOCAB, .turned = HEAD, .embedding = random_numbers(VOCAB * WIDTH, 1), .norm = random_numbers(WIDTH, 1),
         .eps = 1e-5f, .scale = 1.0f, .lm_head = linear_of(WIDTH, VOCAB), .layer = layers};
     rotary = random_numbers(MOST_ROWS * (HEAD + HEAD / 2), 1);
@@ -136,7 +145,7 @@ int main(int arguments, char **given) {
         taken += __atomic_load_n(&stopped, __ATOMIC_SEQ_CST) > before;
         if (i % 2) __atomic_store_n(&released, __atomic_load_n(&stopped, __ATOMIC_SEQ_CST), __ATOMIC_SEQ_CST);
         if (differ(c, count)) { puts("another result"); return 1; }
-        if (i % 2) truedraft_settle(c->scratch.inputs, c->scratch.inputs + ALL * MOST_ROWS * model.stride);
+        if (i % 2) truedraft_settle(c->scratch.inputs, c->scratch.inputs + ALL * ROOM);
     }
     __atomic_store_n(&released, 1 << 30, __ATOMIC_SEQ_CST);
 

@@ -23,17 +23,21 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from support.backends import llama_of, native_backend
-from support.tiny_models import build
-from truedraft import load_model
+from support.tiny_models import build, stock_greedy
+from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError, ModelError
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend, backend
@@ -90,7 +94,18 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         query_pre_attn_scalar=40,
     ),
+    "experts": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=3),
+    "each row to every expert": lambda: MixtralConfig(
+        **SIZES, num_local_experts=3, num_experts_per_tok=3, sliding_window=None
+    ),
+    "experts by shares that do not sum to 1": lambda: Qwen3MoeConfig(
+        **SIZES, num_experts=40, num_experts_per_tok=6, moe_intermediate_size=16, norm_topk_prob=False
+    ),
+    "sinks, and experts with biases": lambda: GptOssConfig(
+        **SIZES, pad_token_id=None, num_local_experts=6, num_experts_per_tok=2, sliding_window=3
+    ),
 }
+EXPERTS = ("experts", "experts by shares that do not sum to 1", "sinks, and experts with biases")
 
 
 def native(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
@@ -145,7 +160,7 @@ def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["nothing fills a unit", "heads wider than the model", "a window of 3"])
+@pytest.mark.parametrize("name", ["nothing fills a unit", "heads wider than the model", "a window of 3", *EXPERTS])
 def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype, threads: None) -> None:
     """5 threads are more than some layers have units."""
     if built(dtype).library is None:
@@ -159,10 +174,13 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dty
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["nothing fills a unit", "biases", "five to a key head"])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["nothing fills a unit", "biases", "five to a key head", *EXPERTS])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str, dtype: torch.dtype) -> None:
     """Rows go through products in tiles, whose sizes differ with the number of rows, on each kind of processor."""
-    model = native(CONFIGS[name]())
+    if built(dtype).library is None:
+        pytest.skip(built(dtype).reason)
+    model = native(CONFIGS[name](), dtype)
     cache, tokens = model.new_cache(), torch.randint(101, (233,), generator=torch.Generator().manual_seed(11))
     model.forward([Segment(cache, tokens[:33], chain_shape(33), ())])
     cache.commit(range(33))
@@ -178,9 +196,10 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
 
 
 @needs_library
-def test_a_node_has_the_bits_of_its_path_alone() -> None:
+@pytest.mark.parametrize("name", ["nothing fills a unit", *EXPERTS])
+def test_a_node_has_the_bits_of_its_path_alone(name: str) -> None:
     """In trees of any size, behind contexts that fill no vector, beside another request."""
-    model, generator = native(llama()), torch.Generator().manual_seed(5)
+    model, generator = native(CONFIGS[name]()), torch.Generator().manual_seed(5)
     caches = [model.new_cache() for _ in range(3)]
     for cache, length in zip(caches[:2], (37, 3), strict=True):
         context = torch.randint(101, (length,), generator=generator)
@@ -281,6 +300,40 @@ def test_models_whose_layers_differ_do_not_fit(change: str) -> None:
     assert not NativeBackend.fits(llama_of(model, patterns))
 
 
+@needs_library
+@pytest.mark.parametrize("change", ["a layer without", "a shared expert", "another router", "another slope"])
+def test_experts_that_are_not_all_alike_do_not_fit(change: str) -> None:
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+    kind = "sinks, and experts with biases" if change == "another slope" else "experts"
+    config = Qwen3MoeConfig(**sizes, mlp_only_layers=[1]) if change == "a layer without" else CONFIGS[kind]()
+    model: Any = build(config, seed=0)
+    mlp = model.model.layers[0].mlp
+    if change == "a shared expert":
+        mlp.shared_expert = nn.Linear(48, 48)
+    elif change == "another router":
+        mlp.gate.__class__ = type("Louder", (type(mlp.gate),), {})
+    elif change == "another slope":
+        mlp.experts.alpha = 1.5
+    made = HuggingFaceModel(model, None, "native", fastest_backend)
+    assert not isinstance(made._backend, NativeBackend)
+
+
+@needs_library
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_answer_as_generate_does_and_leave_no_second_copy(name: str, tmp_path: Path) -> None:
+    """Loaded as users load them, plainly and with a draft."""
+    module = build(CONFIGS[name](), seed=3, spread=0.15)
+    module.save_pretrained(tmp_path)
+    prompt = [5, 9, 11, 3, 60, 2, 11, 3]
+    expected = stock_greedy(module, prompt, 24)
+    model = load_model(str(tmp_path), dtype="float32")
+    assert isinstance(model._backend, NativeBackend)
+    assert sum(weight.numel() for weight in model.module.model.layers.parameters()) < 2000, "norms alone"
+    params = SamplingParams(max_tokens=24)
+    assert list(Engine(model).generate(prompt, params).token_ids) == expected
+    assert list(Engine(model, DraftModel(model, 3), controller="fixed").generate(prompt, params).token_ids) == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_an_entry_of_a_packed_weight_lies(dtype: torch.dtype) -> None:
     """Entry (17, 3) at block 1, output 1; in float32 as cell 3, in bfloat16 as the second half of cell 1."""
@@ -288,25 +341,28 @@ def test_where_an_entry_of_a_packed_weight_lies(dtype: torch.dtype) -> None:
     library = built(dtype).library
     if library is None:
         pytest.skip(f"no native forward: {built(dtype).reason}")
-    cells = packed(library, [weight])
+    cells = packed(library, [[weight]])
     assert cells.shape == ((4, 6, 16, 1) if dtype is torch.float32 else (4, 3, 16, 2))
     assert cells[(1, 3, 1, 0) if dtype is torch.float32 else (1, 1, 1, 1)] == weight[17, 3]
     assert cells.transpose(1, 2).reshape(64, 6)[:20].equal(weight)
     assert cells.sum() == cells.transpose(1, 2).reshape(64, 6)[:20].sum()  # all else is 0
-    assert packed(library, [weight.t().contiguous().t()]).equal(cells)
-    assert packed(library, [weight[:16], weight[16:]]).equal(cells)
-    assert packed(library, [weight[:5]]).transpose(1, 2).reshape(64, 6)[:5].equal(weight[:5])
+    assert packed(library, [[weight.t().contiguous().t()]]).equal(cells)
+    assert packed(library, [[weight[:16], weight[16:]]]).equal(cells)
+    assert packed(library, [[weight[:5]]]).transpose(1, 2).reshape(64, 6)[:5].equal(weight[:5])
+    two = packed(library, [[weight], [weight[:5], -weight[5:]]])
+    assert two[:4].equal(cells)
+    assert two[4:].equal(packed(library, [[weight[:5], -weight[5:]]]))
 
 
 @needs_library
 def test_gate_and_up_take_turns_of_16() -> None:
     library = built(torch.float32).library
     gate, up = torch.arange(64.0).view(32, 2), -torch.arange(64.0).view(32, 2)
-    turns = packed(library, [gate, up], turns=True)
-    assert turns.equal(packed(library, [torch.cat([gate[:16], up[:16], gate[16:], up[16:]])]))
+    turns = packed(library, [[gate, up]], turns=True)
+    assert turns.equal(packed(library, [[torch.cat([gate[:16], up[:16], gate[16:], up[16:]])]]))
     large = torch.randn(1040, 2)  # more than a thread packs at a time
     rows = torch.stack([large.view(-1, 16, 2), -large.view(-1, 16, 2)], dim=1).view(-1, 2)
-    assert packed(library, [large, -large], turns=True).equal(packed(library, [rows]))
+    assert packed(library, [[large, -large]], turns=True).equal(packed(library, [[rows]]))
 
 
 def test_biases_are_float32_and_fill_whole_units() -> None:
@@ -314,7 +370,7 @@ def test_biases_are_float32_and_fill_whole_units() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        bias = padded_bias([without, with_bias])
+        bias = padded_bias([without.bias, with_bias.bias], [30, 40])
     finally:
         torch.set_default_dtype(before)
     assert bias is not None
@@ -322,7 +378,7 @@ def test_biases_are_float32_and_fill_whole_units() -> None:
     assert bias.shape == (128,)
     assert bias[30:70].equal(with_bias.bias.float())
     assert bias[:30].abs().sum() == bias[70:].abs().sum() == 0
-    assert padded_bias([without]) is None
+    assert padded_bias([without.bias], [30]) is None
 
 
 @pytest.fixture

@@ -59,8 +59,8 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run_late_threads(folder: Path, *options: str, sandwich: bool = False) -> str:
-    """Compiles late_threads.c, which says what it does, and runs it."""
+def run_late_threads(folder: Path, *options: str, layers: str = "plain") -> str:
+    """Compiles late_threads.c, which says what it does and of which layers, and runs it."""
     assert COMPILER is not None
     program, source = folder / "late_threads", Path(__file__).with_name("late_threads.c")
     command = [COMPILER, "-std=gnu11", "-O1", "-pthread", "-w", *options, "-DBF16=0"]
@@ -69,22 +69,22 @@ def run_late_threads(folder: Path, *options: str, sandwich: bool = False) -> str
     if made.returncode and options:
         pytest.skip(f"this compiler has no {options}")
     assert made.returncode == 0, made.stderr
-    run = [str(program), *(["sandwich"] if sandwich else [])]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([str(program), layers], capture_output=True, text=True, check=False, timeout=300)
     return done.stdout + done.stderr
 
 
 @pytest.mark.skipif(COMPILER is None or sys.platform == "win32", reason="there is no C compiler")
-@pytest.mark.parametrize("sandwich", [False, True])
-def test_a_thread_that_stands_in_the_middle_of_a_unit_is_not_waited_for(tmp_path: Path, sandwich: bool) -> None:
-    assert run_late_threads(tmp_path, sandwich=sandwich) == "as alone\n"
+@pytest.mark.parametrize("layers", ["plain", "sandwich", "experts"])
+def test_a_thread_that_stands_in_the_middle_of_a_unit_is_not_waited_for(tmp_path: Path, layers: str) -> None:
+    assert run_late_threads(tmp_path, layers=layers) == "as alone\n"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None or sys.platform == "win32", reason="there is no C compiler")
 @pytest.mark.parametrize("checked", ["thread", "undefined"])
-def test_late_threads_touch_nothing_that_others_use(tmp_path: Path, checked: str) -> None:
-    assert run_late_threads(tmp_path, f"-fsanitize={checked}", "-g") == "as alone\n"
+@pytest.mark.parametrize("layers", ["plain", "experts"])
+def test_late_threads_touch_nothing_that_others_use(tmp_path: Path, checked: str, layers: str) -> None:
+    assert run_late_threads(tmp_path, f"-fsanitize={checked}", "-g", layers=layers) == "as alone\n"
 
 
 @needs_library

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from truedraft.models.attention import AttentionPattern
+from truedraft.models.mapped import forget_pages
 from truedraft.models.packed_linear import is_plain
 
 _FIRST_POSITIONS = 512
@@ -32,6 +33,8 @@ class _Names:
         after_mlp.
         offset: what norms add to their weights.
         interleaved: whether neighbouring entries of a head are rotated together, not those of its halves.
+        rounds_once: whether norms round nothing before they multiply with their weights.
+        clipped: whether gates of experts are clipped; see `Experts`.
     """
 
     before_mlp: str = "post_attention_layernorm"
@@ -39,6 +42,8 @@ class _Names:
     after_mlp: str = ""
     offset: float = 0.0
     interleaved: bool = False
+    rounds_once: bool = False
+    clipped: bool = False
 
 
 # Classes whose layers are: norm, attention over rotated heads, residual, norm, gated MLP, residual; and whose logits
@@ -58,7 +63,11 @@ _FAMILIES = {
         after_attention="post_attention_layernorm",
         after_mlp="post_feedforward_layernorm",
         offset=1.0,
+        rounds_once=True,
     ),
+    "MixtralForCausalLM": _Names(),
+    "Qwen3MoeForCausalLM": _Names(),
+    "GptOssForCausalLM": _Names(rounds_once=True, clipped=True),
 }
 _EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")
 
@@ -70,21 +79,23 @@ class RootMeanSquareNorm:
     Attributes:
         weight: `[width]`.
         eps: added to the mean of the squares.
-        offset: added to the weight; where it is not 0 nothing is rounded before the product, as in Gemma.
+        offset: added to the weight.
+        rounds_once: whether nothing is rounded before the product with the weight.
     """
 
     weight: Tensor
     eps: float
     offset: float = 0.0
+    rounds_once: bool = False
 
     @classmethod
-    def of(cls, module: Any, offset: float = 0.0) -> RootMeanSquareNorm:
+    def of(cls, module: Any, names: _Names) -> RootMeanSquareNorm:
         """From a loaded norm."""
-        return cls(module.weight.detach(), _epsilon_of(module), offset)
+        return cls(module.weight.detach(), _epsilon_of(module), names.offset, names.rounds_once)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., width]` to the same."""
-        if self.offset:
+        if self.rounds_once:
             weight = self.offset + self.weight.float()
             return torch.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -128,6 +139,7 @@ class RotaryTable:
         rotary: the module; called as `rotary(like, position_ids)`, it gives cosines and sines `[1, n, width]`.
         like: a tensor of the dtype and device that they are wanted in.
         interleaved: as `Rotation` takes it.
+        halves: whether it gives cosines and sines of half of a head, `[1, n, width / 2]`.
 
     Attributes:
         table: `[positions, 1, 3/2 width]`: cosines, then the first half of the sines (the second half is the same).
@@ -135,10 +147,15 @@ class RotaryTable:
     """
 
     def __init__(
-        self, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], like: Tensor, interleaved: bool = False
+        self,
+        rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        like: Tensor,
+        interleaved: bool = False,
+        halves: bool = False,
     ) -> None:
         self._rotary = rotary
         self._like = like
+        self._halves = halves
         self.interleaved = interleaved
         self.table = self._tabulate(_FIRST_POSITIONS)
 
@@ -149,6 +166,8 @@ class RotaryTable:
 
     def _tabulate(self, positions: int) -> Tensor:
         cosines, sines = self._rotary(self._like, torch.arange(positions, device=self._like.device)[None])
+        if self._halves:
+            return torch.cat([cosines[0], cosines[0], sines[0]], dim=-1)[:, None]
         half = sines.shape[-1] // 2
         return torch.cat([cosines[0], sines[0, :, :half]], dim=-1)[:, None]
 
@@ -184,6 +203,75 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs of which a router chooses some for each row: their outputs, times its probabilities, are added up.
+
+    Attributes:
+        gate: `[experts, inner, width]`, and likewise
+        up.
+        down: `[experts, width, inner]`.
+        gate_bias: `[experts, inner]`, or None, and likewise
+        up_bias.
+        down_bias: `[experts, width]`, or None.
+        router: `[experts, width]`: makes logits, whose softmax are the probabilities.
+        router_bias: `[experts]`, or None.
+        chosen: how many a row goes to: those of the largest probabilities,
+        normed: which are made to sum to 1, or are not.
+        clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
+        holders: modules that hold all of these.
+    """
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    router: Tensor
+    router_bias: Tensor | None
+    chosen: int
+    normed: bool
+    clipped: bool
+    holders: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, mlp: Any, *, clipped: bool) -> Experts:
+        """From a loaded block of a router and experts."""
+        router, experts = _router(mlp), mlp.experts
+        both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        if getattr(experts, "is_transposed", False):
+            both, down = both.transpose(1, 2), down.transpose(1, 2)
+        biases = (
+            (experts.gate_up_proj_bias.detach(), experts.down_proj_bias.detach())
+            if hasattr(experts, "gate_up_proj_bias")
+            else (None, None)
+        )
+        if getattr(experts, "is_concatenated", True):
+            split: Callable[[Tensor], Sequence[Tensor]] = partial(Tensor.chunk, chunks=2, dim=1)
+        else:
+            split = _every_second
+        gate, up = split(both)
+        gate_bias, up_bias = (None, None) if biases[0] is None else split(biases[0])
+        bias = getattr(router, "bias", None)
+        return cls(
+            gate, up, down, gate_bias, up_bias, biases[1], router.weight.detach(),
+            None if bias is None else bias.detach(), router.top_k, getattr(router, "norm_topk_prob", True), clipped,
+            (experts, router),
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Free all weights, which something else has taken over."""
+        for module in self.holders:
+            for name, weight in module.named_parameters(recurse=False):
+                forget_pages(weight)
+                setattr(module, name, nn.Parameter(weight.new_empty(0), requires_grad=False))
+
+
+def _every_second(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return weight[:, ::2], weight[:, 1::2]
+
+
+@dataclass(frozen=True, slots=True)
 class LlamaLayer(Generic[L]):
     """One decoder layer: norm, attention over rotated heads, residual, norm, gated MLP, residual.
 
@@ -204,6 +292,8 @@ class LlamaLayer(Generic[L]):
         scaling: factor on products of queries and keys.
         pattern: which positions the layer may see.
         rotary: which of the decoder's tables turns its heads.
+        experts: in place of the MLP, whose products are then of nothing; None in most families.
+        sinks: `[heads]`: scores of something that every row sees, which has no value; None in most families.
     """
 
     before_attention: RootMeanSquareNorm
@@ -223,6 +313,8 @@ class LlamaLayer(Generic[L]):
     rotary: int = 0
     after_attention: RootMeanSquareNorm | None = None
     after_mlp: RootMeanSquareNorm | None = None
+    experts: Experts | None = None
+    sinks: Tensor | None = None
 
     def with_products(self, make: Callable[[L], M]) -> LlamaLayer[M]:
         """The same layer with its products in another form."""
@@ -297,7 +389,7 @@ class Llama:
                 _layer(layer, pattern, names, different.index(its))
                 for layer, pattern, its in zip(decoder.layers, patterns, types, strict=True)
             ),
-            RootMeanSquareNorm.of(decoder.norm, names.offset),
+            RootMeanSquareNorm.of(decoder.norm, names),
             lm_head,
             tied=lm_head.weight is embedding,
             uniform=len(sizes) == 1 and kinds == {(embedding.dtype, embedding.device)},
@@ -320,35 +412,44 @@ class Llama:
 
     @property
     def inner(self) -> int:
-        """Width of the first layer's MLP."""
-        return int(self.layers[0].down[0].in_features)
+        """Width of the first layer's MLP, or of one of its experts."""
+        first = self.layers[0]
+        return int(first.down[0].in_features if first.experts is None else first.experts.down.shape[2])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether layers are no more than `LlamaLayer.run` computes: without experts and sinks."""
+        return all(layer.experts is None and layer.sinks is None for layer in self.layers)
 
 
 def _layer(layer: Any, pattern: AttentionPattern, names: _Names, rotary: int) -> LlamaLayer[Linears]:
     attention, mlp = layer.self_attn, layer.mlp
     norms = {
-        field: RootMeanSquareNorm.of(getattr(layer, name), names.offset) if name else None
+        field: RootMeanSquareNorm.of(getattr(layer, name), names) if name else None
         for field, name in (("after_attention", names.after_attention), ("after_mlp", names.after_mlp))
     }
     normed = hasattr(attention, "q_norm")
     head, of_values = attention.head_dim, attention.o_proj.in_features
     outputs = sum(each.out_features for each in _qkv(attention))
+    experts = Experts.of(mlp, clipped=names.clipped) if hasattr(mlp, "experts") else None
     return LlamaLayer(
-        before_attention=RootMeanSquareNorm.of(layer.input_layernorm, names.offset),
+        before_attention=RootMeanSquareNorm.of(layer.input_layernorm, names),
         qkv=_qkv(attention),
-        query_norm=RootMeanSquareNorm.of(attention.q_norm, names.offset) if normed else None,
-        key_norm=RootMeanSquareNorm.of(attention.k_norm, names.offset) if normed else None,
+        query_norm=RootMeanSquareNorm.of(attention.q_norm, names) if normed else None,
+        key_norm=RootMeanSquareNorm.of(attention.k_norm, names) if normed else None,
         out=(attention.o_proj,),
-        before_mlp=RootMeanSquareNorm.of(getattr(layer, names.before_mlp), names.offset),
-        gate_up=_gate_up(mlp),
-        down=(mlp.down_proj,),
-        activation=nn.functional.silu if _is_silu(_activation(mlp)) else _activation(mlp),
+        before_mlp=RootMeanSquareNorm.of(getattr(layer, names.before_mlp), names),
+        gate_up=() if experts else _gate_up(mlp),
+        down=() if experts else (mlp.down_proj,),
+        activation=_activation(mlp),
         heads=of_values // head,
         kv_heads=(outputs - of_values) // 2 // head,
         head=head,
         scaling=attention.scaling,
         pattern=pattern,
         rotary=rotary,
+        experts=experts,
+        sinks=attention.sinks.detach() if hasattr(attention, "sinks") else None,
         **norms,
     )
 
@@ -363,14 +464,21 @@ def _gate_up(mlp: Any) -> Linears:
     return (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
 
 
-def _activation(mlp: Any) -> nn.Module:
-    activation: nn.Module = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
-    return activation
+def _router(mlp: Any) -> Any:
+    return mlp.gate if hasattr(mlp, "gate") else mlp.router
+
+
+def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
+    """`silu` itself where it is that, by torch's class or by transformers' own."""
+    holder = getattr(mlp, "experts", mlp)
+    activation = next((getattr(holder, name) for name in ("activation_fn", "act_fn") if hasattr(holder, name)), None)
+    silu = activation is None or isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+    return nn.functional.silu if silu else cast("Callable[[Tensor], Tensor]", activation)
 
 
 def _rotary(module: Any, like: Tensor, layer_type: str | None, names: _Names) -> RotaryTable:
     of_type = module if layer_type is None else partial(module, layer_type=layer_type)
-    return RotaryTable(of_type, like, names.interleaved)
+    return RotaryTable(of_type, like, names.interleaved, halves=names.clipped)
 
 
 def _epsilon_of(norm: Any) -> float:
@@ -406,7 +514,12 @@ def _changes_positions(model: PreTrainedModel) -> bool:
 def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
     """Whether a layer's parts are plain: a part that was replaced (quantised, adapted) is not ours to fuse."""
     attention, mlp = layer.self_attn, layer.mlp
-    linears = (*_qkv(attention), attention.o_proj, *_gate_up(mlp), mlp.down_proj)
+    linears = [*_qkv(attention), attention.o_proj]
+    if hasattr(mlp, "experts"):
+        if not _are_known_experts(mlp, clipped=names.clipped):
+            return False
+    else:
+        linears += [*_gate_up(mlp), mlp.down_proj]
     own = ("input_layernorm", names.before_mlp, names.after_attention, names.after_mlp)
     norms = [getattr(layer, name) for name in own if name]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
@@ -417,6 +530,12 @@ def _is_known_layer(layer: Any, norm: type[nn.Module], names: _Names) -> bool:
     )
 
 
-def _is_silu(activation: nn.Module) -> bool:
-    """Whether an activation is x / (1 + e^-x), by torch's class or by transformers' own."""
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+def _are_known_experts(mlp: Any, *, clipped: bool) -> bool:
+    """Whether a block is of a family's own router and experts, and nothing beside them."""
+    router, experts = _router(mlp), mlp.experts
+    family = type(mlp).__module__
+    return (
+        {name for name, _ in mlp.named_children()} <= {"gate", "router", "experts"}
+        and all(is_plain(part, type(part)) and type(part).__module__ == family for part in (router, experts))
+        and (not clipped or (experts.alpha, experts.limit) == (1.702, 7.0))
+    )

@@ -43,8 +43,8 @@ class FusedBackend(Backend):
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder is in a dtype and on a device that this loop is for."""
-        return can_pack(llama.device, llama.dtype)
+        """Whether a decoder is in a dtype and on a device that this loop is for, and has no experts."""
+        return llama.is_dense and can_pack(llama.device, llama.dtype)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         return self.run_watched(plan, (), {})

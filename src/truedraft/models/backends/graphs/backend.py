@@ -62,7 +62,7 @@ class GraphBackend(Backend):
         """Whether a decoder's layers are of one shape, so that they share an arena, and rotate whole heads alike."""
         heads = {(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}
         one_rotation = len(llama.rotaries) == 1 and llama.rotaries[0].width == llama.layers[0].head
-        return len(heads) == 1 and one_rotation and llama.scale == 1.0
+        return llama.is_dense and len(heads) == 1 and one_rotation and llama.scale == 1.0
 
     @property
     def arena(self) -> Arena:

@@ -34,13 +34,14 @@ from truedraft.models.backends.native.memory import (
     padded_bias,
 )
 from truedraft.models.base import HeadRun
-from truedraft.models.llama import Linears, Llama, LlamaLayer
+from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
 _MOST_HEAD = 256
+_GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
 _NO_BLOCKS = (CLinear * 0)()
 
 
@@ -66,7 +67,7 @@ class NativeBackend(Backend):
         self._model = model = _model(llama, self._weights)
         self._width, self._vocab = model.width, model.lm_head.outputs
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
-        self._scratch = Scratch(library, llama.dtype, model.stride)
+        self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
         self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
         self.least_rows = 1
         self.own_threads = True
@@ -167,24 +168,37 @@ class NativeBackend(Backend):
 def _model(llama: Llama, weights: Weights) -> CModel:
     """The structure of a decoder, whose linear weights are freed; `weights` keeps what it points to."""
     first, width = llama.layers[0], llama.embedding.shape[1]
-    inner, (table, *_) = llama.inner, llama.rotaries
-    widest = max(width, (first.heads + 2 * first.kv_heads) * first.head, inner)
+    inner, (table, *_), experts = llama.inner, llama.rotaries, first.experts
+    several = 0 if experts is None else len(experts.router)
+    widest = max(width, (first.heads + 2 * first.kv_heads) * first.head, inner, several)
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
-    lm_head = weights.linear([llama.lm_head.weight], padded_bias([llama.lm_head]))
+    lm_head = weights.linear([llama.lm_head.weight], _bias([llama.lm_head]))
     if not llama.tied:
         release(llama.lm_head)
     return CModel(
-        width, first.heads, first.kv_heads, first.head, inner, len(layers), -(-widest // UNIT) * UNIT,
-        len(llama.embedding), table.width, table.interleaved, _activation(first) == "gelu",
-        weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.norm.offset, llama.scale,
+        width, first.heads, first.kv_heads, first.head, inner, len(layers), _units(widest),
+        len(llama.embedding), table.width, table.interleaved, _GATES[_activation(first) or ""],
+        several, 0 if experts is None else experts.chosen, experts is not None and experts.normed,
+        0 if experts is None else _units(max(width, inner)),
+        weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
+        llama.norm.offset, llama.norm.rounds_once,
         lm_head, (CLayer * len(layers))(*layers),
     )  # fmt: skip
+
+
+def _units(outputs: int) -> int:
+    return -(-outputs // UNIT) * UNIT
 
 
 def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer:
     query_norm, key_norm = layer.query_norm, layer.key_norm
     after_attention, after_mlp = layer.after_attention, layer.after_mlp
+    qkv, out = _linear(layer.qkv, weights), _linear(layer.out, weights)
+    if layer.experts is None:
+        gate_up, down, router = _gate_up(layer.gate_up, weights), _linear(layer.down, weights), CLinear()
+    else:
+        gate_up, down, router = _experts(layer.experts, weights)
     return CLayer(
         weights.keep(layer.before_attention.weight),
         weights.keep(layer.before_mlp.weight),
@@ -192,10 +206,12 @@ def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer
         None if key_norm is None else weights.keep(key_norm.weight),
         None if after_attention is None else weights.keep(after_attention.weight),
         None if after_mlp is None else weights.keep(after_mlp.weight),
-        _linear(layer.qkv, weights),
-        _linear(layer.out, weights),
-        _gate_up(layer.gate_up, weights),
-        _linear(layer.down, weights),
+        None if layer.sinks is None else weights.keep(layer.sinks.float()),
+        qkv,
+        out,
+        gate_up,
+        down,
+        router,
         layer.before_attention.eps,
         layer.before_mlp.eps,
         0.0 if query_norm is None else query_norm.eps,
@@ -209,15 +225,21 @@ def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer
 
 def _activation(layer: LlamaLayer[Linears]) -> str | None:
     """Its name, where decoder.c has it."""
+    if layer.experts is not None and layer.experts.clipped:
+        return "clipped"
     if layer.activation is silu:
         return "silu"
     tanh = type(layer.activation).__name__ in ("GELUTanh", "PytorchGELUTanh")
     return "gelu" if tanh else None
 
 
+def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    return padded_bias([layer.bias for layer in layers], [layer.out_features for layer in layers])
+
+
 def _linear(layers: Linears, weights: Weights) -> CLinear:
     """Layers of one input, one behind another."""
-    made = weights.linear([layer.weight for layer in layers], padded_bias(layers))
+    made = weights.linear([layer.weight for layer in layers], _bias(layers))
     for layer in layers:
         release(layer)
     return made
@@ -225,13 +247,37 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
     gate, up = [layer.weight for layer in layers] if len(layers) > 1 else layers[0].weight.chunk(2)
-    inner, bias = len(gate), padded_bias(layers)
-    if bias is not None:
-        turns = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
-        bias = pad(turns.flatten(), (0, -2 * inner % UNIT))
-    made = weights.linear([gate, up], bias, turns=True)
+    bias = _bias(layers)
+    made = weights.linear([gate, up], None if bias is None else _in_turns(bias, len(gate)), turns=True)
     for layer in layers:
         release(layer)
+    return made
+
+
+def _in_turns(bias: Tensor, inner: int) -> Tensor:
+    """Biases of gates, then of ups, `inner` each, as their blocks take turns."""
+    turns = torch.stack([bias[:inner].view(-1, LANES), bias[inner : 2 * inner].view(-1, LANES)], dim=1)
+    return pad(turns.flatten(), (0, -2 * inner % UNIT))
+
+
+def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLinear]:
+    """Gates with ups, downs and the router; what they were made of is freed."""
+    each = range(len(experts.router))
+    inner, width = experts.down.shape[2], experts.down.shape[1]
+    gates = down_bias = router_bias = None
+    if experts.gate_bias is not None and experts.up_bias is not None and experts.down_bias is not None:
+        of_each = [padded_bias([experts.gate_bias[e], experts.up_bias[e]], [inner, inner]) for e in each]
+        gates = torch.cat([_in_turns(bias, inner) for bias in of_each if bias is not None])
+        of_downs = [padded_bias([bias], [width]) for bias in experts.down_bias]
+        down_bias = torch.cat([bias for bias in of_downs if bias is not None])
+    if experts.router_bias is not None:
+        router_bias = padded_bias([experts.router_bias], [len(each)])
+    made = (
+        weights.linears([(experts.gate[e], experts.up[e]) for e in each], gates, turns=True),
+        weights.linears([(experts.down[e],) for e in each], down_bias),
+        weights.linear([experts.router], router_bias),
+    )
+    experts.release()
     return made
 
 
@@ -348,7 +394,7 @@ class NativeHeads:
         self._weights = weights = Weights(lm_head.library)
         width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
         in_order = [head[layer] for layer in range(layers) for head in blocks]
-        made = [weights.linear([each.weight.to(_CPU, lm_head.dtype)], padded_bias([each])) for each in in_order]
+        made = [weights.linear([each.weight.to(_CPU, lm_head.dtype)], _bias([each])) for each in in_order]
         self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
 
     def __del__(self) -> None:

@@ -113,16 +113,26 @@ typedef struct {
 
 typedef struct {
     const element *before_attention, *before_mlp, *query_norm, *key_norm, *after_attention, *after_mlp; /* all but the first two may be NULL */
-    Linear qkv, out, gate_up, down; /* gate_up: blocks of gate and up take turns */
+    const float *sinks; /* [heads]: scores of something that is seen and has no value; or NULL */
+    Linear qkv, out, gate_up, down, router; /* gate_up: blocks of gate and up take turns; with experts those of the first, the others' behind */
     float attention_eps, mlp_eps, head_eps, after_attention_eps, after_mlp_eps, scaling;
     int64_t pattern, rotary; /* which of the batch's tables of first visible positions, and of rotations */
 } Layer;
 
+/* What all norms of a model do: `offset` is added to their weights, and numbers are rounded before these multiply them,
+ * too, or only then. */
+typedef struct {
+    float offset;
+    int32_t rounds_once;
+} Norms;
+
 typedef struct {
     int64_t width, heads, kv_heads, head, inner, layers, stride, embedded; /* stride: of all scratch rows, in elements; embedded: tokens that exist */
-    int64_t turned, interleaved, gelu; /* turned: the first entries of a head that are rotated; interleaved: with their neighbours */
+    int64_t turned, interleaved, gate; /* turned: the first entries of a head that are rotated; interleaved: with their neighbours; gate: kind */
+    int64_t experts, chosen, normed, spread; /* MLPs of a layer, 0 where it has one; normed: the chosen ones' probabilities sum to 1; spread: of slots' rows */
     const element *embedding, *norm;
-    float eps, offset, scale; /* offset: added to norms' weights; scale: of embeddings */
+    float eps, scale; /* scale: of embeddings */
+    Norms norms;
     Linear lm_head;
     const Layer *layer;
 } Model;
@@ -147,13 +157,17 @@ typedef struct {
 typedef struct {
     element *stream, *projected, *mixed, *active;
     element *fetched; /* [threads][rows][stride] */
-    float *inputs;    /* [threads][rows][stride] */
+    float *inputs;    /* [threads][room] */
     float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
     const int32_t *slots; /* 0, 1, 2, ... keys */
-    int64_t rows, keys;
+    element *between, *given; /* [rows * chosen][spread]: of experts */
+    int64_t *choices;         /* [rows][chosen] */
+    float *shares;            /* likewise */
+    int32_t *sorted;          /* [threads][listed]: see sort_slots */
+    int64_t rows, keys, room, listed; /* room: of a thread's inputs */
 } Scratch;
 
-enum { STORE, ADD, GATE, GATE_GELU, RESIDUAL, ATTEND, SETTLE, PICK, RANK };
+enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, SETTLE, PICK, RANK, CHOOSE, MERGE };
 
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
 static int64_t tile_rows(int64_t rows) {
@@ -285,6 +299,13 @@ static inline lanes silu(lanes x) { return x / (1.0f + exponential(-x)); }
 /* The approximation by a tangent: (1 + tanh(k)) / 2 is 1 / (1 + e^(-2k)). */
 static inline lanes gelu(lanes x) { return x / (1.0f + exponential(x * (x * x * 0.044715f + 1.0f) * -1.5957691216f)); }
 
+/* silu with a steeper slope, of numbers up to a limit; the other factor is from 1 less up to 1 more than the limit. */
+static inline lanes clipped(lanes gate, lanes up) {
+    gate = choose(gate > 7.0f, all(7.0f), gate);
+    up = choose(up > 7.0f, all(7.0f), choose(up < -7.0f, all(-7.0f), up));
+    return rounded(up + 1.0f) * rounded(gate * rounded(1.0f / (1.0f + exponential(-rounded(gate * 1.702f)))));
+}
+
 static void finish(int kind, lanes (*sum)[SUMS], int64_t rows, const float *bias, const element *x, int64_t x_stride, element *y, int64_t stride, int64_t at) {
     for (int64_t r = 0; r < rows; r++) {
         lanes v[SUMS];
@@ -293,11 +314,11 @@ static void finish(int kind, lanes (*sum)[SUMS], int64_t rows, const float *bias
             if (bias) { lanes add; memcpy(&add, bias + at * UNIT + b * LANES, sizeof add); v[b] = v[b] + add; }
             v[b] = rounded(v[b]);
         }
-        if (kind == GATE || kind == GATE_GELU) {
+        if (kind >= GATE && kind <= GATE_CLIPPED) {
             element *out = y + r * stride + at * (UNIT / 2);
             for (int b = 0; b < SUMS / 2; b++) {
                 const int gate = b / (BLOCK / LANES) * (BLOCK / LANES) + b, up = gate + BLOCK / LANES;
-                store(out + b * LANES, rounded(kind == GATE ? silu(v[gate]) : gelu(v[gate])) * v[up]);
+                store(out + b * LANES, kind == GATE_CLIPPED ? clipped(v[gate], v[up]) : rounded(kind == GATE ? silu(v[gate]) : gelu(v[gate])) * v[up]);
             }
         } else if (kind == RESIDUAL) {
             const element *in = x + r * x_stride + at * UNIT;
@@ -316,13 +337,12 @@ static float total_of(lanes v) {
     return s;
 }
 
-/* With an offset the weight is that plus its own, and nothing is rounded before the product. */
-static void norm(const element *x, const element *weight, float eps, float offset, int64_t width, element *y) {
+static void norm(const element *x, const element *weight, float eps, Norms norms, int64_t width, element *y) {
     lanes squares = {0};
     for (int64_t i = 0; i < width; i += LANES) { lanes v = load(x + i); squares = squares + v * v; }
     const float scale = 1.0f / __builtin_sqrtf(total_of(squares) / (float)width + eps);
-    if (offset != 0.0f)
-        for (int64_t i = 0; i < width; i += LANES) store(y + i, load(x + i) * scale * (load(weight + i) + offset));
+    if (norms.rounds_once)
+        for (int64_t i = 0; i < width; i += LANES) store(y + i, load(x + i) * scale * (load(weight + i) + norms.offset));
     else
         for (int64_t i = 0; i < width; i += LANES) store(y + i, rounded(load(x + i) * scale) * load(weight + i));
 }
@@ -469,7 +489,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
     for (int64_t i = 0; i < s->count; i++) {
         const int64_t row = s->start + i;
         element *k = scratch->projected + row * stride + (m->heads + group) * head, *v = k + m->kv_heads * head;
-        if (l->key_norm) norm(k, l->key_norm, l->head_eps, m->offset, head, k);
+        if (l->key_norm) norm(k, l->key_norm, l->head_eps, m->norms, head, k);
         rotate(k, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
         for (int64_t d = 0; d < head; d++) keys[d * s->capacity + base + i] = k[d];
         memcpy(values + (base + i) * head, v, head * sizeof *v);
@@ -484,7 +504,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
         for (int r = 0; r < n; r++) {
             const int64_t row = s->start + (q + r) / each;
             element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
-            if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->offset, head, x);
+            if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->norms, head, x);
             rotate(x, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
             for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
         }
@@ -509,7 +529,9 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
             see->count = s->length - see->from;
             memcpy(mine, of_slots + see->from, see->count * sizeof *mine);
             for (int64_t j = 0; j < see->own_count; j++) mine[see->count + j] = of_slots[s->length + (see->own ? see->own[j] : j)];
-            soften(mine, see->count + see->own_count);
+            const int64_t seen = see->count + see->own_count;
+            if (l->sinks) mine[seen] = l->sinks[group * each + (q + r) % each];
+            soften(mine, seen + (l->sinks != NULL));
         }
         mix(view, n, values, head, s->length);
     }
@@ -581,6 +603,11 @@ typedef struct {
 
 typedef struct Job Job;
 
+/* Some rows of one expert: slots of `order`. */
+typedef struct {
+    int32_t expert, first, count;
+} Part;
+
 /* What the threads of a job do at a time: products of a unit of outputs with all rows each, a group of rows at a time;
  * or attention, norms, or ranking, some items to a unit. */
 typedef struct {
@@ -595,8 +622,12 @@ typedef struct {
     int64_t x_stride, y_stride, x_apart, y_apart, inputs_apart; /* apart: what lies between two layers' rows */
     int64_t rows, size, group;
     int far; /* whether the weights of all layers are more than caches hold */
-    float eps, offset;
+    float eps;
+    Norms norms;
     int64_t number; /* of the decoder layer */
+    int64_t experts, chosen, slots_of_x; /* experts: 0 for other products; slots_of_x: slots that read one row of x */
+    const int32_t *order, *share;        /* see sort_slots */
+    const Part *part;
 } Region;
 
 /* A forward, or a run of heads: `steps` regions. Late threads have copies, and may use no more than the model, heads and
@@ -615,7 +646,17 @@ struct Job {
 static int64_t units_of(const Linear *l) { return (l->outputs + UNIT - 1) / UNIT; }
 static int is_in_parts(const Region *r) { return r->kind < ATTEND; }
 
+static void rank(const Job *job, int64_t row) {
+    const Asked *a = &job->asked;
+    const element *logits = a->logits + row * units_of(job->heads.lm_head) * UNIT;
+    largest(logits, a->vocab, a->ranks, a->values + row * a->ranks, a->ids + row * a->ranks);
+    log_probabilities(logits, a->vocab, a->ranks, (float)a->factor, a->values + row * a->ranks);
+}
+
+#include "experts.h"
+
 static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
+    if (r->experts) return compute_experts(r, at, part, sum);
     const int64_t which = r->each == r->units ? 0 : at / r->each;
     const Linear *l = r->linear + which;
     const int64_t first = part * r->group, n = r->rows - first < r->group ? r->rows - first : r->group;
@@ -623,6 +664,7 @@ static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)
 }
 
 static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
+    if (r->experts) return write_experts(r, at, part, sum);
     const int64_t first = part * r->group, n = r->rows - first < r->group ? r->rows - first : r->group;
     const int64_t which = r->each == r->units ? 0 : at / r->each;
     finish(r->kind, sum, n, r->linear[which].bias, r->x + which * r->x_apart + first * r->x_stride, r->x_stride,
@@ -631,30 +673,24 @@ static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[S
 
 /* Makes a thread's own inputs of the products of a region. */
 static void prepare(const Job *job, Region *r, int me) {
+    if (r->experts) return prepare_experts(job, r, me);
     const Scratch *s = &job->scratch;
-    const int64_t stride = job->stride, width = r->linear->read, room = me * s->rows * stride;
-    element *rows = s->fetched + room;
-    float *inputs = s->inputs + room;
+    const int64_t stride = job->stride, width = r->linear->read;
+    element *rows = s->fetched + me * s->rows * stride;
+    float *inputs = s->inputs + me * s->room;
     r->inputs = inputs;
     for (int64_t i = 0; i < r->sources; i++) {
         fetch(r->x + i * r->x_apart, r->x_stride, r->rows, width, rows, stride);
-        if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, r->offset, width, rows + t * stride);
+        if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, r->norms, width, rows + t * stride);
         gather(rows, stride, r->rows, width, inputs + i * r->inputs_apart);
     }
-}
-
-static void rank(const Job *job, int64_t row) {
-    const Asked *a = &job->asked;
-    const element *logits = a->logits + row * units_of(job->heads.lm_head) * UNIT;
-    largest(logits, a->vocab, a->ranks, a->values + row * a->ranks, a->ids + row * a->ranks);
-    log_probabilities(logits, a->vocab, a->ranks, (float)a->factor, a->values + row * a->ranks);
 }
 
 /* The norm of a row that is wanted, for the LM head and for the caller. */
 static void pick(const Job *job, int64_t row) {
     const Model *m = job->model;
     element *hidden = job->hidden + row * m->width;
-    norm(job->scratch.stream + job->batch.rows[row] * job->stride, m->norm, m->eps, m->offset, m->width, hidden);
+    norm(job->scratch.stream + job->batch.rows[row] * job->stride, m->norm, m->eps, m->norms, m->width, hidden);
     memcpy(job->scratch.mixed + row * job->stride, hidden, m->width * sizeof *hidden);
 }
 
@@ -662,7 +698,7 @@ static void pick(const Job *job, int64_t row) {
 static void settle(const Job *job, const Region *r, int64_t row) {
     const int64_t width = job->model->width;
     element *given = job->scratch.projected + row * job->stride, *stream = job->scratch.stream + row * job->stride;
-    norm(given, r->norm, r->eps, r->offset, width, given);
+    norm(given, r->norm, r->eps, r->norms, width, given);
     for (int64_t i = 0; i < width; i += LANES) store(stream + i, load(stream + i) + load(given + i));
 }
 
@@ -671,6 +707,8 @@ static void whole_unit(const Job *job, const Region *r, int64_t at, int me) {
         if (r->kind == RANK) rank(job, w);
         else if (r->kind == PICK) pick(job, w);
         else if (r->kind == SETTLE) settle(job, r, w);
+        else if (r->kind == CHOOSE) choose_experts(job, r, w);
+        else if (r->kind == MERGE) merge_experts(job, w);
         else {
             const int64_t groups = job->model->kv_heads;
             attend(job->model, job->model->layer + r->number, &job->batch, job->batch.segment + w / groups, r->number, w % groups, &job->scratch, me);
@@ -692,26 +730,42 @@ static void items(Region *r, int kind, int64_t number, int64_t count) {
     *r = (Region){.kind = kind, .units = (count + each - 1) / each, .each = each, .rows = count, .number = number};
 }
 
-enum { QKV, MIX, OUT, GATE_UP, DOWN, OF_A_LAYER, SETTLE_OUT = OF_A_LAYER, SETTLE_DOWN, OF_A_SANDWICH };
+/* Products with the experts that rows chose: y has a row for every slot, x has one for every `slots_of_x`. */
+static void of_experts(Region *r, const Model *m, const Linear *l, int kind, const element *x, int64_t x_stride, int64_t slots_of_x, element *y, int64_t rows) {
+    products(r, l, kind, x, x_stride, y, m->spread, rows);
+    r->units *= m->chosen;
+    r->experts = m->experts, r->chosen = m->chosen, r->slots_of_x = slots_of_x;
+}
 
-/* The steps of a layer whose sums are normed before they are added to the stream. */
-static const int64_t sandwich[OF_A_SANDWICH] = {QKV, MIX, OUT, SETTLE_OUT, GATE_UP, DOWN, SETTLE_DOWN};
+enum { QKV, MIX, OUT, SETTLE_OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED, SETTLE_DOWN };
 
-static int64_t steps_of_a_layer(const Model *m) { return m->layer->after_attention ? OF_A_SANDWICH : OF_A_LAYER; }
+/* The steps of a layer; of one whose sums are normed before they are added to the stream; and of one with experts. */
+static const int plain[] = {QKV, MIX, OUT, GATE_UP, DOWN};
+static const int sandwich[] = {QKV, MIX, OUT, SETTLE_OUT, GATE_UP, DOWN, SETTLE_DOWN};
+static const int routed[] = {QKV, MIX, OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED};
+
+static const int *steps_of_a_layer(const Model *m, int64_t *count) {
+    const int *steps = m->experts ? routed : m->layer->after_attention ? sandwich : plain;
+    *count = (steps == routed ? sizeof routed : steps == sandwich ? sizeof sandwich : sizeof plain) / sizeof *steps;
+    return steps;
+}
 
 static void describe_forward(const Job *job, int64_t step, Region *r) {
     const Model *m = job->model;
     const Scratch *s = &job->scratch;
-    const int64_t stride = job->stride, rows = job->batch.total, steps = steps_of_a_layer(m), number = step / steps;
+    int64_t steps;
+    const int *of_a_layer = steps_of_a_layer(m, &steps);
+    const int64_t stride = job->stride, rows = job->batch.total, number = step / steps, which = step % steps;
     const Layer *l = m->layer + number;
+    const int far = m->layers * m->width * m->inner * (m->experts ? m->experts : 1) > NEAR;
     if (number == m->layers) {
         const int64_t wanted = job->batch.wanted;
-        if (step % steps == 0) items(r, PICK, number, wanted);
+        if (which == 0) items(r, PICK, number, wanted);
         else products(r, &m->lm_head, STORE, s->mixed, stride, job->logits, units_of(&m->lm_head) * UNIT, wanted);
-        r->far = m->layers * m->width * m->inner > NEAR;
+        r->far = far;
         return;
     }
-    switch (l->after_attention ? sandwich[step % steps] : step % steps) {
+    switch (of_a_layer[which]) {
         case QKV:
             products(r, &l->qkv, STORE, s->stream, stride, s->projected, stride, rows);
             r->norm = l->before_attention, r->eps = l->attention_eps;
@@ -722,18 +776,34 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
             items(r, SETTLE, number, rows);
             r->norm = l->after_attention, r->eps = l->after_attention_eps;
             break;
-        case GATE_UP:
-            products(r, &l->gate_up, m->gelu ? GATE_GELU : GATE, s->stream, stride, s->active, stride, rows);
+        case ROUTE:
+            products(r, &l->router, STORE, s->stream, stride, s->projected, stride, rows);
             r->norm = l->before_mlp, r->eps = l->mlp_eps;
             break;
-        case DOWN: products(r, &l->down, l->after_mlp ? STORE : ADD, s->active, stride, l->after_mlp ? s->projected : s->stream, stride, rows); break;
+        case CHOSE:
+            items(r, CHOOSE, number, rows);
+            r->norm = l->before_mlp, r->eps = l->mlp_eps;
+            break;
+        case GATE_UP:
+            if (m->experts) {
+                of_experts(r, m, &l->gate_up, (int)m->gate, s->mixed, stride, m->chosen, s->between, rows);
+                break;
+            }
+            products(r, &l->gate_up, (int)m->gate, s->stream, stride, s->active, stride, rows);
+            r->norm = l->before_mlp, r->eps = l->mlp_eps;
+            break;
+        case DOWN:
+            if (m->experts) of_experts(r, m, &l->down, STORE, s->between, m->spread, 1, s->given, rows);
+            else products(r, &l->down, l->after_mlp ? STORE : ADD, s->active, stride, l->after_mlp ? s->projected : s->stream, stride, rows);
+            break;
+        case MERGED: items(r, MERGE, number, rows); break;
         case SETTLE_DOWN:
             items(r, SETTLE, number, rows);
             r->norm = l->after_mlp, r->eps = l->after_mlp_eps;
             break;
     }
-    r->offset = m->offset;
-    r->far = m->layers * m->width * m->inner > NEAR;
+    r->norms = m->norms;
+    r->far = far;
 }
 
 /* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
@@ -747,7 +817,9 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
     }
-    const Job job = {.describe = describe_forward, .steps = m->layers * steps_of_a_layer(m) + (b->wanted ? 2 : 0), .stride = m->stride, .model = m,
+    int64_t steps;
+    steps_of_a_layer(m, &steps);
+    const Job job = {.describe = describe_forward, .steps = m->layers * steps + (b->wanted ? 2 : 0), .stride = m->stride, .model = m,
                      .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
     run_together(&job, threads);
     return 0;

@@ -7,11 +7,11 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from truedraft.models.threads import forward_threads
 
@@ -22,6 +22,7 @@ UNIT = 64
 
 _CPU = torch.device("cpu")
 _TILE = 8
+_GROUP = 96
 _MOST_THREADS = 128  # that team.h uses
 
 # The structures of decoder.c, field by field in its order.
@@ -49,10 +50,12 @@ class CLayer(Structure):
         ("key_norm", c_void_p),
         ("after_attention", c_void_p),
         ("after_mlp", c_void_p),
+        ("sinks", c_void_p),
         ("qkv", CLinear),
         ("out", CLinear),
         ("gate_up", CLinear),
         ("down", CLinear),
+        ("router", CLinear),
         ("attention_eps", c_float),
         ("mlp_eps", c_float),
         ("head_eps", c_float),
@@ -78,12 +81,17 @@ class CModel(Structure):
         ("embedded", c_int64),
         ("turned", c_int64),
         ("interleaved", c_int64),
-        ("gelu", c_int64),
+        ("gate", c_int64),
+        ("experts", c_int64),
+        ("chosen", c_int64),
+        ("normed", c_int64),
+        ("spread", c_int64),
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("eps", c_float),
-        ("offset", c_float),
         ("scale", c_float),
+        ("offset", c_float),
+        ("rounds_once", c_int32),
         ("lm_head", CLinear),
         ("layer", POINTER(CLayer)),
     )
@@ -133,8 +141,15 @@ class CScratch(Structure):
         ("inputs", c_void_p),
         ("scores", c_void_p),
         ("slots", c_void_p),
+        ("between", c_void_p),
+        ("given", c_void_p),
+        ("choices", c_void_p),
+        ("shares", c_void_p),
+        ("sorted", c_void_p),
         ("rows", c_int64),
         ("keys", c_int64),
+        ("room", c_int64),
+        ("listed", c_int64),
     )
 
 
@@ -190,32 +205,39 @@ class Weights:
             bias: of all outputs in that order.
             turns: whether the blocks of two parts take turns, so that two factors of an output are computed together.
         """
-        outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
-        cells = self.keep(packed(self._library, parts, turns=turns))
+        return self.linears([parts], bias, turns=turns)
+
+    def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:
+        """The first of several layers of one size, each as `linear` takes it; the others lie behind it."""
+        outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
+        cells = self.keep(packed(self._library, layers, turns=turns))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs)
 
 
-def packed(library: Any, parts: Sequence[Tensor], *, turns: bool = False) -> Tensor:
+def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = False) -> Tensor:
     """Weights `[out, in]` as `[blocks, cells, 16 outputs, inputs of a cell]`, in huge pages where the system has them.
 
-    A cell is one input in float32 and two neighbouring ones in bfloat16: 32 bits of one output.
+    Each of several layers of one size, given in parts, begins with a whole unit. A cell is one input in float32 and
+    two neighbouring ones in bfloat16: 32 bits of one output.
     Worked example in float32: entry (17, 3) of the weight lies at block 1, cell 3, output 1.
     """
+    parts = layers[0]
     outputs, inputs, dtype = sum(map(len, parts)), parts[0].shape[1], parts[0].dtype
     per_cell = 2 if dtype is torch.bfloat16 else 1
     cells, apart = inputs // per_cell, len(parts) if turns else 1
     blocks = -(-outputs // UNIT) * (UNIT // LANES)
-    target = _huge(blocks * LANES * inputs, dtype).view(blocks, cells, LANES, per_cell)
+    target = _huge(len(layers) * blocks * LANES * inputs, dtype).view(-1, cells, LANES, per_cell)
     jobs: list[tuple[Tensor, Tensor]] = []
-    place = 0
-    for number, part in enumerate(parts):
-        for first in range(0, len(part), _PACKED_ROWS):
-            block = number + first // LANES * apart if turns else place + first // LANES
-            jobs.append((part[first : first + _PACKED_ROWS].detach().contiguous(), target[block:]))
-        place += len(part) // LANES
+    for layer, parts in enumerate(layers):
+        place = layer * blocks
+        for number, part in enumerate(parts):
+            for first in range(0, len(part), _PACKED_ROWS):
+                block = place + first // LANES * apart
+                jobs.append((part[first : first + _PACKED_ROWS].detach(), target[block:]))
+            place = layer * blocks + number + 1 if turns else place + len(part) // LANES
 
     def run(job: tuple[Tensor, Tensor]) -> None:
-        rows, where = job
+        rows, where = job[0].contiguous(), job[1]
         library.truedraft_pack(
             c_void_p(rows.data_ptr()), c_int64(len(rows)), c_int64(cells), c_void_p(where.data_ptr()), c_int64(apart)
         )
@@ -225,15 +247,14 @@ def packed(library: Any, parts: Sequence[Tensor], *, turns: bool = False) -> Ten
     return target
 
 
-def padded_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """Biases one behind another, float32, up to whole units; None where there are none."""
-    if all(layer.bias is None for layer in layers):
+def padded_bias(parts: Sequence[Tensor | None], outputs: Sequence[int]) -> Tensor | None:
+    """Biases one behind another, each of its number of outputs, float32, up to whole units; None without any."""
+    if all(part is None for part in parts):
         return None
-    rows = [layer.out_features for layer in layers]
-    bias = torch.zeros(-(-sum(rows) // UNIT) * UNIT, dtype=torch.float32, device="cpu")
-    for layer, part in zip(layers, bias[: sum(rows)].split(rows), strict=True):
-        if layer.bias is not None:
-            part.copy_(layer.bias.detach())
+    bias = torch.zeros(-(-sum(outputs) // UNIT) * UNIT, dtype=torch.float32, device="cpu")
+    for part, place in zip(parts, bias[: sum(outputs)].split(list(outputs)), strict=True):
+        if part is not None:
+            place.copy_(part.detach())
     return bias
 
 
@@ -255,14 +276,21 @@ class Scratch:
         library: decoder.c, compiled.
         dtype: of the model.
         stride: elements of a row.
+        experts: MLPs of a layer, or 0.
+        chosen: of these, how many a row goes to.
+        spread: elements of a row of theirs.
     """
 
-    def __init__(self, library: Any, dtype: torch.dtype, stride: int) -> None:
+    def __init__(
+        self, library: Any, dtype: torch.dtype, stride: int, experts: int = 0, chosen: int = 0, spread: int = 0
+    ) -> None:
         self._settle = library.truedraft_settle
         self._settle.restype = None
         self._dtype = dtype
         self._stride = stride
-        self._room = (16, 512, 0)
+        self._experts, self._chosen, self._spread = experts, chosen, spread
+        # A late thread may find a group of rows with one expert that had no such rows.
+        self._room = (_GROUP if experts else 16, 512, 0)
         self._memory: list[Tensor] = []
         self._struct = CScratch()
         self._inputs = (0, 0)
@@ -279,12 +307,18 @@ class Scratch:
             span = -(-keys // 32) * 32 + 64
             shared = [self._zeros(rows, self._stride) for _ in range(4)]
             fetched = self._zeros(threads, rows, self._stride)
-            inputs = torch.zeros(threads, rows, self._stride, dtype=torch.float32, device=_CPU)
+            slots, room = rows * self._chosen, rows * max(self._stride, self._chosen * self._spread)
+            listed = 5 * slots + self._experts + self._chosen + 2
+            inputs = torch.zeros(threads, room, dtype=torch.float32, device=_CPU)
             scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
-            slots = torch.arange(span, dtype=torch.int32, device=_CPU)
-            self._memory = [*shared, fetched, inputs, scores, slots]
+            counted = torch.arange(span, dtype=torch.int32, device=_CPU)
+            of_experts = [self._zeros(slots, self._spread) for _ in range(2)]
+            choices = torch.zeros(slots, dtype=torch.int64, device=_CPU)
+            shares = torch.zeros(slots, dtype=torch.float32, device=_CPU)
+            lists = torch.zeros(threads, listed, dtype=torch.int32, device=_CPU)
+            self._memory = [*shared, fetched, inputs, scores, counted, *of_experts, choices, shares, lists]
             self._inputs = (inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes)
-            self._struct = CScratch(*(each.data_ptr() for each in self._memory), rows, span)
+            self._struct = CScratch(*(each.data_ptr() for each in self._memory), rows, span, room, listed)
         return self._struct
 
     def settle(self) -> None:
