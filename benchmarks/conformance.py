@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -510,6 +513,29 @@ def _cell(line: Mapping[str, Any] | None) -> str:
     return f"{line['outcome']}: {line['reason']}"
 
 
+def _examined(names: Sequence[str], most_s: float, *, every: bool) -> Iterator[list[dict[str, Any]]]:
+    """The outcomes of families as they come, one family to a core at a time; none is begun when the time is over."""
+    end, known = time.monotonic() + most_s, json.loads(SHAPES.read_text())
+    with ProcessPoolExecutor(
+        os.cpu_count() or 1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
+    ) as pool:
+        waiting = list(reversed(names))
+        running: set[Future[list[dict[str, Any]]]] = set()
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1) and time.monotonic() < end:
+                family = waiting.pop()
+                cells = EVERY if every or family in FULLY else PAIRWISE
+                running.add(pool.submit(_all_of, family, cells, known))
+            if not running:
+                return
+            over, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (each.result() for each in over)
+
+
+def _all_of(family: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list(examine(family, cells, known))
+
+
 def main() -> int:
     """Examine, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -522,16 +548,15 @@ def main() -> int:
     asked = parser.parse_args()
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     done = {line["family"] for line in lines}
-    end = time.monotonic() + 60 * asked.minutes
-    known = json.loads(SHAPES.read_text())
-    for family in () if asked.report else asked.families:
-        if family in done or time.monotonic() > end:
-            continue
-        for line in examine(family, EVERY if asked.full or family in FULLY else PAIRWISE, known):
-            lines.append(line)
-            with asked.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            sys.stderr.write(f"{family}, {line['dtype']}: {_cell(line)}\n")
+    left = [] if asked.report else [family for family in asked.families if family not in done]
+    for examined in _examined(left, 60 * asked.minutes, every=asked.full):
+        lines += examined
+        with asked.out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in examined)
+        for line in examined:
+            sys.stderr.write(f"{line['family']}, {line['dtype']}: {_cell(line)}\n")
+    places = {name: place for place, name in enumerate(families())}
+    lines.sort(key=lambda line: (places.get(line["family"], len(places)), DTYPES.index(line["dtype"])))
     print(report(lines))
     if asked.page:
         PAGE.write_text(page(lines))

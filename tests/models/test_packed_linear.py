@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.nn.functional import linear
 from transformers import (
     CohereConfig,
     Gemma2Config,
+    GptOssConfig,
     GraniteConfig,
+    NemotronHConfig,
     Olmo2Config,
     OPTConfig,
     PhiConfig,
@@ -29,7 +32,7 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
-from truedraft.models.packed_linear import PackedLinear, can_pack, fuse, pack_linears
+from truedraft.models.packed_linear import PackedExperts, PackedLinear, can_pack, fuse, is_experts, pack_weights
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
@@ -307,6 +310,63 @@ def test_a_layer_with_a_hook_is_left_alone() -> None:
     torch.testing.assert_close(rows_of(loaded), stock_logits(hooked(), TEXT), rtol=0, atol=2e-5)
 
 
+MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "mixtral": FAMILIES["mixtral"].config,
+    "gpt-oss: turned, every second a gate, biases": lambda: GptOssConfig(
+        **GROUPED, head_dim=16, num_local_experts=6, num_experts_per_tok=3
+    ),
+    "nemotron: no gate": lambda: NemotronHConfig(
+        **GROUPED, head_dim=16, layers_block_type=["attention", "moe"], n_routed_experts=6, num_experts_per_tok=3,
+        moe_intermediate_size=24, moe_shared_expert_intermediate_size=24, n_group=1, topk_group=1,
+    ),
+}  # fmt: skip
+
+
+def experts_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = build(MIXTURES[name](), seed=1, dtype=dtype)
+    return next(module for module in model.modules() if is_experts(module))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.inference_mode()
+def test_packed_experts_give_what_transformers_own_do(name: str) -> None:
+    experts, x = experts_of(name), drawn(9, 48, seed=3)
+    index = torch.stack([torch.randperm(experts.num_experts)[:3] for _ in range(9)])
+    shares = torch.rand(9, 3)
+    expected = experts(x, index, shares)
+    packed = PackedExperts(experts)
+    assert not any(weight.numel() for weight in experts.parameters()), "freed"
+    torch.testing.assert_close(packed(x, index, shares), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    assert packed(x[:0], index[:0], shares[:0]).shape == (0, 48)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.inference_mode()
+def test_rows_of_experts_do_not_depend_on_those_beside_them(name: str, dtype: torch.dtype) -> None:
+    packed, x = PackedExperts(experts_of(name, dtype)), drawn(40, 48, seed=3, dtype=dtype)
+    index = torch.stack([torch.randperm(packed.num_experts)[:2] for _ in range(40)])
+    shares = torch.rand(40, 2).to(dtype)
+    every = packed(x, index, shares)
+    for part in (slice(0, 1), slice(7, 9), slice(39, 40), slice(3, 20), torch.randperm(40)):
+        assert packed(x[part], index[part], shares[part]).equal(every[part])
+
+
+def test_experts_that_compute_something_else_are_left_alone() -> None:
+    assert is_experts(experts_of("mixtral"))
+    for change in ("hook", "parameter", "class", "parallel"):
+        experts = experts_of("mixtral")
+        if change == "hook":
+            experts.register_forward_hook(lambda module, inputs, output: output)
+        elif change == "parameter":
+            experts.scale = nn.Parameter(torch.ones(4))
+        elif change == "class":
+            experts.__class__ = type("Louder", (type(experts),), {"forward": lambda self, x, *_: 2 * x})
+        else:
+            experts._is_expert_parallel = True
+        assert not is_experts(experts), change
+
+
 class _Shared(nn.Module):
     """Two layers with one weight, neither of which is the LM head, and one of its own."""
 
@@ -331,7 +391,7 @@ def test_a_weight_that_is_used_twice_is_not_freed() -> None:
         expected = [layer(x) for layer in layers]
         # Two sums of the same eight products and a bias, in whatever order, are at most so far apart (Higham, 3.1).
         terms = [x.abs() @ layer.weight.abs().T + (0 if layer.bias is None else layer.bias.abs()) for layer in layers]
-        assert pack_linears(model) == 2  # type: ignore[arg-type]
+        assert pack_weights(model) == 2  # type: ignore[arg-type]
         got = [layer(x) for layer in (model.first, model.second, model.own, model.head)]
     assert isinstance(model.own, PackedLinear)
     assert isinstance(model.head, PackedLinear)

@@ -36,7 +36,7 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
-from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_linears
+from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
 from truedraft.models.sources import Sources
@@ -198,7 +198,7 @@ def run_alone(
     """
 
     def backend(model: PreTrainedModel) -> Backend:
-        packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
         alone = kind(model, str(reason))
         if packed:
             alone.fast_paths = ("packed weights",)
@@ -230,7 +230,7 @@ def run_encoder_decoder(
     """
 
     def backend(model: PreTrainedModel) -> Backend:
-        packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
         backend = EncoderDecoderBackend(model, Sources.of(model, 0))
         if packed:
             backend.fast_paths = ("packed weights",)
@@ -272,7 +272,7 @@ def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: boo
 
     def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> StockBackend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
-        packed = pack_linears(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
         backend = StockBackend(model, known, beside)  # after packing: it watches the LM head
         if packed:
             backend.fast_paths = ("packed weights",)
