@@ -125,7 +125,7 @@ PAIRWISE = [
 ]
 
 # One family of each way to run, which runs all cells also in the short form.
-FULLY = ("llama", "mixtral", "qwen3_next", "gptj", "zaya", "t5, encoder-decoder")
+FULLY = ("llama", "mistral", "olmoe", "qwen3_next", "gptj", "zaya", "t5, encoder-decoder")
 
 
 def families() -> list[str]:

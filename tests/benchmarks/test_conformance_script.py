@@ -21,8 +21,9 @@ CELLS = [
 ]
 MECHANISMS = {
     "llama": "packed (native)",
-    "gemma3_text": "packed (stock)",
-    "mixtral": "packed (stock)",
+    "mixtral": "packed (native)",
+    "mistral": "packed (fused)",
+    "olmoe": "packed (stock)",
     "qwen3_next": "packed (stock, carried states)",
     "bailing_hybrid": "packed (stock, carried states)",  # with float32 parameters in a bfloat16 model
     "whisper": "packed (stock)",  # that gives logits of all rows, whatever it is asked for
