@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GPTJConfig
 
 import truedraft
 from cli.tiny import Result
+from support.tiny_models import build
 from truedraft import embedded, load_model
 from truedraft.cli import info
 from truedraft.drafters.registry import write_record
@@ -108,6 +110,19 @@ def test_info_lists_trained_drafters(run: Run, target: str, tmp_path: Path) -> N
     assert {each["kind"] for each in shipped} == {"draft", "medusa", "redrafter"}
     assert all(each["belongs"] is False and each["figures"]["served"] for each in shipped)
     assert "belongs to --model" in result.out and "2.35 at temperature 0" in result.out
+
+
+def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "rotary_dim": 8}
+    build(GPTJConfig(**sizes, bos_token_id=None, eos_token_id=None), seed=0).save_pretrained(tmp_path / "gptj")
+    result = run("info", "--model", str(tmp_path / "gptj"), "--json")
+    runs = result.record["runs"]
+    assert result.status == 0, result.err
+    assert "one text at a time, since it cannot run packed" in runs["note"]
+    assert runs["context"] == 56 and set(runs["forward_s"]) == {"1", "8"} and runs["forward_s"]["1"] > 0
+    told = " ".join(result.out.split())
+    assert "one text at a time, since it cannot run packed" in told and "a forward behind 56 tokens: 1 token" in told
+    assert run("info", "--json").record["runs"] is None
     assert all(each["belongs"] is None for each in run("info", "--json").record["drafters"])
 
 

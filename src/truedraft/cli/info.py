@@ -14,6 +14,8 @@ from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_n
 from truedraft.errors import ModelNotFoundError, errors_about
 from truedraft.options import group, option
 
+_ROWS, _CONTEXT, _PARTS = (1, 8), 256, 100
+
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.drafters.registry import TrainedDrafter
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 class InfoOptions:
     """Options of `truedraft info`."""
 
-    model: str | None = option(None, "Say which of the trained drafters belong to this model.", "M")
+    model: str | None = option(
+        None, "Say how this model runs, what its forwards cost, and which trained drafters belong to it.", "M"
+    )
     drafters_dir: tuple[Path, ...] = option((), "A folder of trained drafters to list, too; may be repeated.", "DIR")
     report: ReportOptions = group("Report")
 
@@ -37,7 +41,8 @@ def info(options: InfoOptions) -> int:
 
     terminal = Terminal()
     drafters = list_drafters(options.model, options.drafters_dir)
-    fingerprint = None if options.model is None else _fingerprint(options.model)
+    own = None if options.model is None else _model(options.model, terminal)
+    fingerprint = None if own is None else own["fingerprint"]
     facts = machine_facts()
     models = [_embedded(name, embedded_folder) for name in embedded_names()]
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
@@ -45,6 +50,8 @@ def info(options: InfoOptions) -> int:
     native = _native_forward(facts["dtype_auto"])
     costs = CostStore().describe()
     rows = _rows(facts, models, paths, equality, native, costs)
+    if own is not None:
+        rows |= _model_rows(own)
     rows["trained drafters"] = "\n".join(_describe_drafter(each, fingerprint) for each in drafters) or "none found"
     _print(terminal, rows)
     if options.report.json:
@@ -53,22 +60,53 @@ def info(options: InfoOptions) -> int:
             each.as_dict() | {"found": each.source, "belongs": fingerprint and each.fingerprint == fingerprint}
             for each in drafters
         ]
-        asked = {"model": options.model, "fingerprint": fingerprint, "drafters": trained}
+        asked = {"model": options.model, "fingerprint": fingerprint, "runs": own, "drafters": trained}
         terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | asked)
     return DONE
 
 
-def _fingerprint(model: str) -> str:
-    """Of a model's weights.
+def _model(name: str, terminal: Terminal) -> dict[str, Any]:
+    """How a model runs here, and what its forwards cost.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded.
     """
     from truedraft.cli.session import quiet_hub
+    from truedraft.costs import StepCosts
+    from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
 
     with quiet_hub(), errors_about("model"):
-        return load_model(model).fingerprint
+        model = load_model(name)
+    with terminal.progress("forwards", _PARTS) as show:
+        costs = StepCosts(model, progress=lambda done, total, remark: show(round(_PARTS * done / total), remark))
+        forwards = costs.forwards()
+    for warning in costs.warnings:
+        terminal.err.print(warning)
+    context = min(_CONTEXT, model.context_length - max(_ROWS))
+    return {
+        "parameters": model.parameters,
+        "dtype": dtype_name(model.dtype),
+        "fingerprint": model.fingerprint,
+        "fast_paths": list(model.fast_paths),
+        "equality": model.equality,
+        "note": model.note,
+        "context": context,
+        "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS},
+    }
+
+
+def _model_rows(model: dict[str, Any]) -> dict[str, str]:
+    """What the table says of the model that was asked about."""
+    paths = ", ".join(model["fast_paths"]) or "its own modules as they are"
+    takes = ", ".join(f"{rows} tokens {1e3 * s:.1f} ms" for rows, s in model["forward_s"].items())
+    told = [
+        f"{model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}; runs by: {paths}",
+        f"a forward behind {model['context']} tokens: {takes.replace('1 tokens', '1 token', 1)}",
+        f"greedy answers are {model['equality']} the same with a drafter",
+        *([model["note"]] if model["note"] else []),
+    ]
+    return {"--model": "\n".join(told)}
 
 
 def _fast_paths() -> tuple[list[str], str]:
