@@ -21,6 +21,7 @@ from support.tiny_models import build
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
+from truedraft.engine import BeamSearch
 from truedraft.errors import ModelError, VocabularyMismatchError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -173,7 +174,8 @@ def test_a_text_that_is_longer_in_the_drafts_ids_is_answered_without_it() -> Non
     engine = Engine(target(), DraftModel(short, 3), controller="fixed")
     text = "naïve café — Übung 日本語"
     params = SamplingParams(max_tokens=12)
-    assert engine.generate(text, params).token_ids == Engine(target()).generate(text, params).token_ids
+    answer = engine.generate(text, params)
+    assert answer.token_ids == Engine(target()).generate(text, params).token_ids and not answer.warnings
     with pytest.raises(ModelError, match="reads at most 32 tokens of its own"):
         cache = short.new_cache()
         short.forward([Segment(cache, torch.full((40,), 70), chain_shape(40), (39,))])
@@ -183,3 +185,14 @@ def test_a_model_without_tokenizer_is_refused() -> None:
     bare = HuggingFaceModel(llama(Tokenizer(small_llama(), "llama")), None, "bare")
     with pytest.raises(VocabularyMismatchError, match="'bare' comes without a tokenizer"):
         TranslatedModel(bare, target())
+
+
+def test_beams_are_drafted_in_other_ids() -> None:
+    """The beams of plain search, by a draft that reads and writes another vocabulary."""
+    for prompt in PROMPTS:
+        plain = BeamSearch(target(), num_beams=3).generate(prompt, 16)
+        for draft in (other(), other(32), same_in_other_ids()):
+            found = BeamSearch(target(), draft, num_beams=3).generate(prompt, 16)
+            assert [beam.token_ids for beam in found.beams] == [beam.token_ids for beam in plain.beams]
+            assert found.target_calls <= plain.target_calls
+    assert found.target_calls < 0.5 * plain.target_calls

@@ -75,6 +75,14 @@ class TranslatedModel(LanguageModel):
     def fingerprint(self) -> str:
         return self._draft.fingerprint
 
+    def most_tokens(self, tokens: Sequence[int]) -> int:
+        """Of a text that begins so, if it goes on with tokens that the draft writes, which have one id each."""
+        if not tokens:
+            return self.context_length - len(self.translation.begin)
+        reads = self.translation.reads
+        spelled = len(self._at_the_beginning(reads[tokens[0]])) + sum(len(reads[token]) for token in tokens[1:])
+        return len(tokens) + self.context_length - spelled
+
     def new_cache(self) -> RequestCache:
         return _SpelledCache(self._draft.new_cache())
 
@@ -88,7 +96,7 @@ class TranslatedModel(LanguageModel):
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         spelled = [self._spelled(segment) for segment in segments]
-        longest = max(segment.cache.length + len(segment.shape) for segment in spelled)
+        longest = max(segment.cache.length + segment.shape.depth for segment in spelled)
         if longest > self.context_length:
             raise ModelError(
                 f"{self.name!r} reads at most {self.context_length} tokens of its own, and this text has {longest} of "
