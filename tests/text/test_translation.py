@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from tiny_tokenizers import BUILDERS, byte_level
+from tiny_tokenizers import BUILDERS, WIDE, byte_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -40,6 +40,10 @@ ALL = BUILDERS | {"word pieces": word_pieces}
 
 def made(kind: str) -> Tokenizer:
     return Tokenizer(ALL[kind](), kind)
+
+
+def wide(kind: str) -> Tokenizer:
+    return Tokenizer(WIDE[kind](), kind)
 
 
 def between(target: Tokenizer, draft: Tokenizer) -> Translation:

@@ -130,6 +130,9 @@ def _answer(
         terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
         if engine.target.note is not None:
             terminal.note(engine.target.note)
+        for name, member in engine.drafter.members.items():
+            if member.model is not None and member.model.note is not None:
+                terminal.note(f"{name}: {member.model.note}")
     record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
     if decisions is not None:
         explain(decisions, not engine.drafter.limits.is_zero, terminal.err)

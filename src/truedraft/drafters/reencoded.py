@@ -150,6 +150,8 @@ class ReencodedDraft(Drafter):
                 silent = self._meaning.get(number)
                 break
             written += surface
+        if self._read.pads and not text.known:
+            written = written.removeprefix(b" ")
         written, half = whole_characters(written), text.half
         if not written.startswith(half):
             return []

@@ -61,14 +61,11 @@ class TranslatedModel(LanguageModel):
         self.parameters = draft.parameters
         self.weight_bytes = draft.weight_bytes
         self.head_width = draft.head_width
-        self._foreign = frozenset(range(self.vocab_size)) - set(self.translation.rounds[0][1].tolist())
-        self._read = self._read_foreign = 0  # tokens of prompts, and those that cannot be drafted
+        self.shared_ids = self.translation.rounds[0][1]
 
     @property
     def note(self) -> str:  # type: ignore[override]
         told = f"{self.translation.shared:.0%} of the target's tokens can be drafted: the tokenizers differ"
-        if self._read:
-            told += f"; of {self._read:,} tokens of prompts so far {self._read_foreign / self._read:.1%} could not"
         return "; ".join(each for each in (self._draft.note, told) if each)
 
     @property
@@ -113,11 +110,7 @@ class TranslatedModel(LanguageModel):
             words: list[tuple[int, ...]] = [(-1,)] * len(segment.tokens)
             tokens = self._single[segment.tokens]
         else:
-            ids = segment.tokens.tolist()
-            if segment.prompt:
-                self._read += len(ids)
-                self._read_foreign += sum(token in self._foreign for token in ids)
-            words = [self.translation.reads[token] for token in ids]
+            words = [self.translation.reads[token] for token in segment.tokens.tolist()]
             if cache.length == segment.written == 0:
                 words[0] = self._at_the_beginning(words[0])
             tokens = torch.tensor([own for word in words for own in word])
