@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 sys.path.append(str(Path(__file__).parents[1] / "text"))
 from test_translation import permuted
@@ -18,14 +18,14 @@ from tiny_tokenizers import byte_level, small_llama
 
 from support.chi_square import p_value
 from support.tiny_models import build
-from truedraft import Engine, SamplingParams
+from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel, ReencodedDraft
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine import BeamSearch
-from truedraft.errors import ModelError, VocabularyMismatchError
+from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.translated import TranslatedModel
@@ -199,6 +199,21 @@ def test_beams_are_drafted_in_other_ids() -> None:
             assert [beam.token_ids for beam in found.beams] == [beam.token_ids for beam in plain.beams]
             assert found.target_calls <= plain.target_calls
     assert found.target_calls < 0.5 * plain.target_calls
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(small_llama(), "llama")
+    sizes = T5Config(
+        vocab_size=tokenizer.vocab_size, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    T5ForConditionalGeneration(sizes).save_pretrained(tmp_path)
+    tokenizer.backend.save_pretrained(tmp_path)
+    reads = load_model(tmp_path, dtype="float32")
+    assert reads.sources is not None
+    for make in (TranslatedModel, ReencodedDraft):
+        with pytest.raises(CompositionError, match="is an encoder-decoder with another tokenizer"):
+            make(reads, target())
 
 
 def spread(model: HuggingFaceModel, ids: Sequence[int]) -> dict[int, float]:

@@ -326,8 +326,8 @@ KINDS: Mapping[str, DrafterKind] = {
     "draft": DrafterKind(
         "MODEL",
         {"num_speculative_tokens": "4", "branching": "3-2-1", "min_probability": "0"},
-        "a smaller model with the same tokenizer, without MODEL the embedded one: a chain, or by branching a tree of "
-        "so many guesses at each depth; no further below a token of less than min_probability",
+        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, or by branching a "
+        "tree of so many guesses at each depth; no further below a token of less than min_probability",
         _draft,
         {"num_speculative_tokens": "12"},
     ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, shape_of
-from truedraft.errors import ModelError, VocabularyMismatchError
+from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.text.translation import Translation
 
@@ -32,6 +32,7 @@ class TranslatedModel(LanguageModel):
 
     Raises:
         VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+        CompositionError: the draft is an encoder-decoder.
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
@@ -41,6 +42,7 @@ class TranslatedModel(LanguageModel):
                 f"{without.name!r} comes without a tokenizer, so its ids cannot be compared with those of the other "
                 "model; put its tokenizer files into its folder"
             )
+        refuse_encoder(draft)
         self._draft = draft
         self.translation = Translation.between(
             target.tokenizer,
@@ -120,6 +122,19 @@ class TranslatedModel(LanguageModel):
     def _at_the_beginning(self, word: tuple[int, ...]) -> tuple[int, ...]:
         begin = self.translation.begin
         return word if not begin or word[: len(begin)] == begin else (*begin, *word)
+
+
+def refuse_encoder(draft: LanguageModel) -> None:
+    """Refuse an encoder-decoder as a draft with another tokenizer.
+
+    Raises:
+        CompositionError: it is one.
+    """
+    if draft.sources is not None:
+        raise CompositionError(
+            f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's, whose texts it "
+            "cannot tell from sources; use one with the target's tokenizer, or prompt-lookup"
+        )
 
 
 class _SpelledCache(RequestCache):
