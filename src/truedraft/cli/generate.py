@@ -1,4 +1,7 @@
-"""`truedraft generate`: one answer as a stream, many in batches; with --compare both ways, see `compare`."""
+"""`truedraft generate`: one answer as a stream, many in batches; with --compare both ways, see `compare`.
+
+With --num-beams it is a beam search, see `beams`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
@@ -40,12 +44,15 @@ class GenerateOptions:
     prompts: PromptOptions = group("Prompt")
     stack: StackOptions = group("Model and drafter")
     sampling: SamplingParams = group("Answer")
+    beams: BeamOptions = group("Beam search")
     report: GenerateReport = group("Report")
     machine: MachineOptions = group("Machine")
 
 
 def generate(options: GenerateOptions) -> int:
     """Answer a prompt by speculation; --compare shows what it gains over plain decoding."""
+    if options.beams != BeamOptions():
+        return search_beams(options)
     stop = tuple(from_escapes(typed_text(text), "--stop") for text in options.sampling.stop)
     params = replace(seeded(options.sampling), stop=stop)
     prompts = read_prompts(options.prompts.prompt, options.prompts.prompts, own_options=True)
@@ -123,6 +130,9 @@ def _answer(
         terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
         if engine.target.note is not None:
             terminal.note(engine.target.note)
+        for name, member in engine.drafter.members.items():
+            if member.model is not None and member.model.note is not None:
+                terminal.note(f"{name}: {member.model.note}")
     record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
     if decisions is not None:
         explain(decisions, not engine.drafter.limits.is_zero, terminal.err)

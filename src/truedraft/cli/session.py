@@ -183,21 +183,13 @@ def load_engine(
     most = None if stack.max_cache_bytes is None else read_bytes("max_cache_bytes", stack.max_cache_bytes)
     with waiting(console, f"loading {stack.model}") as tell:
         rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
-        set_threads(machine.threads)
         from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
-        from truedraft.models.loading import load_model
         from truedraft.planning import sized
 
         with quiet_hub(), errors_about("model"):
-            target = load_model(
-                stack.model,
-                pad_to=stack.pad_to,
-                adapter=stack.merge_adapter,
-                adapters=_named_folders(stack.adapters),
-                **machine.of_models,
-            )
+            target = load_target(stack, machine)
             plan = plan_for(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring what steps take on this machine")
@@ -211,6 +203,24 @@ def load_engine(
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine
+
+
+def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
+    """The target by itself, on as many threads as were asked for.
+
+    Raises:
+        TruedraftError: it does not exist, cannot be loaded, or an option of it is unusable.
+    """
+    set_threads(machine.threads)
+    from truedraft.models.loading import load_model
+
+    return load_model(
+        stack.model,
+        pad_to=stack.pad_to,
+        adapter=stack.merge_adapter,
+        adapters=_named_folders(stack.adapters),
+        **machine.of_models,
+    )
 
 
 def _named_folders(typed: Sequence[str]) -> dict[str, Path]:

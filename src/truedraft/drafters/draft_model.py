@@ -86,9 +86,11 @@ class DraftModel(Drafter):
                 "begin as its own do; use a draft of the target's kind"
             )
         if self.model.vocab_size != target.vocab_size:
+            without = next((each.name for each in (self.model, target) if each.tokenizer is None), None)
+            told = "" if without is None else f", and {without!r} comes without a tokenizer that says what they mean"
             raise VocabularyMismatchError(
                 f"draft {self.model.name!r} has {self.model.vocab_size} token ids and target {target.name!r} has "
-                f"{target.vocab_size}; use a draft trained on the target's tokenizer"
+                f"{target.vocab_size}{told}; use a draft trained on the target's tokenizer"
             )
 
     def hint(self, request: DraftRequest) -> Hint:

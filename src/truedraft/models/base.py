@@ -85,6 +85,7 @@ class LanguageModel(ABC):
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
         adapters: that a segment may name.
         sources: how its texts are laid out; None without an encoder.
+        shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
     """
 
@@ -103,6 +104,7 @@ class LanguageModel(ABC):
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
     sources: Sources | None = None
+    shared_ids: Tensor | None = None
     input_names: frozenset[str] = frozenset()
 
     @property

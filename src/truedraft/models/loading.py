@@ -332,11 +332,17 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
 
     Raises:
         ModelNotFoundError: there is no such name.
+        UnsupportedModelError: it comes with code of its own.
         ModelError: its config.json cannot be read.
     """
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if "custom code" in str(error):
+            raise UnsupportedModelError(
+                f"{name!r} is made by code that comes with it, and such remote code is not run here; use a model of a "
+                "family that transformers has itself"
+            ) from error
         if Path(source).is_dir():
             raise ModelError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
         raise ModelNotFoundError(
