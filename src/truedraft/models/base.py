@@ -37,7 +37,7 @@ class Segment:
             and all others one by one, so that a token's bits do not hang on who shares its forward.
         adapter: one of the model's, which adds to its weights for these tokens.
         inputs: what a prompt has beside its tokens, by name; the tokens are then the whole prompt, and the cache is
-            empty.
+            empty. A sound may be given with parts of a prompt, too, until an encoder has heard it.
     """
 
     cache: RequestCache
@@ -86,6 +86,7 @@ class LanguageModel(ABC):
         adapters: that a segment may name.
         sources: how its texts are laid out; None without an encoder.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
+        placeholders: ids of tokens that this takes the place of.
     """
 
     name: str
@@ -104,6 +105,7 @@ class LanguageModel(ABC):
     adapters: tuple[str, ...] = ()
     sources: Sources | None = None
     input_names: frozenset[str] = frozenset()
+    placeholders: frozenset[int] = frozenset()
 
     @property
     def fingerprint(self) -> str:
@@ -132,12 +134,18 @@ class LanguageModel(ABC):
         """What a text that is made up has to begin with; empty without an encoder."""
         return () if self.sources is None else self.sources.opening
 
+    @property
+    def opening_inputs(self) -> Mapping[str, Tensor] | None:
+        """What stands beside the tokens of `opening`, where an encoder hears."""
+        return None if self.sources is None else self.sources.opening_inputs or None
+
     def begun_cache(self) -> RequestCache:
         """A cache that holds `opening`, so that any tokens may follow."""
         cache, ids = self.new_cache(), self.opening
         if ids:
             shape = chain_shape(len(ids))
-            self.forward([Segment(cache, torch.tensor(ids, device=self.device), shape, (), prompt=len(ids))])
+            tokens = torch.tensor(ids, device=self.device)
+            self.forward([Segment(cache, tokens, shape, (), prompt=len(ids), inputs=self.opening_inputs)])
             cache.commit(range(len(ids)))
         return cache
 

@@ -414,8 +414,11 @@ def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
     all begin with the same source.
     """
     if model.config.is_encoder_decoder:
-        length = Sources.of(model, _FAR).length(texts[0].tolist())
-        return {"input_ids": texts[:, :length], "decoder_input_ids": texts[:, length:], "use_cache": False}
+        sources = Sources.of(model, _FAR)
+        length = sources.length(texts[0].tolist())
+        heard = {name: sound.expand(len(texts), *sound.shape[1:]) for name, sound in sources.opening_inputs.items()}
+        source = heard or {"input_ids": texts[:, :length]}
+        return {**source, "decoder_input_ids": texts[:, length:], "use_cache": False}
     given: dict[str, Any] = {"input_ids": texts, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         given["position_ids"] = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)

@@ -7,7 +7,7 @@ positions, where a causal model would have these tokens' keys and values. Behind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,17 @@ from transformers.modeling_outputs import BaseModelOutput
 from truedraft.cache import CachePool, RequestCache
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, PathCache
+from truedraft.models.multimodal import on_device
 from truedraft.models.packing import SegmentPlan
 from truedraft.models.sources import Sources
 
 
 @dataclass
 class _Encoded(BaseModelOutput):
-    """What a decoder is given in place of an encoder's output, whose experts some ask for."""
+    """What a decoder is given in place of an encoder's output, whose experts or mask some ask for."""
 
     router_logits: None = None
+    attention_mask: None = None
 
 
 class EncoderDecoderBackend(AloneBackend):
@@ -41,11 +43,12 @@ class EncoderDecoderBackend(AloneBackend):
 
     def __init__(self, model: PreTrainedModel, sources: Sources) -> None:
         super().__init__(model)
-        self.input_names = frozenset()
+        self.input_names = frozenset() if sources.sound is None else frozenset({sources.sound.name})
         self._sources = sources
         self._width = int(model.get_encoder().config.get_text_config().hidden_size)
         self._encoded: Tensor | None = None  # of the segment that runs, until cross-attention has read it
-        self.note = "an encoder-decoder: its encoder reads a prompt once, its decoder one text at a time"
+        takes = "reads a prompt" if sources.sound is None else "hears a sound"
+        self.note = f"an encoder-decoder: its encoder {takes} once, its decoder one text at a time"
 
     def new_pool(self, limit: int) -> CachePool:
         return CachePool(limit, encodes=True)
@@ -67,10 +70,24 @@ class EncoderDecoderBackend(AloneBackend):
             return len(tokens)
         if part.segment.rows and part.segment.rows[0] < length - part.length:
             raise ModelError("what an encoder reads has no logits; ask for those of the tokens behind it")
-        source = torch.tensor([cache.source[:length]], device=tokens.device)
-        self._encoded = self._model.get_encoder()(input_ids=source, attention_mask=torch.ones_like(source))[0]
+        self._encoded = self._encode(cache.source[:length], part.segment.inputs, tokens.device)
+        if self._encoded.shape[1] != length:
+            raise ModelError(f"the encoder made {self._encoded.shape[1]} vectors in place of {length} of a source")
         cache.memory = length
         return length - part.length
+
+    def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
+        """What the encoder makes of a source, `[1, vectors, width]`."""
+        encoder = self._model.get_encoder()
+        if self._sources.sound is None:
+            ids = torch.tensor([source], device=device)
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        elif inputs is None:
+            raise ModelError("the model hears, and the text was begun without a sound; give it with the placeholders")
+        else:
+            given = on_device(inputs, device, self._model.dtype)
+        vectors: Tensor = encoder(**given)[0]
+        return vectors
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
@@ -81,9 +98,10 @@ class EncoderDecoderBackend(AloneBackend):
             encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.memory, self._width)
         given: dict[str, Any] = {
             "encoder_outputs": _Encoded(last_hidden_state=encoded),
-            "attention_mask": torch.ones(1, cache.memory, dtype=torch.int64, device=ids.device),
             "past_key_values": EncoderDecoderCache(past, memory),
         }
+        if self._sources.sound is None:  # that of a sound would be of its moments, and all of them are heard
+            given["attention_mask"] = torch.ones(1, cache.memory, dtype=torch.int64, device=ids.device)
         logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
         self._encoded = None
         return logits
