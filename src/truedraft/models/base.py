@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.errors import UnsupportedModelError
+from truedraft.errors import PromptError, UnsupportedModelError
+from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
@@ -115,6 +116,17 @@ class LanguageModel(ABC):
             ModelError: there are no weights to read.
         """
         raise UnsupportedModelError(f"{self.name} has no weights that a fingerprint could be taken of")
+
+    @property
+    def processor(self) -> Processor:
+        """What makes prompts of texts with pictures.
+
+        Raises:
+            PromptError: the model does not see.
+            ModelError: it comes without one.
+            MissingExtraError: Pillow is not installed.
+        """
+        raise PromptError(f"{self.name!r} takes no pictures; give text alone, or name a model that sees")
 
     @abstractmethod
     def new_cache(self) -> RequestCache:

@@ -26,6 +26,7 @@ from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
+from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
@@ -141,6 +142,13 @@ class HuggingFaceModel(LanguageModel):
                 )
             self._fingerprint = fingerprint_of(model)
         return self._fingerprint
+
+    @cached_property
+    def processor(self) -> Processor:
+        config = self._model.config
+        if not self.input_names or getattr(config, "vision_config", None) is None:
+            return super().processor
+        return Processor.load(config.name_or_path, self.name, getattr(config, "_commit_hash", None))
 
     def new_cache(self) -> RequestCache:
         return self.pool.acquire()
