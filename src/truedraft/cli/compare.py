@@ -370,7 +370,7 @@ def _side_record(side: Summary) -> dict[str, Any]:
 
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
     """Show what is being continued, its end if it is long."""
-    text = f"{len(prompt.prompt)} token ids: " if isinstance(prompt.prompt, list) else str(prompt.prompt)
+    text = prompt.prompt if isinstance(prompt.prompt, str) else f"{len(prompt.prompt)} token ids: "
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]
     terminal.dim(shown)
 

@@ -177,7 +177,7 @@ def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, s
         with terminal.progress("answering", len(prompts), beside_output=True) as progress:
             for first in range(0, len(prompts), BATCH):
                 batch = prompts[first : first + BATCH]
-                texts = cast("list[str]", [prompt.prompt for prompt, _ in batch])
+                texts = cast("list[str]", [prompt.whole for prompt, _ in batch])
                 answers = engine.generate(texts, [params for _, params in batch])
                 for (prompt, params), answer in zip(batch, answers, strict=True):
                     answered.names.append(prompt.name)
@@ -219,7 +219,7 @@ def write_answer(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: 
 
     prompt, params = asked
     try:
-        return stream_answer(engine, prompt.prompt, params, writer(engine.target.tokenizer, terminal, show_drafts))
+        return stream_answer(engine, prompt.whole, params, writer(engine.target.tokenizer, terminal, show_drafts))
     finally:
         terminal.end_line()
 

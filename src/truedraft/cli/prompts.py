@@ -41,15 +41,22 @@ class NamedPrompt:
 
     Attributes:
         name: the object's id in a file, else its number from 1.
-        prompt: text, or token ids; of a text with pictures what the model's processor made of them.
+        prompt: text, or token ids.
         options: sampling options that its line gives; they go before those of the command.
         images: files of pictures.
+        seen: what the model's processor made of text and pictures, where there are any.
     """
 
     name: str
-    prompt: str | list[int] | MultimodalPrompt
+    prompt: str | list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
+    seen: MultimodalPrompt | None = None
+
+    @property
+    def whole(self) -> str | list[int] | MultimodalPrompt:
+        """What is answered."""
+        return self.prompt if self.seen is None else self.seen
 
 
 @dataclass(frozen=True)

@@ -307,9 +307,9 @@ def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedProm
     text, processor = prompt.prompt, target.processor
     pictures = [read_picture(user_path(each), repr(each)) for each in prompt.images]
     if not chat:
-        return replace(prompt, prompt=processor.prompt(str(text), pictures))
+        return replace(prompt, seen=processor.prompt(str(text), pictures))
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
-    return replace(prompt, prompt=processor.chat([{"role": "user", "content": content}], pictures))
+    return replace(prompt, seen=processor.chat([{"role": "user", "content": content}], pictures))
 
 
 def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tuple[list[Group], list[Failure]]:

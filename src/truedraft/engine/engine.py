@@ -25,7 +25,7 @@ from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import CacheMemory
-from truedraft.engine.prompts import Prompt, encode_prompt, is_one, params_of_each
+from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.sharing import Sharing
@@ -320,7 +320,7 @@ class Engine:
         if rule is not None:
             rule.check(self.drafter.kinds, self.drafter.name)
         target = self.target
-        ids = encode_prompt(target, prompt)
+        ids = encode_inputs(target, prompt) if isinstance(prompt, MultimodalPrompt) else encode_prompt(target, prompt)
         check_whole("sample", sample, least=0)
         try:
             hash(scope)

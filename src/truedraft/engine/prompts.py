@@ -51,31 +51,42 @@ def params_of_each(
     return params
 
 
-def encode_prompt(target: LanguageModel, prompt: Prompt) -> list[int]:
+def encode_prompt(target: LanguageModel, prompt: TextPrompt) -> list[int]:
     """Token ids of a prompt, checked against the target's ids and context.
 
     Raises:
-        PromptError: the prompt is empty, too long, of the wrong type, or holds ids that do not exist or something that
-            the target does not take.
+        PromptError: the prompt is empty, too long, of the wrong type, or holds ids that do not exist.
     """
-    hears = target.sources is not None and target.sources.sound is not None
-    if isinstance(prompt, MultimodalPrompt):
-        _check_inputs(target, prompt)
-        ids = _whole_numbers(prompt.token_ids)
-    elif hears:
+    if target.sources is not None and target.sources.sound is not None:
         raise PromptError(f"{target.name!r} hears and reads no text; give a MultimodalPrompt.heard of a sound")
-    else:
-        ids = _encode_text(target, prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
-    vocab = target.vocab_size
-    if not ids and not hears:
+    is_text = isinstance(prompt, str)
+    ids = _encode_text(target, prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
+    if not ids:
         raise PromptError("the prompt has no tokens; give at least one")
+    _check_ids(target, ids)
+    return _within_context(target, ids if target.sources is None else target.sources.text(ids, goes_on=not is_text))
+
+
+def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
+    """Token ids of a prompt with images or sound, likewise; what it has beside them is held to what the target takes.
+
+    Raises:
+        PromptError: as `encode_prompt`, or the target takes no such thing.
+    """
+    _check_inputs(target, prompt)
+    ids = _whole_numbers(prompt.token_ids)
+    _check_ids(target, ids)
+    return _within_context(target, ids if target.sources is None else target.sources.heard(prompt.inputs, ids))
+
+
+def _check_ids(target: LanguageModel, ids: Sequence[int]) -> None:
+    vocab = target.vocab_size
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise PromptError(f"token id {wrong} is outside 0 to {vocab - 1}, the ids of {target.name!r}")
-    if target.sources is not None and isinstance(prompt, MultimodalPrompt):
-        ids = target.sources.heard(prompt.inputs, ids)
-    elif target.sources is not None:
-        ids = target.sources.text(ids, goes_on=not isinstance(prompt, str))
+
+
+def _within_context(target: LanguageModel, ids: list[int]) -> list[int]:
     context = target.most_tokens(ids)
     if len(ids) >= context:
         raise PromptError(

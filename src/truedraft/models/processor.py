@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Picture: TypeAlias = "Image"
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of others are seldom used, and seldom mended
 # How processors call what stands for a picture in a text; where there are both the first one does.
 _PLACES = ("boi_token", "image_token")
 # What they raise where a text or a picture does not suit them.
@@ -36,6 +37,7 @@ class Processor:
         self._backend = backend
         self._name = name
         self._tokenizer = Tokenizer(backend.tokenizer, name)
+        self._lock = threading.Lock()  # tokenizers do not bear two threads, nor memory many pictures at once
 
     @classmethod
     def load(cls, source: str, name: str, revision: str | None = None) -> Processor:
@@ -122,9 +124,10 @@ class Processor:
                 f"the prompt has {held} places for pictures ({self._places[0]}), and {len(pictures)} pictures are given"
             )
         try:
-            encoded = self._backend(
-                text=text, images=list(pictures), return_tensors="pt", add_special_tokens=special_tokens
-            )
+            with self._lock:
+                encoded = self._backend(
+                    text=text, images=list(pictures), return_tensors="pt", add_special_tokens=special_tokens
+                )
         except _REFUSALS as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise PromptError(f"the processor of {self._name!r} refuses this prompt ({first})") from error
@@ -168,8 +171,8 @@ def _parts(content: Any) -> Any:
 
 def _without_processor(name: str) -> ModelError:
     return ModelError(
-        f"{name!r} sees, and comes without the processor that makes its prompts; fetch its preprocessor_config.json and "
-        "tokenizer files"
+        f"{name!r} sees, and comes without the processor that makes its prompts; fetch its preprocessor_config.json "
+        "and tokenizer files"
     )
 
 
