@@ -40,6 +40,7 @@ from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.recurrence import carries_states, carrying_modules, without_states
+from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
 
 _NAME = "truedraft-probe"
@@ -416,8 +417,10 @@ def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
     if model.config.is_encoder_decoder:
         sources = Sources.of(model, _FAR)
         length = sources.length(texts[0].tolist())
-        heard = {name: sound.expand(len(texts), *sound.shape[1:]) for name, sound in sources.opening_inputs.items()}
-        source = heard or {"input_ids": texts[:, :length]}
+        source: dict[str, Any] = {"input_ids": texts[:, :length]}
+        if sources.sound is not None:  # once for all texts: an encoder may take seconds
+            vectors = model.get_encoder()(**sources.opening_inputs)[0]
+            source = {"encoder_outputs": Encoded(last_hidden_state=vectors.expand(len(texts), -1, -1))}
         return {**source, "decoder_input_ids": texts[:, length:], "use_cache": False}
     given: dict[str, Any] = {"input_ids": texts, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
