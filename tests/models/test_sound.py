@@ -39,7 +39,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {  # class, s
     # The token with which its decoder begins ends texts, too. Its positions leave padding out, which no model writes.
     "speech_to_text": (
         "Speech2Text",
-        _SIZES | {"decoder_start_token_id": 2, "pad_token_id": 1, "input_feat_per_channel": 8, "conv_channels": 32, "num_conv_layers": 2,
+        _SIZES | {"decoder_start_token_id": 2, "pad_token_id": 1,
+            "input_feat_per_channel": 8, "conv_channels": 32, "num_conv_layers": 2,
             "conv_kernel_sizes": [5, 5], "max_source_positions": 200},
         (61, 8),
     ),
