@@ -65,6 +65,8 @@ class RequestCache:
         memory: how many of the first tokens are that text; 0 until it was encoded.
         shift: what is added to the position of every token behind the prompt, whose images take fewer positions than
             tokens where positions have more than one axis.
+        apart: whether the last token of its prompt was read otherwise than it would be behind those before, as one of a
+            text; then nobody can begin with these.
         generation: rises whenever buffers moved; addresses taken before are void.
         carried: states of layers that are no attention.
     """
@@ -77,6 +79,7 @@ class RequestCache:
         self.source: list[int] = []
         self.memory = 0
         self.shift = 0
+        self.apart = False
         self.generation = 0
         self.carried = CarriedStates()
         self._start = 0  # key/value position of the first token that the running forward writes
@@ -118,7 +121,7 @@ class RequestCache:
 
     def shared(self, tokens: int) -> int:
         """Of its first tokens, at most so many, how many another text can begin with and go on from."""
-        most = min(self.length, tokens)
+        most = 0 if self.apart else min(self.length, tokens)
         if self.encodes:
             return most if most >= self.memory > 0 else 0
         return max((edge for edge in self.carried.edges if edge <= most), default=0) if self.carries else most
@@ -289,7 +292,7 @@ class RequestCache:
         if length < self.memory:
             self.memory = 0
         if not length:
-            self.shift = 0
+            self.shift, self.apart = 0, False
         self.length = length
         self._written = 0
 

@@ -85,7 +85,7 @@ class BenchOptions:
 
     model: ModelOptions = group("Model and drafter")
     what: SuiteOptions = group("What to measure")
-    prompt: PromptOptions = group("Prompt", without=("prompt", "prompts"))
+    prompt: PromptOptions = group("Prompt", without=("prompt", "prompts", "image"))
     runs: RunOptions = group("Runs")
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     report: BenchReport = group("Report")

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 from transformers.utils import cached_file, logging
 
@@ -431,10 +438,11 @@ def refuse_other_kinds(config: Any, name: str) -> None:
             "is installed; name the model that it was made from, in bfloat16 or float32"
         )
     if config.is_encoder_decoder:
-        if config.model_type not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        known = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
+        if config.model_type not in known:
             raise UnsupportedModelError(
-                f"{name!r} is an encoder-decoder ({config.model_type}) that reads something else than text; name one "
-                "that writes text for text"
+                f"{name!r} is an encoder-decoder ({config.model_type}) that reads something else than text and sound; "
+                "name one that writes text for these"
             )
         return
     architectures = config.architectures or []
@@ -469,7 +477,8 @@ def _class_of(config: Any) -> Any:
     Decoders of text that were saved without what sees or hears beside them have types of their own.
     """
     if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
+        reads_text = config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        return AutoModelForSeq2SeqLM if reads_text else AutoModelForSpeechSeq2Seq
     writer = (config.architectures or [""])[0]
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not writer.endswith("ForConditionalGeneration"):
         return AutoModelForCausalLM

@@ -41,6 +41,7 @@ from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packed_linear import is_experts
 from truedraft.models.recurrence import carries_states, carrying_modules, without_states
+from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
 
 _NAME = "truedraft-probe"
@@ -419,8 +420,13 @@ def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
     all begin with the same source.
     """
     if model.config.is_encoder_decoder:
-        length = Sources.of(model, _FAR).length(texts[0].tolist())
-        return {"input_ids": texts[:, :length], "decoder_input_ids": texts[:, length:], "use_cache": False}
+        sources = Sources.of(model, _FAR)
+        length = sources.length(texts[0].tolist())
+        source: dict[str, Any] = {"input_ids": texts[:, :length]}
+        if sources.sound is not None:  # once for all texts: an encoder may take seconds
+            vectors = model.get_encoder()(**sources.opening_inputs)[0]
+            source = {"encoder_outputs": Encoded(last_hidden_state=vectors.expand(len(texts), -1, -1))}
+        return {**source, "decoder_input_ids": texts[:, length:], "use_cache": False}
     given: dict[str, Any] = {"input_ids": texts, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         given["position_ids"] = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
