@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,15 @@ def key_span(positions: int) -> int:
     if _ONE_BLOCK < positions <= _FIRST_IN_BLOCKS:
         return _FIRST_IN_BLOCKS
     return -(-positions // _STEP) * _STEP
+
+
+class Beside(Protocol):
+    """What a model holds of one text in a form of its own."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes."""
+        ...
 
 
 class RequestCache:
@@ -69,6 +79,7 @@ class RequestCache:
             text; then nobody can begin with these.
         generation: rises whenever buffers moved; addresses taken before are void.
         carried: states of layers that are no attention.
+        beside: what a model holds of the text that cannot lie here.
     """
 
     def __init__(self, limit: int, carries: bool = False, encodes: bool = False) -> None:
@@ -82,6 +93,7 @@ class RequestCache:
         self.apart = False
         self.generation = 0
         self.carried = CarriedStates()
+        self.beside: Beside | None = None
         self._start = 0  # key/value position of the first token that the running forward writes
         self._written = 0  # uncommitted tokens that are there once it has run
         self._stale = 0  # from here on all values are 0
@@ -112,7 +124,7 @@ class RequestCache:
     @property
     def n_bytes(self) -> int:
         """Bytes that are allocated."""
-        return self.buffer_bytes + self.carried.n_bytes
+        return self.buffer_bytes + self.carried.n_bytes + (self.beside.n_bytes if self.beside is not None else 0)
 
     @property
     def buffer_bytes(self) -> int:
@@ -293,6 +305,7 @@ class RequestCache:
             self.memory = 0
         if not length:
             self.shift, self.apart = 0, False
+            self.beside = None
         self.length = length
         self._written = 0
 
@@ -367,6 +380,8 @@ class CachePool:
     def measure(self, cache: RequestCache) -> None:
         """Note what a key/value position takes, and a state, from a cache that one token was committed to."""
         self.position_bytes = cache.buffer_bytes // max(cache.capacity, 1)
+        if cache.beside is not None:  # at most: twice, with what is drafted, and no token adds more than the first
+            self.position_bytes += 2 * cache.beside.n_bytes
         self.state_bytes = cache.carried.n_bytes
 
     def trim(self, n_bytes: int) -> None:

@@ -35,6 +35,7 @@ from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
+from truedraft.models.backends.copied import CopiedBackend
 from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
@@ -140,11 +141,11 @@ def _run_unpacked(
     fast_paths: bool,
     reread: Callable[[], PreTrainedModel],
 ) -> HuggingFaceModel:
-    """A model that cannot run packed: one text at a time, and where it keeps no cache, the whole text each time."""
-    try:
-        return run_alone(read(), tokenizer, name, why, AloneBackend, fast_paths, reread)
-    except UnsupportedModelError:
-        return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
+    """A model that cannot run packed: one text at a time, its cache ours or copied, else the whole text each time."""
+    for kind in (AloneBackend, CopiedBackend):
+        with contextlib.suppress(UnsupportedModelError):
+            return run_alone(read(), tokenizer, name, why, kind, fast_paths, reread)
+    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
 
 
 def _checked(
@@ -196,7 +197,7 @@ def run_alone(
         tokenizer: of the model, or None.
         name: what the user called it.
         reason: why it cannot run packed.
-        kind: `AloneBackend`, or where that does not do `WholeTextBackend`.
+        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`.
         fast_paths: pack weights where that is faster here.
         reread: as of `HuggingFaceModel`.
 
