@@ -90,10 +90,11 @@ def test_the_check_at_load_passes_in_bfloat16(family: str, backend: str) -> None
 @pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
 def test_layers_that_keep_a_state_of_their_own_are_refused(backend: BackendMaker) -> None:
     """Whatever the weights: at this scale such a layer moves logits by less than bfloat16 rounds them."""
-    sizes = SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 96}
-    hybrid = config("RecurrentGemmaConfig", **sizes, lru_width=48, attention_window_size=16)
-    model = build(hybrid, seed=0, spread=0.02, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedModelError, match=r"layers of the kind 'linear_attention'.*attention alone"):
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
+    indexed = config("HYV4Config", **SMALL, **latent, **experts, layer_types=["indexed_attention"] * 2)
+    model = build(indexed, seed=0, spread=0.02, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match=r"layers of the kind 'indexed_attention'.*attention alone"):
         HuggingFaceModel(model, None, "mixed", backend)
 
 
