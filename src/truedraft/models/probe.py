@@ -39,7 +39,6 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.packed_linear import is_experts
 from truedraft.models.recurrence import carrying_modules, without_states
 from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
@@ -153,9 +152,13 @@ def probe_patterns(model: nn.Module) -> list[AttentionPattern]:
 
 
 def _attention_names(config: Any) -> dict[str, Any]:
-    """The attention of a model and of its parts, as `set_attn_implementation` takes them: not all can have the same."""
+    """The attention of a model and of its parts, as `set_attn_implementation` takes them: not all can have the same.
+
+    A part that is no model, as Dbrx's `attn_config`, has none.
+    """
     parts = ((key, getattr(config, key)) for key in config.sub_configs)
-    return {"": config._attn_implementation} | {key: _attention_names(part) for key, part in parts if part is not None}
+    names = {key: own for key, part in parts if part is not None and (own := _attention_names(part))}
+    return ({} if config._attn_implementation is None else {"": config._attn_implementation}) | names
 
 
 def _refuse_scaled_queries(model: nn.Module, name: str) -> None:
@@ -290,7 +293,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
     with torch.inference_mode():
         stock = _by_itself(model, texts, name)  # [texts, tokens, vocab]
         # Where a router nearly ties, what rounding does is a jump; it shows at that place alone.
-        moved = range(len(texts)) if any(map(is_experts, model.modules())) else [-1]
+        moved = range(len(texts)) if any("expert" in name for name, _ in model.named_modules()) else [-1]
         draws = texts[list(moved)].repeat_interleave(_DRAWS, 0)
         apart = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
         rounding = apart.max()
