@@ -125,7 +125,7 @@ PAIRWISE = [
 ]
 
 # One family of each way to run, which runs all cells also in the short form.
-FULLY = ("llama", "mistral", "olmoe", "qwen3_next", "gptj", "zaya", "t5, encoder-decoder")
+FULLY = ("llama", "mistral", "olmoe", "qwen3_next", "gptj", "inkling2_text", "openai-gpt", "t5, encoder-decoder")
 
 
 def families() -> list[str]:
@@ -385,6 +385,8 @@ def mechanism_of(model: HuggingFaceModel) -> str:
         return "encoder-decoder, one text at a time"
     if kind == "Alone":
         return "one text at a time"
+    if kind == "Copied":
+        return "one text at a time, behind copies of its cache"
     if kind == "WholeText":
         return "the whole text at every step"
     return f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})"

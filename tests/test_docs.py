@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.multimodal_models import save_with_processor
+from support.multimodal_models import save_that_hears, save_with_processor
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelNotFoundError
 
@@ -79,9 +79,13 @@ def test_the_snippets_of_a_page_run_in_order(
     if page.name == "serving.md":
         request.getfixturevalue("server")
     space: dict[str, Any] = {"__name__": "snippet"}
-    if page.name == "models.md":  # whose user has a model that sees
+    if page.name == "models.md":  # whose user has models that see and hear
         save_with_processor(tmp_path)
         space |= {"folder": tmp_path, "picture": Image.new("RGB", (40, 30), "teal")}
+        for name, width in {"whisper_small": 16, "whisper_tiny": 8}.items():
+            save_that_hears(tmp_path / name, width)
+            space[name] = tmp_path / name
+        space["wave"] = [0.0] * 8000
     for number, body in enumerate(blocks(page, "python")):
         exec(compile(body, f"{page.name}, snippet {number}", "exec"), space)
     capsys.readouterr()

@@ -30,7 +30,9 @@ MECHANISMS = {
     "gptj": "one text at a time",
     "hy_v4": "one text at a time",  # whose LM head is kept in float32 beside bfloat16
     "emu3": "packed (stock)",  # that also sees
-    "zaya": "the whole text at every step",
+    "zaya": "packed (stock, carried states)",  # whose attention is given what carries them
+    "inkling2_text": "one text at a time, behind copies of its cache",
+    "openai-gpt": "the whole text at every step",
     "t5, encoder-decoder": "encoder-decoder, one text at a time",
 }
 

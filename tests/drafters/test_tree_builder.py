@@ -14,8 +14,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
-from truedraft.drafters import DraftModel
+from truedraft.drafters import DraftModel, tree_builder
 from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.draws import OpenNode, TopTokens
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level, is_fixed_chain
 
 KINDS = [
@@ -127,3 +128,14 @@ def test_a_greedy_draft_of_broken_logits_is_some_token() -> None:
     assert first.probs is None
     assert 0 <= int(first.tree.tokens[0]) < VOCAB
     assert second.tree.tokens.tolist() == [int(scores[1].argmax())]
+
+
+def test_a_row_without_mass_has_no_likeliest_token() -> None:
+    """Where the host does not see that, token 0 stands in, as a deterministic candidate."""
+    logits = torch.tensor([[-torch.inf] * 4, [-torch.inf, 2.0, -torch.inf, -torch.inf]])
+    nodes = [OpenNode(KeyedNoise(0, 0, 0, greedy=True), 0, 0, 1)] * 2
+    tokens, probs = TopTokens().draw(logits, SamplingParams(), nodes)
+    assert tokens.tolist() == [[4], [1]] and probs is None
+    assert [int(token) for ((token, _),) in tree_builder._unread_children(tokens, probs, 4)] == [0, 1]
+    wide = [node._replace(width=3) for node in nodes]
+    assert TopTokens().draw(logits, SamplingParams(), wide)[0].tolist() == [[4, 4, 4], [1, 4, 4]]

@@ -167,11 +167,13 @@ def _reads_all_again() -> PretrainedConfig:
 
 
 @pytest.mark.parametrize("made", [_keeps_a_state, _reads_all_again])
-def test_what_cannot_run_so_either_is_read_as_a_whole(made: Callable[[], PretrainedConfig], tmp_path: Path) -> None:
-    model = build(made(), 0, spread=0.1)
+def test_what_keeps_a_state_or_nothing_is_refused(made: Callable[[], PretrainedConfig]) -> None:
     with pytest.raises(UnsupportedModelError, match="asked so"):
-        run_alone(model, None, "such", UnsupportedModelError("asked so"))
-    build(made(), 0, spread=0.1).save_pretrained(tmp_path)
+        run_alone(build(made(), 0, spread=0.1), None, "such", UnsupportedModelError("asked so"))
+
+
+def test_what_cannot_run_so_either_is_read_as_a_whole(tmp_path: Path) -> None:
+    build(_reads_all_again(), 0, spread=0.1).save_pretrained(tmp_path)
     note = load_model(tmp_path, dtype="float32").note
     assert note is not None and "the whole text again" in note and "\n" not in note
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.multimodal_models import FAMILIES, TEXT
 from truedraft import Engine, SamplingParams, load_model
@@ -16,6 +18,8 @@ from truedraft.drafters.base import Drafter
 from truedraft.errors import ModelError, PromptError, TruedraftError
 from truedraft.models import HuggingFaceModel, LanguageModel, MultimodalPrompt, Segment
 from truedraft.models.backends.alone import AloneBackend
+from truedraft.models.backends.base import Backend
+from truedraft.models.backends.stock import StockBackend
 
 GREEDY = SamplingParams(max_tokens=20)
 PACKED = [name for name in FAMILIES if name != "qwen3_5"]  # whose states one text at a time cannot take back
@@ -66,6 +70,31 @@ def test_answers_are_those_of_generate(family: str, tmp_path: Path) -> None:
         assert [answer.token_ids for answer in answers] == [*expected, alone]
         drafted += sum(answer.stats.draft_tokens for answer in answers)
     assert drafted
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", [StockBackend, AloneBackend])
+@pytest.mark.parametrize("family", PACKED)
+def test_positions_go_on_behind_the_image(family: str, backend: type[Backend]) -> None:
+    """Those of PaliGemma begin at 1, those of Qwen's images have more than one axis."""
+    target = HuggingFaceModel(FAMILIES[family].model(), None, family, backend)
+    prompt, answer = FAMILIES[family].prompt(0), [7, 11, 13]
+    count = len(prompt.token_ids)
+    cache = target.new_cache()
+    target.forward([Segment(cache, torch.tensor(prompt.token_ids), chain_shape(count), (), inputs=prompt.inputs)])
+    cache.commit(range(count))
+    found = target.forward([Segment(cache, torch.tensor(answer), chain_shape(3), range(3))]).logits
+
+    def force(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor(answer[ids.shape[1] - count]), 0.0)
+
+    expected = FAMILIES[family].model().generate(
+        torch.tensor([prompt.token_ids]), attention_mask=torch.ones(1, count, dtype=torch.int64), max_new_tokens=4,
+        min_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        logits_processor=[lambda ids, scores: scores if ids.shape[1] - count == 3 else force(ids, scores)],
+        **prompt.inputs,
+    )  # fmt: skip
+    torch.testing.assert_close(found, torch.cat(expected.logits[1:]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,6 +171,41 @@ def test_samples_of_one_prompt(tmp_path: Path) -> None:
     plain = Engine(target).generate(prompt, params)
     assert [each.token_ids for each in answer.others] == [each.token_ids for each in plain.others]
     assert len({tuple(each.token_ids) for each in (answer, *answer.others)}) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_read_their_image_once(family: str, tmp_path: Path) -> None:
+    """Also beside one with the same text and another image. PaliGemma's windows do not hold within its prompt, so that
+    nobody can read its last token alone."""
+    target = loaded(family, tmp_path)
+    prompt = FAMILIES[family].prompt(0)
+    long = MultimodalPrompt((*prompt.token_ids, *range(20, 40)), grown(prompt.inputs, 20))
+    other = MultimodalPrompt(
+        long.token_ids, {name: -value if value.is_floating_point() else value for name, value in long.inputs.items()}
+    )
+    alone = [Engine(target, prefix_cache_bytes=0).generate(each, GREEDY).token_ids for each in (long, other, long)]
+    engine = Engine(target, PromptLookup(), controller="fixed")
+    answers = engine.generate([long, other, long], GREEDY)
+    assert [answer.token_ids for answer in answers] == alone
+    assert engine.shared_tokens == (0 if family == "paligemma" else len(long.token_ids) - 1)
+
+
+def grown(inputs: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Kinds of tokens, where there are any, with so many of text behind them."""
+    return {
+        name: torch.nn.functional.pad(value, (0, count)) if "token_type" in name else value
+        for name, value in inputs.items()
+    }
+
+
+def test_a_prompt_that_ends_in_its_image_is_shared_with_nobody(tmp_path: Path) -> None:
+    target = loaded("llava", tmp_path)
+    prompt = MultimodalPrompt((*range(3, 30), *[150] * 4), FAMILIES["llava"].prompt(0).inputs)
+    expected = generated("llava", prompt)
+    engine = Engine(target)
+    answers = engine.generate([prompt, prompt], GREEDY)
+    assert [answer.token_ids for answer in answers] == [expected] * 2
+    assert not engine.shared_tokens
 
 
 @pytest.mark.plants_failures

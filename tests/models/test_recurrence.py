@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
 from truedraft import Engine, SamplingParams
@@ -61,7 +61,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_head_dim": 16,
         "linear_num_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
         "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4},
+    "recurrent_gemma": _HEADS | {
+        "block_types": ["recurrent", "attention", "recurrent"], "lru_width": 48, "attention_window_size": 16,
+        "num_key_value_heads": 1, "tie_word_embeddings": False},
+    "rwkv": _COMMON | {"context_length": 1024, "intermediate_size": 64, "tie_word_embeddings": False},
+    "xlstm": _COMMON | {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4, "chunk_size": 16},
+    "minimax": _HEADS | _EXPERTS | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 4,
+        "head_dim": 16, "block_size": 16},
+    "zaya": _HEADS | {"num_experts": 4, "head_dim": 16, "moe_intermediate_size": 32, "router_hidden_size": 16,
+                      "tie_word_embeddings": False},
 }  # fmt: skip
+SPREADS = {"recurrent_gemma": 0.25, "rwkv": 0.25, "zaya": 1.0}
+"""Of weights that transformers would draw so that answers repeat themselves."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -69,8 +81,19 @@ def config(family: str) -> PretrainedConfig:
     return AutoConfig.for_model(family, **FAMILIES[family])
 
 
+def stock(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    model = build(config(family), seed=seed)
+    if family in SPREADS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for weight in model.parameters():
+                if weight.dim() > 1 and len(weight) > 1:
+                    weight.data = SPREADS[family] * torch.randn_like(weight)
+    return model.to(dtype)
+
+
 def packed(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> HuggingFaceModel:
-    return HuggingFaceModel(build(config(family), seed=seed, dtype=dtype), None, family)
+    return HuggingFaceModel(stock(family, dtype, seed), None, family)
 
 
 def read(model: HuggingFaceModel, ids: Sequence[int], prompt: int, cuts: Sequence[int] = ()) -> tuple[Any, Tensor]:
@@ -108,7 +131,7 @@ def assert_same_states(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_packed_forward_is_the_models_own(family: str, dtype: torch.dtype) -> None:
-    model = build(config(family), seed=0, dtype=dtype)
+    model = stock(family, dtype)
     check = check_against_stock(model, family)
     check(HuggingFaceModel(model, None, family))
 
@@ -116,8 +139,8 @@ def test_the_packed_forward_is_the_models_own(family: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_transformers(family: str) -> None:
     # Of these weights every answered token leads the next by over 5e-4; with seed 0 one of granitemoehybrid by 1e-6.
-    stock = build(config(family), seed=1)
-    expected = [stock_greedy(stock, prompt, 24) for prompt in PROMPTS]
+    # Each by a model of its own: Recurrent Gemma reads a prompt of one token behind what it read last.
+    expected = [stock_greedy(stock(family, seed=1), prompt, 24) for prompt in PROMPTS]
     model = packed(family, seed=1)
     for drafter in (None, "prompt-lookup,min_ngram=1"):
         answers = Engine(model, drafter).generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=24))
@@ -150,7 +173,10 @@ def test_states_after_every_verdict_are_those_of_plain_decoding(family: str, dty
             model.release_cache(plain)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2"])
+OWN_WAYS = ["recurrent_gemma", "rwkv", "xlstm", "minimax", "zaya"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2", *OWN_WAYS])
 def test_neighbours_change_nothing(family: str) -> None:
     model = packed(family, torch.bfloat16)
     caches = [read(model, list(prompt), len(prompt))[0] for prompt in PROMPTS]
@@ -166,7 +192,7 @@ def test_neighbours_change_nothing(family: str) -> None:
         assert torch.equal(alone, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba", "lfm2", *OWN_WAYS])
 def test_long_prompts_are_read_in_pieces_that_end_where_they_end(family: str) -> None:
     """However a prompt is cut at multiples of 256 its states are the same, bit for bit."""
     model = packed(family, torch.bfloat16)
@@ -178,7 +204,36 @@ def test_long_prompts_are_read_in_pieces_that_end_where_they_end(family: str) ->
         assert torch.equal(other, logits)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_pieces_gives_what_it_gives_at_once(family: str) -> None:
+    """As transformers reads it, and the token behind it, too."""
+    ids = [(13 * place * place + 5) % VOCAB for place in range(300)]
+    own = stock(family)
+    with torch.inference_mode():
+        at_once = own(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    _, logits = read(packed(family), ids, len(ids))
+    assert float((logits - at_once).abs().max()) < 2e-3 * float(at_once.std())
+
+
+def test_a_bound_that_prompts_alone_know_stays_theirs() -> None:
+    """Zamba 2 bounds steps of time from below where it reads several tokens at once, and not where it reads one."""
+
+    def made() -> PreTrainedModel:
+        model = stock("zamba2", seed=1)
+        for name, weight in model.named_parameters():
+            if name.endswith("dt_bias"):
+                weight.data -= 9.0
+        return model
+
+    prompt = [(13 * place * place + 5) % VOCAB for place in range(300)]
+    check, expected = check_against_stock(made(), "zamba2"), stock_greedy(made(), prompt, 24)
+    model = HuggingFaceModel(made(), None, "zamba2")
+    check(model)
+    answer = Engine(model, "prompt-lookup,min_ngram=1").generate(prompt, SamplingParams(max_tokens=24))
+    assert list(answer.token_ids) == expected and len(set(expected)) > 8
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "rwkv"])
 def test_a_rolled_back_cache_begins_again(family: str) -> None:
     model = packed(family)
     cache, _ = read(model, list(PROMPTS[0]), len(PROMPTS[0]))
@@ -190,7 +245,7 @@ def test_a_rolled_back_cache_begins_again(family: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "zamba2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "zamba2", "recurrent_gemma", "rwkv", "zaya"])
 def test_drafted_answers_equal_plain_ones(family: str, way: str) -> None:
     """With a hybrid draft, too, which drafts level by level and catches up with what it did not see."""
     model, draft = packed(family, torch.bfloat16), packed("qwen3_next", torch.bfloat16)
@@ -220,7 +275,7 @@ def one_after_another(model: HuggingFaceModel, prompts: Sequence[Sequence[int]])
     return answers, [after - before for before, after in itertools.pairwise(copied)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "falcon_h1", "lfm2", "recurrent_gemma", "rwkv"])
 def test_prompts_that_begin_alike_share_states(family: str) -> None:
     """Up to the last edge before where they part, and the same tokens as cold, bit for bit."""
     model = packed(family, torch.bfloat16)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 sys.path.append(str(Path(__file__).parents[1] / "text"))
 from test_translation import permuted
@@ -18,10 +18,14 @@ from tiny_tokenizers import byte_level, small_llama
 
 from support.chi_square import p_value
 from support.tiny_models import build
-from truedraft import Engine, SamplingParams
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.drafters import DraftModel
-from truedraft.errors import ModelError, VocabularyMismatchError
+from truedraft.drafters import DraftModel, ReencodedDraft
+from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.engine import BeamSearch
+from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.translated import TranslatedModel
@@ -173,7 +177,8 @@ def test_a_text_that_is_longer_in_the_drafts_ids_is_answered_without_it() -> Non
     engine = Engine(target(), DraftModel(short, 3), controller="fixed")
     text = "naïve café — Übung 日本語"
     params = SamplingParams(max_tokens=12)
-    assert engine.generate(text, params).token_ids == Engine(target()).generate(text, params).token_ids
+    answer = engine.generate(text, params)
+    assert answer.token_ids == Engine(target()).generate(text, params).token_ids and not answer.warnings
     with pytest.raises(ModelError, match="reads at most 32 tokens of its own"):
         cache = short.new_cache()
         short.forward([Segment(cache, torch.full((40,), 70), chain_shape(40), (39,))])
@@ -183,3 +188,97 @@ def test_a_model_without_tokenizer_is_refused() -> None:
     bare = HuggingFaceModel(llama(Tokenizer(small_llama(), "llama")), None, "bare")
     with pytest.raises(VocabularyMismatchError, match="'bare' comes without a tokenizer"):
         TranslatedModel(bare, target())
+
+
+def test_beams_are_drafted_in_other_ids() -> None:
+    """The beams of plain search, by a draft that reads and writes another vocabulary."""
+    for prompt in PROMPTS:
+        plain = BeamSearch(target(), num_beams=3).generate(prompt, 16)
+        for draft in (other(), other(32), same_in_other_ids()):
+            found = BeamSearch(target(), draft, num_beams=3).generate(prompt, 16)
+            assert [beam.token_ids for beam in found.beams] == [beam.token_ids for beam in plain.beams]
+            assert found.target_calls <= plain.target_calls
+    assert found.target_calls < 0.5 * plain.target_calls
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(small_llama(), "llama")
+    sizes = T5Config(
+        vocab_size=tokenizer.vocab_size, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    T5ForConditionalGeneration(sizes).save_pretrained(tmp_path)
+    tokenizer.backend.save_pretrained(tmp_path)
+    reads = load_model(tmp_path, dtype="float32")
+    assert reads.sources is not None
+    for make in (TranslatedModel, ReencodedDraft):
+        with pytest.raises(CompositionError, match="is an encoder-decoder with another tokenizer"):
+            make(reads, target())
+
+
+def spread(model: HuggingFaceModel, ids: Sequence[int]) -> dict[int, float]:
+    """The probabilities behind a text of its own ids."""
+    cache = model.new_cache()
+    logits = model.forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), (len(ids) - 1,))]).logits[0]
+    model.release_cache(cache)
+    return dict(enumerate(torch.softmax(logits.double(), dim=-1).tolist()))
+
+
+def test_ids_that_write_the_same_are_summed_before_anything_is_drawn() -> None:
+    """What is drawn from, and judged by: the sums of the draft's ids, over what both know."""
+    model, text = other(), "the end"
+    tokenizer = target().tokenizer
+    assert tokenizer is not None and len(model.translation.rounds) > 1
+    ids = tokenizer.encode(text)
+    read = [*model.translation.begin, *(own for token in ids for own in model.translation.reads[token])]
+    raw = spread(model._draft, read)
+    sums: dict[int, float] = {}
+    for mine, theirs in model.translation.rounds:
+        for own, token in zip(mine.tolist(), theirs.tolist(), strict=True):
+            sums[token] = sums.get(token, 0.0) + raw[own]
+    several = [token for token in sums if sum(token in theirs.tolist() for _, theirs in model.translation.rounds) > 1]
+    assert len(several) > 20
+    drafter, params = DraftModel(model, 1), SamplingParams(temperature=1.0, seed=1)
+    request = DraftRequest(-1, params, TokenView(ids))
+    drafter.begin(request)
+    proposal = drafter.propose([request], [Budget(1, 1, 1)], [KeyedNoise(1, len(ids), 0, greedy=False)])[0]
+    drafter.end(request)
+    assert proposal.probs is not None
+    whole = sum(sums.values())
+    for token, mass in enumerate(proposal.probs[0].tolist()):
+        assert mass == pytest.approx(sums.get(token, 0.0) / whole, rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("branching", [(1, 1), (3, 2)], ids=str)
+def test_where_no_token_of_the_draft_may_follow_nothing_is_proposed(way: str, branching: tuple[int, ...]) -> None:
+    """All that is allowed is what the draft cannot write; beside it a request that is drafted for."""
+    model = other()
+    assert model.shared_ids is not None
+    foreign = sorted(set(range(target().vocab_size)) - set(model.shared_ids.tolist()) - set(target().eos_token_ids))
+    assert len(foreign) > 3
+    how = {"temperature": 0.0 if way == "greedy" else 1.0, "coupled": way == "coupled", "seed": 5, "max_tokens": 12}
+    params = [SamplingParams(**how, allowed_token_ids=foreign, ignore_eos=True), SamplingParams(**how)]
+    engine = Engine(target(), DraftModel(model, branching=branching), controller="fixed")
+    none, some = engine.generate(["the quick", "the quick"], params)
+    assert none.stats.draft_tokens == 0 < some.stats.draft_tokens and not none.warnings
+    assert len(none.token_ids) == 12 and set(none.token_ids) <= set(foreign)
+    if way != "sampled":
+        plain = Engine(target()).generate(["the quick", "the quick"], params)
+        assert [each.token_ids for each in (none, some)] == [each.token_ids for each in plain]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_any_number_of_requests(batch: int) -> None:
+    """Of unlike lengths, greedy and coupled in one batch, each as it is alone."""
+    texts = [("the quick brown fox " * 3)[: 3 + 5 * number] for number in range(batch)]
+    params = [
+        SamplingParams(max_tokens=12 + number, temperature=float(number % 2), coupled=bool(number % 2), seed=number)
+        for number in range(batch)
+    ]
+    plain = [Engine(target()).generate(text, each) for text, each in zip(texts, params, strict=True)]
+    for drafter in (DraftModel(other(), branching=(2, 1, 1)), ReencodedDraft(other()._draft, target(), 3)):
+        engine = Engine(target(), drafter, controller="fixed")
+        answers = engine.generate(texts, params)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+        assert sum(answer.stats.draft_tokens for answer in answers) > 0 and engine.check_idle() == []

@@ -65,7 +65,7 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
 
 
 def test_a_folder_of_such_a_model_loads(tmp_path: Any) -> None:
-    build(config("rwkv"), seed=1).save_pretrained(tmp_path)
+    build(config("openai-gpt"), seed=1).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float32")
     assert "the whole text again" in str(model.note)
     assert Engine(model).generate([5, 6, 7], SamplingParams(max_tokens=4)).token_ids

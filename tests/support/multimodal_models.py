@@ -51,6 +51,7 @@ _QWEN_NEW_VISION = _QWEN_VISION | {
     "intermediate_size": 48,
     "num_position_embeddings": 64,
 }
+_WHISPER = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
 _MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 _GEMMA_TEXT = TEXT | {
     "head_dim": 16,
@@ -242,3 +243,15 @@ def save_with_processor(folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+
+
+def save_that_hears(folder: Path, width: int) -> None:
+    """A Whisper of random weights and one second with its feature extractor, as a user's folder holds it."""
+    sizes = {f"{part}_{what}": count for part in ("encoder", "decoder") for what, count in _WHISPER.items()}
+    config = transformers.WhisperConfig(
+        d_model=width, num_mel_bins=8, max_source_positions=50, max_target_positions=64, pad_token_id=50257, **sizes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.WhisperForConditionalGeneration(config).save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder)

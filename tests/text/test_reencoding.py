@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
-from test_translation import TEXTS, between, made
-from tiny_tokenizers import LINES
+from test_translation import TEXTS, between, made, wide
+from tiny_tokenizers import LINES, WIDE
 
 from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
 
@@ -16,6 +17,12 @@ LONG = "".join(LINES[:3]) * 3
 def encoding(kind: str) -> Encoding:
     tokenizer = made(kind)
     return Encoding(tokenizer, tokenizer.vocab_size, fallback=0)
+
+
+def text_read(kind: str, ids: Sequence[int]) -> bytes:
+    """What they write, without the space that the tokenizer begins texts with."""
+    side = encoding(kind)
+    return side.text_of(ids).removeprefix(b" " if side.pads else b"")
 
 
 def follow(target: str, draft: str) -> FollowedText:
@@ -51,11 +58,11 @@ def test_a_text_read_in_pieces_is_one_read_at_once(target: str, draft: str, seed
     while place < len(ids):
         place = min(len(ids), place + chance.randint(1, 6))
         piecewise.take(ids[:place])
-        written = encoding(target).text_of(ids[:place])
-        assert encoding(draft).text_of(piecewise.ids) + piecewise.half == written
+        written = text_read(target, ids[:place])
+        assert text_read(draft, piecewise.ids) + piecewise.half == written
         assert piecewise.half == written[len(whole_characters(written)) :]
     at_once.take(ids)
-    assert piecewise.ids == at_once.ids
+    assert piecewise.ids == at_once.ids == made(draft).encode(LONG)
     assert (not at_once.ids[0]) == (not made(draft).encode("")) or at_once.ids[0] == made(draft).encode(LONG)[0]
 
 
@@ -66,5 +73,24 @@ def test_ids_without_text_are_translated() -> None:
     text.take([*target.encode("the end"), end, *target.encode("the")])
     assert text.ids[0] == draft.encode("")[0]
     assert draft.eos_token_ids[0] in text.ids
-    assert encoding("llama").text_of(text.ids) == b"the endthe"
+    assert text.ids == draft.encode("the end</s>the")
     assert text.known == b"the"
+
+
+@pytest.mark.parametrize("draft", sorted(WIDE))
+@pytest.mark.parametrize("target", sorted(WIDE))
+def test_at_every_boundary_the_draft_reads_what_its_own_tokenizer_writes(target: str, draft: str) -> None:
+    """Signs for the beginning and spaces included, of all nine pairs of kinds."""
+    theirs, ours = wide(target), wide(draft)
+    written = Encoding(theirs, theirs.vocab_size, fallback=0)
+    read = Encoding(ours, ours.vocab_size, fallback=0)
+    text = FollowedText(written, read, between(theirs, ours))
+    sentence = "the quick fox jumps over the lazy end in a thick foxhole"
+    ids = [token for token in theirs.encode(sentence) if token != theirs.backend.sep_token_id]
+    begin = between(theirs, ours).begin
+    assert begin == {"byte-level": (), "sentencepiece": (1,), "word pieces": (1,)}[draft]
+    for place in range(1, len(ids) + 1):
+        text.take(ids[:place])
+        so_far = theirs.decode(ids[:place])
+        assert tuple(text.ids) == (*begin, *ours.plain_ids(so_far)), so_far
+    assert so_far == sentence

@@ -116,3 +116,55 @@ def stories_tokenizer() -> PreTrainedTokenizerFast:
 
 
 BUILDERS = {"byte-level": byte_level, "llama": small_llama, "metaspace": metaspace}
+
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+WORDS = ("the", "quick", "fox", "end")
+PAIRS = ("er", "in", "he", "ou", "ar", "st", "re", "on", "nd", "at", "es", "it")
+
+
+def wide_byte_level() -> PreTrainedTokenizerFast:
+    """Byte-level, without a sign for the beginning: letters, with and without a space before them, and some pairs."""
+    space = "Ġ"
+    merges = [(space, letter) for letter in ALPHABET] + [("t", "h"), ("c", "k"), ("q", "u"), *map(tuple, PAIRS)]
+    merges += [(f"{space}t", "he"), (f"{space}f", "o"), (f"{space}fo", "x")]
+    words = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Backend(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+
+
+def wide_sentencepiece() -> PreTrainedTokenizerFast:
+    """A word mark instead of spaces, a sign for the beginning, no bytes."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -6.0)]
+    pieces += [(letter, -5.0) for letter in ALPHABET] + [(f"▁{letter}", -5.5) for letter in ALPHABET]
+    pieces += [(f"▁{word}", -7.0) for word in WORDS[:3]] + [(pair, -6.0) for pair in PAIRS]
+    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def wide_word_pieces() -> PreTrainedTokenizerFast:
+    """Word pieces, as BERT's: signs for beginning and end of every text."""
+    words = ["[UNK]", "[CLS]", "[SEP]", *WORDS, *ALPHABET, *(f"##{letter}" for letter in ALPHABET)]
+    words += [f"##{pair}" for pair in PAIRS] + ["##ck", "qu"]
+    vocab = {word: number for number, word in enumerate(words)}
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_special_tokens(["[UNK]", "[CLS]", "[SEP]"])
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+WIDE = {"byte-level": wide_byte_level, "sentencepiece": wide_sentencepiece, "word pieces": wide_word_pieces}
+"""Of which any two share more than enough tokens, and none has all of another's."""

@@ -10,10 +10,12 @@ from truedraft.bench.suite import PLAIN, OurEngine, Suite, load_suite
 from truedraft.bench.summary import Ratio, Summary, differing_answers, shown, summarise
 from truedraft.bench.tables import TextTable, all_tables, decisions_table
 from truedraft.bench.trees import DraftedTree, drafted_trees
+from truedraft.bench.vocabularies import AnsweredPrompt, VocabularyCost, answered_prompts, vocabulary_costs
 
 __all__ = [
     "PARTS",
     "PLAIN",
+    "AnsweredPrompt",
     "Circumstances",
     "CurveCosts",
     "Difference",
@@ -29,7 +31,9 @@ __all__ = [
     "Suite",
     "Summary",
     "TextTable",
+    "VocabularyCost",
     "all_tables",
+    "answered_prompts",
     "bench_record",
     "decisions_table",
     "differing_answers",
@@ -45,4 +49,5 @@ __all__ = [
     "spread",
     "summarise",
     "time_without_core",
+    "vocabulary_costs",
 ]

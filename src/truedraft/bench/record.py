@@ -12,6 +12,7 @@ from truedraft.bench.runs import Results
 from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Ratio, Spread, Summary
 from truedraft.bench.trees import DraftedTree
+from truedraft.bench.vocabularies import VocabularyCost
 from truedraft.core.stats import Counters
 
 
@@ -112,6 +113,7 @@ def bench_record(
     results: Results,
     differences: Sequence[str] = (),
     trees: Sequence[DraftedTree] = (),
+    vocabularies: Sequence[VocabularyCost] = (),
 ) -> dict[str, Any]:
     """The record. `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row.
 
@@ -122,6 +124,7 @@ def bench_record(
         results: of the run.
         differences: where tokens part that must not, a sentence each.
         trees: that systems drafted.
+        vocabularies: what it costs drafts that their tokenizers are not the target's.
     """
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
@@ -137,6 +140,7 @@ def bench_record(
         "contestants": [_summary_record(each, circumstances) for each in summaries],
         "costs": [dict(point) for point in costs],
         "trees": [tree.as_dict() for tree in trees],
+        "vocabularies": [each.as_dict() for each in vocabularies],
         **dataclasses.asdict(circumstances),
     }
 

@@ -6,7 +6,8 @@ from blocks that were kept of earlier ones, as the turns of a conversation that 
 such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
 
 Where layers carry states only those behind the edges of prompts are there to go on from, so less is shared. Of an
-encoder's text every entry depends on all of it, so only requests with the same one share, while they run.
+encoder's text every entry depends on all of it, so only requests with the same one share, while they run. So it is with
+prompts that have images or sound beside their tokens: their scope holds a digest of all of that.
 """
 
 from __future__ import annotations
@@ -156,8 +157,12 @@ class Prefixes:
         return best
 
     @torch.inference_mode()
-    def fill(self, number: int) -> int:
+    def fill(self, number: int, least: int = 0) -> int:
         """Copy what is there of a request's text into its cache; at least the last token is left to be computed.
+
+        Args:
+            number: of the request.
+            least: copy nothing where no more than fewer tokens are there.
 
         Returns:
             Tokens that were copied.
@@ -168,7 +173,7 @@ class Prefixes:
         before, last = own.cache.length, own.last
         if own.cache.encodes and before:
             return 0
-        donor, alike = None, before + FEW - 1
+        donor, alike = None, max(before + FEW, least) - 1
         for each in self._members.values():
             if each is not own and each.scope == own.scope:
                 shared = each.cache.shared(min(_alike(own.tokens, each.tokens), last))
@@ -182,6 +187,7 @@ class Prefixes:
             entries = [(keys[:, before:alike], values[:, before:alike]) for keys, values in donor.cache.entries()]
             self._write(own.cache, alike, entries, donor.cache.carried.at(alike) if own.cache.carries else None)
             own.cache.memory, own.cache.source = donor.cache.memory, list(donor.cache.source)
+            own.cache.shift = donor.cache.shift
         copied = own.cache.length - before
         self.copied += copied
         return copied

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ def key_span(positions: int) -> int:
     return -(-positions // _STEP) * _STEP
 
 
+class Beside(Protocol):
+    """What a model holds of one text in a form of its own."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+
 class RequestCache:
     """Keys and values of one request, for every attention call of a model.
 
@@ -65,8 +75,11 @@ class RequestCache:
         memory: how many of the first tokens are that text; 0 until it was encoded.
         shift: what is added to the position of every token behind the prompt, whose images take fewer positions than
             tokens where positions have more than one axis.
+        apart: whether the last token of its prompt was read otherwise than it would be behind those before, as one of a
+            text; then nobody can begin with these.
         generation: rises whenever buffers moved; addresses taken before are void.
         carried: states of layers that are no attention.
+        beside: what a model holds of the text that cannot lie here.
     """
 
     def __init__(self, limit: int, carries: bool = False, encodes: bool = False) -> None:
@@ -77,8 +90,10 @@ class RequestCache:
         self.source: list[int] = []
         self.memory = 0
         self.shift = 0
+        self.apart = False
         self.generation = 0
         self.carried = CarriedStates()
+        self.beside: Beside | None = None
         self._start = 0  # key/value position of the first token that the running forward writes
         self._written = 0  # uncommitted tokens that are there once it has run
         self._stale = 0  # from here on all values are 0
@@ -109,7 +124,7 @@ class RequestCache:
     @property
     def n_bytes(self) -> int:
         """Bytes that are allocated."""
-        return self.buffer_bytes + self.carried.n_bytes
+        return self.buffer_bytes + self.carried.n_bytes + (self.beside.n_bytes if self.beside is not None else 0)
 
     @property
     def buffer_bytes(self) -> int:
@@ -118,7 +133,7 @@ class RequestCache:
 
     def shared(self, tokens: int) -> int:
         """Of its first tokens, at most so many, how many another text can begin with and go on from."""
-        most = min(self.length, tokens)
+        most = 0 if self.apart else min(self.length, tokens)
         if self.encodes:
             return most if most >= self.memory > 0 else 0
         return max((edge for edge in self.carried.edges if edge <= most), default=0) if self.carries else most
@@ -289,7 +304,8 @@ class RequestCache:
         if length < self.memory:
             self.memory = 0
         if not length:
-            self.shift = 0
+            self.shift, self.apart = 0, False
+            self.beside = None
         self.length = length
         self._written = 0
 
@@ -364,6 +380,8 @@ class CachePool:
     def measure(self, cache: RequestCache) -> None:
         """Note what a key/value position takes, and a state, from a cache that one token was committed to."""
         self.position_bytes = cache.buffer_bytes // max(cache.capacity, 1)
+        if cache.beside is not None:  # at most: twice, with what is drafted, and no token adds more than the first
+            self.position_bytes += 2 * cache.beside.n_bytes
         self.state_bytes = cache.carried.n_bytes
 
     def trim(self, n_bytes: int) -> None:

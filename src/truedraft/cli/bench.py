@@ -85,7 +85,7 @@ class BenchOptions:
 
     model: ModelOptions = group("Model and drafter")
     what: SuiteOptions = group("What to measure")
-    prompt: PromptOptions = group("Prompt", without=("prompt", "prompts"))
+    prompt: PromptOptions = group("Prompt", without=("prompt", "prompts", "image"))
     runs: RunOptions = group("Runs")
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     report: BenchReport = group("Report")
@@ -249,7 +249,7 @@ def _circumstances(
 
 def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
     """Print and write what was measured; the exit status."""
-    from truedraft.bench import bench_record, drafted_trees, shown, summarise
+    from truedraft.bench import answered_prompts, bench_record, drafted_trees, shown, summarise, vocabulary_costs
 
     suite, measured, circumstances = run.suite, run.measured, run.circumstances
     names = [each.name for each in suite.systems]
@@ -257,12 +257,20 @@ def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, 
     parted = _differences(suite, results, run.groups, circumstances)
     lengths = {each.name: each.mean_acceptance_length for each in summaries}
     trees = drafted_trees(suite, lengths, SamplingParams(**circumstances.sampling))
-    record = bench_record(summaries, circumstances, measured.points, results, parted, trees)
+    answered = answered_prompts(run.groups, results.rows)
+    vocabularies = vocabulary_costs(suite.target, {each.name: each.engine.drafter for each in suite.ours}, answered)
+    record = bench_record(summaries, circumstances, measured.points, results, parted, trees, vocabularies)
     failed = results.failures or record["identical"] is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     record["status"] = status
     best, notes = shown(summaries, suite.best_of)
-    notes = [*suite.notes, *notes, *parted, *_disturbance(results, circumstances.device)]
+    notes = [
+        *suite.notes,
+        *notes,
+        *(each.describe() for each in vocabularies),
+        *parted,
+        *_disturbance(results, circumstances.device),
+    ]
     wrong = [f"error: {failure.describe()}" for failure in results.failures]
     if results.interrupted:
         wrong.append(

@@ -23,10 +23,12 @@ from truedraft.bench import (
     Row,
     Suite,
     Summary,
+    answered_prompts,
     differing_answers,
     find_difference,
     run_all,
     summarise,
+    vocabulary_costs,
 )
 from truedraft.cli.explain import explain
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
@@ -219,6 +221,10 @@ def compare(
     )
     if comparison is not None:
         _print(comparison, engine, options.stack, terminal)
+        vocabularies = vocabulary_costs(engine.target, engine.drafter.members, answered_prompts(groups, results.rows))
+        for each in vocabularies:
+            terminal.out.print(visible(each.describe()), soft_wrap=True)
+        record["vocabularies"] = [each.as_dict() for each in vocabularies]
         decisions = comparison.all.speculative.decisions
         if options.report.explain and decisions is not None:
             explain(decisions, not engine.drafter.limits.is_zero, terminal.out)

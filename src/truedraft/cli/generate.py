@@ -1,4 +1,7 @@
-"""`truedraft generate`: one answer as a stream, many in batches; with --compare both ways, see `compare`."""
+"""`truedraft generate`: one answer as a stream, many in batches; with --compare both ways, see `compare`.
+
+With --num-beams it is a beam search, see `beams`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.cli.streams import from_escapes, say, typed_text, visible
 from truedraft.core.params import SamplingParams
+from truedraft.errors import OptionError
 from truedraft.options import MachineOptions, flag, group
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Engine, Piece, Request
     from truedraft.engine.decisions import Decisions
+    from truedraft.engine.prompts import Prompt
 
 BATCH = 8
 """Prompts that are answered together."""
@@ -40,15 +46,21 @@ class GenerateOptions:
     prompts: PromptOptions = group("Prompt")
     stack: StackOptions = group("Model and drafter")
     sampling: SamplingParams = group("Answer")
+    beams: BeamOptions = group("Beam search")
     report: GenerateReport = group("Report")
     machine: MachineOptions = group("Machine")
 
 
 def generate(options: GenerateOptions) -> int:
     """Answer a prompt by speculation; --compare shows what it gains over plain decoding."""
+    if options.beams != BeamOptions():
+        return search_beams(options)
     stop = tuple(from_escapes(typed_text(text), "--stop") for text in options.sampling.stop)
     params = replace(seeded(options.sampling), stop=stop)
-    prompts = read_prompts(options.prompts.prompt, options.prompts.prompts, own_options=True)
+    what = options.prompts
+    prompts = read_prompts(what.prompt, what.prompts, own_options=True, images=what.image)
+    if options.report.compare and any(each.images for each in prompts):
+        raise OptionError("takes text alone; leave it out where prompts have pictures", field="compare")
     # Without a seed of the user's own, equal prompts are to get unlike answers.
     derive_seeds = options.sampling.seed is None and len(prompts) > 1
     return _run(options, [(each, params) for each in prompts], derive_seeds)
@@ -57,7 +69,14 @@ def generate(options: GenerateOptions) -> int:
 def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool) -> int:
     from truedraft.cli.compare import compare
     from truedraft.cli.report import circumstances_record
-    from truedraft.cli.session import as_chat, check_rule, load_engine, planned_drafter, sampling_of_each
+    from truedraft.cli.session import (
+        as_chat,
+        check_rule,
+        load_engine,
+        planned_drafter,
+        sampling_of_each,
+        with_pictures,
+    )
     from truedraft.cli.terminal import Terminal
 
     if options.stack.plan is not None:
@@ -70,6 +89,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool)
     terminal, report = Terminal(), options.report
     together = 1 if report.compare else min(len(prompts), BATCH)
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
+    prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
     if options.prompts.chat:
         prompts = as_chat(engine.target, prompts)
     run = compare if report.compare else _answer
@@ -123,6 +143,9 @@ def _answer(
         terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
         if engine.target.note is not None:
             terminal.note(engine.target.note)
+        for name, member in engine.drafter.members.items():
+            if member.model is not None and member.model.note is not None:
+                terminal.note(f"{name}: {member.model.note}")
     record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
     if decisions is not None:
         explain(decisions, not engine.drafter.limits.is_zero, terminal.err)
@@ -164,7 +187,7 @@ def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, s
         with terminal.progress("answering", len(prompts), beside_output=True) as progress:
             for first in range(0, len(prompts), BATCH):
                 batch = prompts[first : first + BATCH]
-                texts = cast("list[str]", [prompt.prompt for prompt, _ in batch])
+                texts = cast("list[str]", [prompt.whole for prompt, _ in batch])
                 answers = engine.generate(texts, [params for _, params in batch])
                 for (prompt, params), answer in zip(batch, answers, strict=True):
                     answered.names.append(prompt.name)
@@ -206,14 +229,12 @@ def write_answer(engine: Engine, asked: Asked, terminal: Terminal, show_drafts: 
 
     prompt, params = asked
     try:
-        return stream_answer(engine, prompt.prompt, params, writer(engine.target.tokenizer, terminal, show_drafts))
+        return stream_answer(engine, prompt.whole, params, writer(engine.target.tokenizer, terminal, show_drafts))
     finally:
         terminal.end_line()
 
 
-def stream_answer(
-    engine: Engine, prompt: str | Sequence[int], params: SamplingParams, show: Callable[[Piece], None]
-) -> Answer:
+def stream_answer(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable[[Piece], None]) -> Answer:
     """Answer a prompt and show each piece as it comes; with Ctrl-C what there is of the answer comes back."""
     request = engine.submit(prompt, params)
     try:

@@ -81,7 +81,7 @@ class PlanOptions:
 
     model: ModelOptions = group("Model and drafter")
     what: WhatToPlan = group("What to plan with")
-    prompt: PromptOptions = group("What to plan with", without=("prompt", "prompts"))
+    prompt: PromptOptions = group("What to plan with", without=("prompt", "prompts", "image"))
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     closed: ClosedForms = group("Formulas alone")
     what_if: Simulation = group("What if")

@@ -6,16 +6,19 @@ import dataclasses
 import difflib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from truedraft.cli.streams import typed_text
 from truedraft.core.params import SamplingParams
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError, errors_about
 from truedraft.options import flag, option
+
+if TYPE_CHECKING:
+    from truedraft.models.multimodal import MultimodalPrompt
 
 HELDOUT = "heldout"
 
@@ -40,11 +43,20 @@ class NamedPrompt:
         name: the object's id in a file, else its number from 1.
         prompt: text, or token ids.
         options: sampling options that its line gives; they go before those of the command.
+        images: files of pictures.
+        seen: what the model's processor made of text and pictures, where there are any.
     """
 
     name: str
     prompt: str | list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    seen: MultimodalPrompt | None = None
+
+    @property
+    def whole(self) -> str | list[int] | MultimodalPrompt:
+        """What is answered."""
+        return self.prompt if self.seen is None else self.seen
 
 
 @dataclass(frozen=True)
@@ -54,10 +66,11 @@ class PromptOptions:
     prompt: str | None = option(None, "The prompt; - reads it from standard input.", "PROMPT", name="PROMPT")
     prompts: str | None = option(
         None,
-        'Many prompts: .jsonl with "prompt" or "text" (for generate also "max_tokens", "seed" and so on), .txt with '
-        "one a line, or heldout: those that ship.",
+        'Many prompts: .jsonl with "prompt" or "text" (for generate also "max_tokens", "seed", "images" and so on), '
+        ".txt with one a line, or heldout: those that ship.",
         "FILE",
     )
+    image: tuple[str, ...] = option((), "A picture that the prompt is about; may be repeated.", "FILE")
     chat: bool = flag("Give the prompt as a user's message, by the model's chat template.")
 
 
@@ -65,13 +78,17 @@ Asked: TypeAlias = tuple[NamedPrompt, SamplingParams]
 """A prompt and how its answer is drawn."""
 
 
-def read_prompts(argument: str | None, file: str | None, *, own_options: bool = False) -> list[NamedPrompt]:
+def read_prompts(
+    argument: str | None, file: str | None, *, own_options: bool = False, images: Sequence[str] = ()
+) -> list[NamedPrompt]:
     """The prompts of a command: its argument, `-` for standard input, or a file; piped input needs no `-`.
 
     Args:
         argument: as it was typed.
         file: likewise.
-        own_options: whether a line of a .jsonl file may give sampling options of its own, as "max_tokens" and "seed".
+        own_options: whether a line of a .jsonl file may give sampling options of its own, as "max_tokens" and "seed",
+            and pictures.
+        images: files of pictures for the argument, as they were typed.
 
     Raises:
         OptionError: both an argument and a file, or neither and nobody to read from.
@@ -80,11 +97,13 @@ def read_prompts(argument: str | None, file: str | None, *, own_options: bool = 
     """
     if argument is not None and file is not None:
         raise OptionError("give either a PROMPT or --prompts FILE, not both")
+    if file is not None and images:
+        raise OptionError('is for one PROMPT; lines of a file name theirs as "images"', field="image")
     if file is not None:
         with errors_about("prompts"):
             return _read_file(file, own_options)
     with errors_about("prompt"):
-        return [NamedPrompt("1", _read_argument(argument))]
+        return [NamedPrompt("1", _read_argument(argument), images=tuple(images))]
 
 
 def _read_argument(argument: str | None) -> str:
@@ -179,7 +198,22 @@ def _from_json(line: str, place: str, number: int, own_options: bool) -> NamedPr
     if isinstance(prompt, str):
         _check_text(prompt, place)
     name = record.get("id")
-    return NamedPrompt(str(number if name is None else name), prompt, _options(record, place, own_options))
+    options, images = _options(record, place, own_options), _images(record, place, own_options)
+    if images and not isinstance(prompt, str):
+        raise DataError(f"{place}: pictures go with a text, and the prompt is a list of token ids")
+    return NamedPrompt(str(number if name is None else name), prompt, options, images)
+
+
+def _images(record: Mapping[str, Any], place: str, allowed: bool) -> tuple[str, ...]:
+    """The files that an object names as its pictures."""
+    found = record.get("images")
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+        raise DataError(f'{place}: "images" must be a list of files')
+    if found and not allowed:
+        raise DataError(f"{place}: this command takes text alone, and the line has images; remove them")
+    return tuple(found)
 
 
 def _options(record: Mapping[str, Any], place: str, allowed: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from truedraft.machine import dtype_name, machine_facts
 if TYPE_CHECKING:
     from truedraft.cli.session import StackOptions
     from truedraft.engine import Answer, Engine
+    from truedraft.models.base import LanguageModel
 
 
 def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[SamplingParams]) -> str:
@@ -72,21 +73,26 @@ def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[st
 
 def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingParams) -> dict[str, Any]:
     """The part of the JSON record that says what was run and where."""
-    target = engine.target
+    return target_record(engine.target, stack) | {
+        "drafter_kind": engine.drafter.name,
+        "drafters": list(engine.drafter.members),
+        "rule": engine.rule.spec,
+        "lossless": engine.rule.lossless,
+        "seed": params.seed,
+        "sampling": dataclasses.asdict(params),
+    }
+
+
+def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
+    """The part of that which does not hang on an engine."""
     return {
         "model": target.name,
         "pad_to": stack.pad_to,
         "note": target.note,
         "drafter": stack.drafter,
-        "drafter_kind": engine.drafter.name,
-        "drafters": list(engine.drafter.members),
-        "rule": engine.rule.spec,
-        "lossless": engine.rule.lossless,
         "dtype": dtype_name(target.dtype),
         "device": str(target.device),
         "fast_paths": list(target.fast_paths),
-        "seed": params.seed,
-        "sampling": dataclasses.asdict(params),
         "machine": machine_facts(),
     }
 

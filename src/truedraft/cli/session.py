@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import warn
-from truedraft.cli.prompts import Asked
+from truedraft.cli.prompts import Asked, NamedPrompt, user_path
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
@@ -183,21 +183,13 @@ def load_engine(
     most = None if stack.max_cache_bytes is None else read_bytes("max_cache_bytes", stack.max_cache_bytes)
     with waiting(console, f"loading {stack.model}") as tell:
         rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
-        set_threads(machine.threads)
         from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
-        from truedraft.models.loading import load_model
         from truedraft.planning import sized
 
         with quiet_hub(), errors_about("model"):
-            target = load_model(
-                stack.model,
-                pad_to=stack.pad_to,
-                adapter=stack.merge_adapter,
-                adapters=_named_folders(stack.adapters),
-                **machine.of_models,
-            )
+            target = load_target(stack, machine)
             plan = plan_for(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         tell("measuring what steps take on this machine")
@@ -211,6 +203,24 @@ def load_engine(
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine
+
+
+def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
+    """The target by itself, on as many threads as were asked for.
+
+    Raises:
+        TruedraftError: it does not exist, cannot be loaded, or an option of it is unusable.
+    """
+    set_threads(machine.threads)
+    from truedraft.models.loading import load_model
+
+    return load_model(
+        stack.model,
+        pad_to=stack.pad_to,
+        adapter=stack.merge_adapter,
+        adapters=_named_folders(stack.adapters),
+        **machine.of_models,
+    )
 
 
 def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
@@ -265,7 +275,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
-    """Each prompt as the one message of a user, by the model's chat template.
+    """Each prompt as the one message of a user, by the model's chat template; those with pictures stay as they are.
 
     Raises:
         PromptError: the model has no tokenizer or no template, or a prompt is token ids.
@@ -274,11 +284,42 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
         raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")
     chats: list[Asked] = []
     for prompt, params in prompts:
+        if prompt.images:
+            chats.append((prompt, params))
+            continue
         if not isinstance(prompt.prompt, str):
             raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
         ids = target.tokenizer.chat([{"role": "user", "content": prompt.prompt}])
         chats.append((replace(prompt, prompt=ids), params))
     return chats
+
+
+def with_pictures(target: LanguageModel, prompts: Sequence[Asked], *, chat: bool) -> list[Asked]:
+    """Prompts, those with pictures as the model's processor makes them.
+
+    Args:
+        target: that answers.
+        prompts: as they were read.
+        chat: give each as the one message of a user, by the model's chat template.
+
+    Raises:
+        PromptError: the model or its processor does not take them, or a file is no picture.
+        ModelError: the model has no processor.
+        MissingExtraError: Pillow is not installed.
+    """
+    with errors_about("image"):
+        return [(_seeing(target, prompt, chat) if prompt.images else prompt, params) for prompt, params in prompts]
+
+
+def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedPrompt:
+    from truedraft.models.processor import read_picture
+
+    text, processor = prompt.prompt, target.processor
+    pictures = [read_picture(user_path(each), repr(each)) for each in prompt.images]
+    if not chat:
+        return replace(prompt, seen=processor.prompt(str(text), pictures))
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    return replace(prompt, seen=processor.chat([{"role": "user", "content": content}], pictures))
 
 
 def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tuple[list[Group], list[Failure]]:

@@ -355,7 +355,8 @@ class _Rehearsal:
         self._begun += 1
         # The engine counts its requests up from 0; two of them may share a drafter.
         self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
-        request = DraftRequest(-self._begun, self._params, TokenView(self._seen))
+        inputs = self._target.opening_inputs
+        request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs)
         self._request = request
         self._drafter.begin(request)
         nothing = Proposal.empty()

@@ -77,6 +77,7 @@ class DraftRequest:
         scope: what it has read may be shared with requests of the same scope.
         shaping: what its options do to logits before a distribution is made of them; None where they do nothing. A
             draft that does the same is accepted more often, and is judged as exactly without it.
+        inputs: what its prompt has beside its tokens.
     """
 
     id: int
@@ -85,6 +86,7 @@ class DraftRequest:
     shaping: Shaping | None = None
     scope: Hashable = None
     prediction: tuple[int, ...] = ()
+    inputs: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -61,6 +61,7 @@ class DraftModel(Drafter):
         self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}
         self.prefixes: Prefixes = Prefixes()
+        self._hears = model.opening_inputs is not None
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -80,15 +81,23 @@ class DraftModel(Drafter):
                 f"({theirs.difference(ours)}); give DraftModel(TranslatedModel(draft, target)), or a draft trained on "
                 "the target's tokenizer"
             )
+        theirs_heard, ours_heard = _shapes(target), _shapes(self.model)
+        if ours_heard and ours_heard != theirs_heard:
+            raise CompositionError(
+                f"draft {self.model.name!r} hears {_told(ours_heard)}, and target {target.name!r} is given "
+                f"{_told(theirs_heard) if theirs_heard else 'text'}; use a draft that hears the same"
+            )
         if self.model.sources is not None and self.model.opening != target.opening:
             raise CompositionError(
                 f"draft {self.model.name!r} is an encoder-decoder, and the texts of target {target.name!r} do not "
                 "begin as its own do; use a draft of the target's kind"
             )
         if self.model.vocab_size != target.vocab_size:
+            without = next((each.name for each in (self.model, target) if each.tokenizer is None), None)
+            told = "" if without is None else f", and {without!r} comes without a tokenizer that says what they mean"
             raise VocabularyMismatchError(
                 f"draft {self.model.name!r} has {self.model.vocab_size} token ids and target {target.name!r} has "
-                f"{target.vocab_size}; use a draft trained on the target's tokenizer"
+                f"{target.vocab_size}{told}; use a draft trained on the target's tokenizer"
             )
 
     def hint(self, request: DraftRequest) -> Hint:
@@ -167,9 +176,11 @@ class DraftModel(Drafter):
             end = len(builder.request.tokens) - (not whole)
             ids = builder.request.tokens[builder.cache.length : end][:_PREFILL_TOKENS]
             if ids:
+                inputs = builder.request.inputs if self._hears and not builder.cache.memory else None
                 rows = (len(ids) - 1,) if whole else ()
                 prompt = len(ids) if len(ids) > FEW else 0  # a draft's bits may hang on anything
-                segments.append(Segment(builder.cache, torch.tensor(ids), chain_shape(len(ids)), rows, prompt=prompt))
+                shape = chain_shape(len(ids))
+                segments.append(Segment(builder.cache, torch.tensor(ids), shape, rows, prompt=prompt, inputs=inputs))
         output = self.model.forward(segments)
         for segment in segments:
             segment.cache.commit(range(len(segment.shape)))
@@ -194,3 +205,12 @@ class DraftModel(Drafter):
             finally:
                 self.prefixes.leave(request.id)
                 self.model.release_cache(cache)
+
+
+def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """Of a sound, as the encoder of a model hears it; empty where it has none that hears."""
+    return {name: tuple(sound.shape[1:]) for name, sound in (model.opening_inputs or {}).items()}
+
+
+def _told(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} of {' x '.join(map(str, shape))}" for name, shape in shapes.items())

@@ -58,7 +58,7 @@ class Drawing(ABC):
         Returns:
             The tokens `[nodes, draws]`, int64, on the device of the logits: for each node as many as the widest draws
             (the whole vocabulary where that is less), of which its own are the first. `vocab` stands for none: the
-            distribution is used up, or the logits are broken; the argmax of those is some token. And the distributions
+            distribution is used up, or the logits are broken (the argmax of NaN is some token). And the distributions
             `[nodes, vocab]` they were drawn from (None: one-hot ones), not finite where the logits are broken.
         """
 
@@ -70,10 +70,10 @@ class TopTokens(Drawing):
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         width = max(node.width for node in nodes)
-        if width == 1:
-            # Unlike topk this promises the lowest id among equals: what the target would choose.
-            return most_likely(logits)[:, None], None
-        return logits.topk(min(width, logits.shape[-1]), dim=-1).indices, None
+        # Unlike topk the first promises the lowest id among equals: what the target would choose.
+        best = most_likely(logits)[:, None] if width == 1 else logits.topk(min(width, logits.shape[-1]), dim=-1).indices
+        # Nothing is proposed that has no mass: what is banned, or cannot be written at all.
+        return best.masked_fill(logits.gather(-1, best) == -torch.inf, logits.shape[-1]), None
 
 
 class SampledTokens(Drawing):

@@ -15,6 +15,7 @@ from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenVie
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.base import LanguageModel
+from truedraft.models.translated import refuse_encoder
 from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
 from truedraft.text.translation import Translation
 
@@ -37,6 +38,7 @@ class ReencodedDraft(Drafter):
 
     Raises:
         VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+        CompositionError: the draft is an encoder-decoder.
         OptionError: an option is out of range.
     """
 
@@ -50,6 +52,7 @@ class ReencodedDraft(Drafter):
                 f"{without.name!r} comes without a tokenizer, so no text can pass between the models; put its "
                 "tokenizer files into its folder"
             )
+        refuse_encoder(model)
         self._inner = DraftModel(model, num_speculative_tokens)
         self.limits = self._inner.limits
         self.model: LanguageModel = model
@@ -150,6 +153,8 @@ class ReencodedDraft(Drafter):
                 silent = self._meaning.get(number)
                 break
             written += surface
+        if self._read.pads and not text.known:
+            written = written.removeprefix(b" ")
         written, half = whole_characters(written), text.half
         if not written.startswith(half):
             return []

@@ -21,6 +21,7 @@ from truedraft.options import Words, read_number, read_whole
 if TYPE_CHECKING:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.base import Drafter
+    from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.models.base import LanguageModel
 
@@ -89,6 +90,56 @@ def from_spec(
         drafter = _portfolio(words, target) if words.kind == _PORTFOLIO else _made(words, target)
         drafter.check(target)
     return drafter
+
+
+def draft_from_spec(
+    spec: str,
+    target: LanguageModel,
+    drafters_dir: Sequence[str | Path] = (),
+    *,
+    tell: Callable[[str], None] = warnings.warn,
+) -> DraftModel | None:
+    """The draft model that a word names, for what can use nothing else, such as beam search.
+
+    `none` is none; `auto` is the newest one that was trained for the target, and none where there is none.
+
+    Args:
+        spec: the word.
+        target: that it drafts for.
+        drafters_dir: folders of drafters where `auto` looks, too.
+        tell: given a sentence where the target's fingerprint cannot be known.
+
+    Raises:
+        OptionError: it names another kind of drafter, or options of one that drafts in another way.
+        TruedraftError: as of `from_spec`.
+    """
+    with errors_about("drafter"):
+        words = Words.parse("drafter", spec)
+        if words.kind == _AUTO:
+            words.check(())
+            found = [each for each in find_drafters(target, drafters_dir, tell) if each.kind == "draft"]
+            if not found:
+                return None
+            words = Words("drafter", "draft", str(found[0].folder), {})
+        elif words.kind == _NONE:
+            words.check(())
+            return None
+        elif words.kind != "draft":
+            raise OptionError(f"must be draft:MODEL, none or auto for a beam search, got {spec!r}", field="drafter")
+        _unbranched(words)
+        drafter = _draft(words, target)
+        drafter.check(target)
+    return drafter
+
+
+def _unbranched(words: Words) -> None:
+    words.check(KINDS["draft"].options, takes_path=True)
+    for name in ("branching", "min_probability"):
+        if name in words.options:
+            raise OptionError(
+                f"{name} is of drafted trees, and a beam search drafts by beams of its own; leave it out and give "
+                "num_speculative_tokens"
+            )
 
 
 def drafter_help() -> str:
@@ -204,7 +255,7 @@ def _reencoded(words: Words, target: LanguageModel) -> Drafter:
     return ReencodedDraft(_draft_of(words, target), target, **sizes)
 
 
-def _draft(words: Words, target: LanguageModel) -> Drafter:
+def _draft(words: Words, target: LanguageModel) -> DraftModel:
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.models.translated import TranslatedModel
 
@@ -299,8 +350,8 @@ KINDS: Mapping[str, DrafterKind] = {
     "draft": DrafterKind(
         "MODEL",
         {"num_speculative_tokens": "4", "branching": "3-2-1", "min_probability": "0"},
-        "a smaller model with the same tokenizer, without MODEL the embedded one: a chain, or by branching a tree of "
-        "so many guesses at each depth; no further below a token of less than min_probability",
+        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, or by branching a "
+        "tree of so many guesses at each depth; no further below a token of less than min_probability",
         _draft,
         {"num_speculative_tokens": "12"},
     ),

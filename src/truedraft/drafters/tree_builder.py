@@ -199,7 +199,7 @@ def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNo
     tokens, probs = first.drawing.draw(logits, first.request.params, together)  # [nodes, draws], [nodes, vocab]
     children: Sequence[Sequence[tuple[int | Tensor, float]]]
     if first.on_device:
-        children = _unread_children(tokens, probs)
+        children = _unread_children(tokens, probs, logits.shape[-1])
     else:
         looked_at = None
         if any(builder.budget.looks for builder in builders):
@@ -212,18 +212,19 @@ def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNo
         start = rows.stop
 
 
-def _unread_children(tokens: Tensor, probs: Tensor | None) -> list[list[tuple[Tensor, float]]]:
+def _unread_children(tokens: Tensor, probs: Tensor | None, vocab: int) -> list[list[tuple[Tensor, float]]]:
     """The one child of each node, `[1]` on the device.
 
-    Where the logits are broken nothing was drawn, and the host does not know it: token 0 stands in, drawn from the
-    distribution that is one-hot there, so a rule judges it as rightly as any other.
+    Where the logits have no mass or are broken nothing was drawn, and the host does not know it: token 0 stands in,
+    drawn from the distribution that is one-hot there, so a rule judges it as rightly as any other.
 
     Args:
         tokens: `[nodes, 1]` from `Drawing.draw`.
         probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
+        vocab: size of the vocabulary.
     """
+    broken = tokens == vocab  # [nodes, 1]
     if probs is not None:
-        broken = tokens == probs.shape[-1]  # [nodes, 1]
         probs.masked_fill_(broken, 0.0)[:, :1].masked_fill_(broken, 1.0)
-        tokens = tokens.masked_fill(broken, 0)
+    tokens = tokens.masked_fill(broken, 0)
     return [[(token, 1.0)] for token in tokens[:, 0].split(1)]

@@ -12,6 +12,7 @@ their order, ended beams kept apart, length penalty and early stopping.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,8 @@ class BeamSearch:
         self.depth = check_whole("num_speculative_tokens", num_speculative_tokens, 1)
         if early_stopping not in (True, False, "never"):
             raise OptionError(f'must be True, False or "never", got {early_stopping!r}', field="early_stopping")
+        if not math.isfinite(length_penalty):
+            raise OptionError(f"must be a finite number, got {length_penalty!r}", field="length_penalty")
         self.length_penalty, self.early_stopping = float(length_penalty), early_stopping
         self.target, self.draft = target, draft
         if draft is not None:
@@ -141,7 +144,7 @@ class BeamSearch:
         nodes = [tree.add(beam[len(common) :]) for beam in search.running]
         own = len(tree.tokens)
         ahead = min(self.depth, search.most - search.length - 1)
-        if draft is not None and ahead > 0:
+        if draft is not None and (ahead := min(ahead, draft.room(search.running))) > 0:
             self._draft(search, draft, tree, nodes, ahead)
         logits = target.read(tree, 0, range(-1, len(tree.tokens)))  # [1 + nodes, vocab]
         answer.target_calls += 1
@@ -239,6 +242,11 @@ class _Reader:
                 path.append(self._chain + node)
         self._cache.commit(path[: len(self._text) - 1 - self._cache.length])
         self._tree, self._chain = _Tree(), 0
+
+    def room(self, beams: Sequence[tuple[int, ...]]) -> int:
+        """How many levels below these beams the model can draft within its context; the last one it does not read."""
+        prompt = self._text[: self._prompt]
+        return min(self._model.most_tokens([*prompt, *beam]) - len(prompt) - len(beam) + 1 for beam in beams)
 
     def read(self, tree: _Tree, fed: int, nodes: Sequence[int]) -> Tensor:
         """Logits `[nodes, vocab]` behind nodes of a tree, of which earlier calls fed the first ones.

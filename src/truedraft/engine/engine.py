@@ -25,7 +25,7 @@ from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import CacheMemory
-from truedraft.engine.prompts import Prompt, check_inputs, encode_prompt, is_one, params_of_each
+from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.sharing import Sharing
@@ -320,16 +320,16 @@ class Engine:
         if rule is not None:
             rule.check(self.drafter.kinds, self.drafter.name)
         target = self.target
-        inputs = None
-        if isinstance(prompt, MultimodalPrompt):
-            check_inputs(target, prompt)
-            inputs = prompt.inputs
-        ids = encode_prompt(target, prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt)
+        ids = encode_inputs(target, prompt) if isinstance(prompt, MultimodalPrompt) else encode_prompt(target, prompt)
         check_whole("sample", sample, least=0)
         try:
             hash(scope)
         except TypeError as error:
             raise OptionError(f"must be hashable, as a text is, got a {type(scope).__name__}", field="scope") from error
+        inputs = None
+        if isinstance(prompt, MultimodalPrompt):
+            # Placeholders are alike, whatever they stand for.
+            inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
         request = Request(ids, params, judge, target, sample, scope, self._forms, inputs)
         self._drafting.limit(request, speculation)

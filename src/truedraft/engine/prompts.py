@@ -57,16 +57,36 @@ def encode_prompt(target: LanguageModel, prompt: TextPrompt) -> list[int]:
     Raises:
         PromptError: the prompt is empty, too long, of the wrong type, or holds ids that do not exist.
     """
+    if target.sources is not None and target.sources.sound is not None:
+        raise PromptError(f"{target.name!r} hears and reads no text; give a MultimodalPrompt.heard of a sound")
     is_text = isinstance(prompt, str)
     ids = _encode_text(target, prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
-    vocab = target.vocab_size
     if not ids:
         raise PromptError("the prompt has no tokens; give at least one")
+    _check_ids(target, ids)
+    return _within_context(target, ids if target.sources is None else target.sources.text(ids, goes_on=not is_text))
+
+
+def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
+    """Token ids of a prompt with images or sound, likewise; what it has beside them is held to what the target takes.
+
+    Raises:
+        PromptError: as `encode_prompt`, or the target takes no such thing.
+    """
+    _check_inputs(target, prompt)
+    ids = _whole_numbers(prompt.token_ids)
+    _check_ids(target, ids)
+    return _within_context(target, ids if target.sources is None else target.sources.heard(prompt.inputs, ids))
+
+
+def _check_ids(target: LanguageModel, ids: Sequence[int]) -> None:
+    vocab = target.vocab_size
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise PromptError(f"token id {wrong} is outside 0 to {vocab - 1}, the ids of {target.name!r}")
-    if target.sources is not None:
-        ids = target.sources.text(ids, goes_on=not is_text)
+
+
+def _within_context(target: LanguageModel, ids: list[int]) -> list[int]:
     context = target.most_tokens(ids)
     if len(ids) >= context:
         raise PromptError(
@@ -76,7 +96,7 @@ def encode_prompt(target: LanguageModel, prompt: TextPrompt) -> list[int]:
     return ids
 
 
-def check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
+def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
     """Hold what a prompt has beside its tokens to what the target's forward takes.
 
     Raises:
@@ -90,6 +110,8 @@ def check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
         raise PromptError(
             f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} takes none; it takes {known}"
         )
+    if target.sources is None and len(prompt.token_ids) < 2:
+        raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
 
 
 def _encode_text(target: LanguageModel, prompt: str) -> list[int]:

@@ -49,7 +49,7 @@ class Request:
         sample: which of several answers to the same prompt; each has noise of its own.
         scope: it shares what it begins with with requests of this one.
         forms: makes the form of a structured answer.
-        inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared with nobody.
+        inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared as a whole.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -86,7 +86,7 @@ class Request:
         self.copied_tokens = 0  # of its prompt, that others had computed
         view = TokenView(self.tokens)
         self.draft = DraftRequest(
-            next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, target)
+            next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, target), inputs
         )
         self.cache: RequestCache | None = None
         self.counters = Counters()

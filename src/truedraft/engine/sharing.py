@@ -33,6 +33,7 @@ class Sharing:
     def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], most_bytes: int | None) -> None:
         most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)
         self._own = Prefixes()
+        self._placeholders = target.placeholders
         weights = [(self._own, 1.0)]
         for each in members.values():
             if each.prefixes is not None and each.model is not None:
@@ -59,8 +60,8 @@ class Sharing:
             running: in the order in which they came.
         """
         assert request.cache is not None
-        if request.inputs is not None:
-            return
+        if request.inputs is not None and request.tokens[request.prompt_tokens - 1] in self._placeholders:
+            return  # the last token is computed again, as text
         scope = request.draft.scope, request.params.adapter
         self._own.join(request.id, request.cache, request.tokens, scope, request.prompt_tokens)
         if request.params.prompt_logprobs is not None and not request.emitted:
@@ -79,14 +80,15 @@ class Sharing:
             self._fill(request)
 
     def _fill(self, request: Request) -> None:
-        copied = self._own.fill(request.id)
+        # Behind a part of a prompt with images nobody could go on: the rest would be read as text.
+        copied = self._own.fill(request.id, 0 if request.inputs is None else request.prompt_tokens - 1)
         if not request.preemptions:  # what it copies when it goes on is no longer its prompt alone
             request.copied_tokens += copied
 
     def end(self, request: Request) -> None:
         """A request is over, and its cache still there: keep what it began with, unless it failed by what is there."""
         try:
-            if request.error is None:
+            if request.error is None and request.inputs is None:
                 self._own.keep(request.id)
         finally:
             self._own.leave(request.id)

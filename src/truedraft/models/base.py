@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.errors import UnsupportedModelError
+from truedraft.errors import PromptError, UnsupportedModelError
+from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ class Segment:
             and all others one by one, so that a token's bits do not hang on who shares its forward.
         adapter: one of the model's, which adds to its weights for these tokens.
         inputs: what a prompt has beside its tokens, by name; the tokens are then the whole prompt, and the cache is
-            empty.
+            empty. A sound may be given with parts of a prompt, too, until an encoder has heard it.
     """
 
     cache: RequestCache
@@ -85,7 +86,9 @@ class LanguageModel(ABC):
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
         adapters: that a segment may name.
         sources: how its texts are laid out; None without an encoder.
+        shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
+        placeholders: ids of tokens that this takes the place of.
     """
 
     name: str
@@ -103,7 +106,9 @@ class LanguageModel(ABC):
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
     sources: Sources | None = None
+    shared_ids: Tensor | None = None
     input_names: frozenset[str] = frozenset()
+    placeholders: frozenset[int] = frozenset()
 
     @property
     def fingerprint(self) -> str:
@@ -113,6 +118,17 @@ class LanguageModel(ABC):
             ModelError: there are no weights to read.
         """
         raise UnsupportedModelError(f"{self.name} has no weights that a fingerprint could be taken of")
+
+    @property
+    def processor(self) -> Processor:
+        """What makes prompts of texts with pictures.
+
+        Raises:
+            PromptError: the model does not see.
+            ModelError: it comes without one.
+            MissingExtraError: Pillow is not installed.
+        """
+        raise PromptError(f"{self.name!r} takes no pictures; give text alone, or name a model that sees")
 
     @abstractmethod
     def new_cache(self) -> RequestCache:
@@ -132,12 +148,18 @@ class LanguageModel(ABC):
         """What a text that is made up has to begin with; empty without an encoder."""
         return () if self.sources is None else self.sources.opening
 
+    @property
+    def opening_inputs(self) -> Mapping[str, Tensor] | None:
+        """What stands beside the tokens of `opening`, where an encoder hears."""
+        return None if self.sources is None else self.sources.opening_inputs or None
+
     def begun_cache(self) -> RequestCache:
         """A cache that holds `opening`, so that any tokens may follow."""
         cache, ids = self.new_cache(), self.opening
         if ids:
             shape = chain_shape(len(ids))
-            self.forward([Segment(cache, torch.tensor(ids, device=self.device), shape, (), prompt=len(ids))])
+            tokens = torch.tensor(ids, device=self.device)
+            self.forward([Segment(cache, tokens, shape, (), prompt=len(ids), inputs=self.opening_inputs)])
             cache.commit(range(len(ids)))
         return cache
 

@@ -22,10 +22,11 @@ from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
-from truedraft.models.multimodal import senses_of
+from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
+from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ from truedraft.text.tokenizer import Tokenizer
 _ENDLESS = 2**20
 # Rotary variants that change with the longest position of a forward, and behind which one.
 _CHANGING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len")
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _CHECKED_TOKENS = 4
 _CANONICAL = (torch.float32, torch.bfloat16)
 UP_TO_NEAR_TIES = "up to near ties"
@@ -81,7 +82,7 @@ class HuggingFaceModel(LanguageModel):
         self.context_length, self._context_note = _context_of(config)
         if model.config.is_encoder_decoder:
             self.sources = Sources.of(model, self.context_length)
-            self.context_length *= 2  # the encoder's text, and the decoder's
+            self.context_length += self.sources.source_limit  # the encoder's text, and the decoder's
         self.eos_token_ids = _eos_ids(model, tokenizer)
         self.device = model.device
         self.dtype = model.dtype
@@ -100,6 +101,7 @@ class HuggingFaceModel(LanguageModel):
         self.shown_layers = self._backend.shown_layers
         self.adapters = self._backend.adapters
         self.input_names = self._backend.input_names
+        self.placeholders = placeholders_of(model) if self.input_names else frozenset()
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
 
@@ -140,6 +142,13 @@ class HuggingFaceModel(LanguageModel):
                 )
             self._fingerprint = fingerprint_of(model)
         return self._fingerprint
+
+    @cached_property
+    def processor(self) -> Processor:
+        config = self._model.config
+        if not self.input_names or getattr(config, "vision_config", None) is None:
+            return super().processor
+        return Processor.load(config.name_or_path, self.name, getattr(config, "_commit_hash", None))
 
     def new_cache(self) -> RequestCache:
         return self.pool.acquire()

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 from transformers.utils import cached_file, logging
 
@@ -28,6 +35,7 @@ from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
+from truedraft.models.backends.copied import CopiedBackend
 from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
@@ -133,11 +141,11 @@ def _run_unpacked(
     fast_paths: bool,
     reread: Callable[[], PreTrainedModel],
 ) -> HuggingFaceModel:
-    """A model that cannot run packed: one text at a time, and where it keeps no cache, the whole text each time."""
-    try:
-        return run_alone(read(), tokenizer, name, why, AloneBackend, fast_paths, reread)
-    except UnsupportedModelError:
-        return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
+    """A model that cannot run packed: one text at a time, its cache ours or copied, else the whole text each time."""
+    for kind in (AloneBackend, CopiedBackend):
+        with contextlib.suppress(UnsupportedModelError):
+            return run_alone(read(), tokenizer, name, why, kind, fast_paths, reread)
+    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
 
 
 def _checked(
@@ -189,7 +197,7 @@ def run_alone(
         tokenizer: of the model, or None.
         name: what the user called it.
         reason: why it cannot run packed.
-        kind: `AloneBackend`, or where that does not do `WholeTextBackend`.
+        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`.
         fast_paths: pack weights where that is faster here.
         reread: as of `HuggingFaceModel`.
 
@@ -332,11 +340,17 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
 
     Raises:
         ModelNotFoundError: there is no such name.
+        UnsupportedModelError: it comes with code of its own.
         ModelError: its config.json cannot be read.
     """
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if "custom code" in str(error):
+            raise UnsupportedModelError(
+                f"{name!r} is made by code that comes with it, and such remote code is not run here; use a model of a "
+                "family that transformers has itself"
+            ) from error
         if Path(source).is_dir():
             raise ModelError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
         raise ModelNotFoundError(
@@ -425,10 +439,11 @@ def refuse_other_kinds(config: Any, name: str) -> None:
             "is installed; name the model that it was made from, in bfloat16 or float32"
         )
     if config.is_encoder_decoder:
-        if config.model_type not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        known = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
+        if config.model_type not in known:
             raise UnsupportedModelError(
-                f"{name!r} is an encoder-decoder ({config.model_type}) that reads something else than text; name one "
-                "that writes text for text"
+                f"{name!r} is an encoder-decoder ({config.model_type}) that reads something else than text and sound; "
+                "name one that writes text for these"
             )
         return
     architectures = config.architectures or []
@@ -463,7 +478,8 @@ def _class_of(config: Any) -> Any:
     Decoders of text that were saved without what sees or hears beside them have types of their own.
     """
     if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
+        reads_text = config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        return AutoModelForSeq2SeqLM if reads_text else AutoModelForSpeechSeq2Seq
     writer = (config.architectures or [""])[0]
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not writer.endswith("ForConditionalGeneration"):
         return AutoModelForCausalLM

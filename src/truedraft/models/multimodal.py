@@ -2,13 +2,15 @@
 
 The processor puts as many placeholder tokens into the text as its images take, and gives the pixels beside. The target
 reads all of that once, by its own forward; from there on an answer is text like any other, and drafters see tokens
-only.
+only. Where an encoder hears, a prompt is a sound, and behind it the decoder's first tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft.cache import RequestCache
 from truedraft.errors import PromptError
 
 # Parts of a configuration, and what they let a model read beside text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "encoder_config": "sound"}
+_PLACED = ("image", "video", "audio", "vision")
+_IDS = ("_token_id", "_token_index")
 _TEXT_KEYWORDS = {
     "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
     "logits_to_keep", "cache_position", "kwargs", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -32,9 +37,11 @@ class MultimodalPrompt:
     """One prompt as a processor made it.
 
     Attributes:
-        token_ids: of its text, with the placeholders of images or sound that the processor put there.
+        token_ids: of its text, with the placeholders of images or sound that the processor put there. For an
+            encoder-decoder that hears, the decoder's first tokens; none are those with which it begins by itself.
         inputs: what else the model's forward is given for it, by the names of its keywords: `pixel_values` and what
             belongs to them. Tensors of any shape and device; numbers with a fraction go to the model's dtype.
+        digest: of all of that: equal prompts have equal ones. Found when the prompt is made, so change no tensor of it.
 
     Raises:
         PromptError: there is nothing beside the tokens, or it is no tensor.
@@ -42,10 +49,9 @@ class MultimodalPrompt:
 
     token_ids: tuple[int, ...]
     inputs: Mapping[str, Tensor] = field(repr=False)
+    digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if len(self.token_ids) < 2:
-            raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
         if not self.inputs:
             raise PromptError("a MultimodalPrompt has nothing beside its tokens; give the tokens alone as the prompt")
         for name, value in self.inputs.items():
@@ -54,6 +60,7 @@ class MultimodalPrompt:
                     f"{name!r} of a MultimodalPrompt is a {type(value).__name__}; call the processor with "
                     'return_tensors="pt"'
                 )
+        object.__setattr__(self, "digest", _digest(self.token_ids, self.inputs))
 
     @classmethod
     def of(cls, encoded: Mapping[str, Any]) -> MultimodalPrompt:
@@ -70,7 +77,35 @@ class MultimodalPrompt:
             raise PromptError(f"the processor returned {len(ids)} texts; make a MultimodalPrompt of each")
         if isinstance(mask, Tensor) and not bool(mask.all()):
             raise PromptError("the processor padded the text; call it without padding")
+        if ids.numel() < 2:
+            raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
         return cls(tuple(ids.flatten().tolist()), rest)
+
+    @classmethod
+    def heard(cls, encoded: Mapping[str, Any], begun: Sequence[int] = ()) -> MultimodalPrompt:
+        """Of what the feature extractor of an encoder-decoder returned for one sound, as Whisper's does.
+
+        Args:
+            encoded: returned with `return_tensors="pt"`.
+            begun: the decoder's first tokens, as a language and a task; none are those with which it begins by itself.
+
+        Raises:
+            PromptError: it holds no sound, or padding.
+        """
+        rest = dict(encoded)
+        mask = rest.pop("attention_mask", None)
+        if isinstance(mask, Tensor) and not bool(mask.all()):
+            raise PromptError("the feature extractor padded the sound and marked where; call it without attention_mask")
+        return cls(tuple(begun), rest)
+
+
+def _digest(token_ids: Sequence[int], inputs: Mapping[str, Tensor]) -> bytes:
+    """A SHA-256 of a prompt."""
+    found = hashlib.sha256(repr([int(token) for token in token_ids]).encode())
+    for name, value in sorted(inputs.items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.digest()
 
 
 def senses_of(model: PreTrainedModel) -> list[str]:
@@ -85,24 +120,40 @@ def input_names_of(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters) - _TEXT_KEYWORDS
 
 
-def rope_delta_of(model: PreTrainedModel) -> int:
-    """How far the positions of what follows lie from the number of tokens before, after a model read a prompt.
+def placeholders_of(model: PreTrainedModel) -> frozenset[int]:
+    """Ids in whose place a model reads what stands beside a prompt's tokens, or that frame it."""
+    given = {name: value for name, value in model.config.to_dict().items() if name.startswith(_PLACED)}
+    return frozenset(value for name, value in given.items() if name.endswith(_IDS) and isinstance(value, int))
+
+
+@contextmanager
+def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
+    """Meanwhile a model reads a whole prompt, and numbers its tokens itself; the cache learns how those behind go on.
 
     Images take fewer positions than tokens where rotary positions have more than one axis (Qwen2-VL, 2409.12191,
-    section 2.1); transformers' models leave the difference in `rope_deltas`.
+    section 2.1); transformers' models leave the difference in `rope_deltas`. Others begin at 1 (PaliGemma), which shows
+    in what they give their decoder.
     """
-    for module in model.modules():
-        found = getattr(module, "rope_deltas", None)
-        if isinstance(found, Tensor):
-            return int(found.flatten()[0])
-    return 0
-
-
-def forget_rope_delta(model: PreTrainedModel) -> None:
-    """Nothing of the prompt before shall be taken for the next one's."""
-    for module in model.modules():
+    for module in model.modules():  # nothing of the prompt before shall be taken for this one's
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None
+    shift = 0
+
+    def look(_: Any, __: Any, given: Mapping[str, Any]) -> None:
+        nonlocal shift
+        places = given.get("position_ids")
+        if isinstance(places, Tensor):
+            shift = int(places.flatten()[-1]) + 1 - places.shape[-1]
+
+    handle = model.get_decoder().register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    found = next(
+        (own for each in model.modules() if isinstance(own := getattr(each, "rope_deltas", None), Tensor)), None
+    )
+    cache.shift = shift if found is None else int(found.flatten()[0])
 
 
 def on_device(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -40,8 +40,10 @@ from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packed_linear import is_experts
-from truedraft.models.recurrence import carries_states, carrying_modules, without_states
+from truedraft.models.recurrence import carrying_modules, without_states
+from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
+from truedraft.models.states import carries_states
 
 _NAME = "truedraft-probe"
 # Patterns wider than this are read as full; contexts beyond it are not supported anyway.
@@ -293,13 +295,15 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
         apart = (_with_rounding(model, draws).float() - stock[list(moved)].repeat_interleave(_DRAWS, 0)).abs()
         rounding = apart.max()
         if carries_states(model):
-            rounding = torch.maximum(rounding, (_by_steps(model, texts) - stock[:, _CONTEXT:]).abs().max())
+            steps = _by_steps(model, texts)
+            rounding = torch.maximum(rounding, (steps - stock[:, _CONTEXT:]).abs().max())
+            stock[:, _CONTEXT:] = steps
     expected = torch.stack([stock[text, place - _CONTEXT - len(_TEXTS[text])] for text, place in _PLACES])
     allowed = max(_ALLOWED * rounding.item(), _FLOOR.get(model.dtype, 0.0) * expected.std().item())
 
     def check(packed: LanguageModel) -> None:
         cache = packed.begun_cache()
-        packed.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
+        packed.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), (), prompt=_CONTEXT)])
         cache.commit(range(_CONTEXT))
         logits = packed.forward([Segment(cache, ids[_CONTEXT:], _TREE, range(len(_TREE)))]).logits.float()
         packed.release_cache(cache)
@@ -395,21 +399,35 @@ def _with_rounding(model: PreTrainedModel, texts: Tensor) -> Tensor:
 
 
 def _by_steps(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The model's logits of the texts' last tokens, read one by one with its own cache, in float32.
+    """The model's logits of the texts' last tokens, read one by one with its own cache as `generate` does, in float32.
 
-    Recurrences have a formula for many tokens and another for one, which sum in another order within a module.
+    Recurrences have a formula for many tokens and another for one, which sum in another order within a module; Zamba
+    2 bounds its steps of time by the first alone. One text at a time, for RWKV takes several for one.
     """
-    output = model(input_ids=texts[:, :_CONTEXT], use_cache=True)
+    return torch.cat([_text_by_steps(model, text[None]) for text in texts])
+
+
+def _text_by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
+    output = model(input_ids=text[:, :_CONTEXT], use_cache=True)
+    kept = _kept(output)
+    if not kept:  # Recurrent Gemma goes on with the cache that `generate` gives it, and does not give it back
+        kept = {"past_key_values": DynamicCache(config=model.config)}
+        model(input_ids=text[:, :_CONTEXT], use_cache=True, **kept)
     logits: list[Tensor] = []
-    for place in range(_CONTEXT, texts.shape[1]):
-        keyword = next(name for name in ("past_key_values", "cache_params") if getattr(output, name, None) is not None)
-        places = torch.full((len(texts), 1), place, device=texts.device)
-        given = _as_generated(model, texts[:, place : place + 1]) | {"use_cache": True, keyword: output[keyword]}
+    for place in range(_CONTEXT, text.shape[1]):
+        given = _as_generated(model, text[:, place : place + 1]) | {"use_cache": True} | kept
         if "position_ids" in given:
-            given["position_ids"] = places
+            given["position_ids"] = torch.full((1, 1), place, device=text.device)
         output = model(**given)
+        kept = _kept(output) or kept
         logits.append(output.logits.float())
     return torch.cat(logits, dim=1)
+
+
+def _kept(output: Any) -> dict[str, Any]:
+    """What a forward kept of the text, by the keyword that takes it."""
+    found = ((name, getattr(output, name, None)) for name in ("past_key_values", "cache_params", "state"))
+    return {name: value for name, value in found if value is not None}
 
 
 def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
@@ -419,8 +437,13 @@ def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:
     all begin with the same source.
     """
     if model.config.is_encoder_decoder:
-        length = Sources.of(model, _FAR).length(texts[0].tolist())
-        return {"input_ids": texts[:, :length], "decoder_input_ids": texts[:, length:], "use_cache": False}
+        sources = Sources.of(model, _FAR)
+        length = sources.length(texts[0].tolist())
+        source: dict[str, Any] = {"input_ids": texts[:, :length]}
+        if sources.sound is not None:  # once for all texts: an encoder may take seconds
+            vectors = model.get_encoder()(**sources.opening_inputs)[0]
+            source = {"encoder_outputs": Encoded(last_hidden_state=vectors.expand(len(texts), -1, -1))}
+        return {**source, "decoder_input_ids": texts[:, length:], "use_cache": False}
     given: dict[str, Any] = {"input_ids": texts, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         given["position_ids"] = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)

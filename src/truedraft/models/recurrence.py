@@ -13,73 +13,39 @@ behind the last accepted token is there.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from truedraft.cache.carried import PIECE, StateRow
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.packing import ForwardPlan, SegmentPlan
+from truedraft.models.states import States, door_of
 
-_KEYWORDS = ("cache_params", "past_key_values")
-_UPDATES = {"update_conv_state", "update_recurrent_state"}
+Run: TypeAlias = Callable[[Tensor, States], tuple[list[Tensor], States]]
+"""A module on `[batch, tokens, width]`, behind states."""
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the spread; in other dtypes _COARSE
 _COARSE = 5e-2
 
 
-def carries_states(model: nn.Module) -> bool:
-    """Whether a module keeps states in transformers' cache for linear attention."""
-    return any(_names_used(type(module)) & _UPDATES for module in model.modules())
-
-
 def carrying_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that carry states by transformers' cache for linear attention, in the order of the forward.
+    """The modules that carry states in a way that is known, in the order of the forward.
 
     Raises:
         UnsupportedModelError: one of them keeps keys and values too.
     """
-    found = []
-    for module in model.modules():
-        names = _names_used(type(module))
-        if not names & _UPDATES or _keyword_of(module) is None:
-            continue
-        if "update" in names:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} is attention and carries a state in one module, which truedraft cannot take "
-                "back; use another model"
-            )
-        found.append(module)
-    return found
-
-
-def _names_used(kind: type) -> set[str]:
-    """What the methods of a module's classes refer to."""
-    names: set[str] = set()
-    for each in kind.__mro__:
-        if each is nn.Module:
-            break
-        functions = (inspect.unwrap(value) for value in vars(each).values() if inspect.isfunction(value))
-        for function in functions:
-            names.update(function.__code__.co_names)
-    return names
-
-
-def _keyword_of(module: nn.Module) -> str | None:
-    known = inspect.signature(type(module).forward).parameters
-    return next((name for name in _KEYWORDS if name in known), None)
+    return [module for module in model.modules() if door_of(module) is not None]
 
 
 @contextmanager
 def without_states(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Meanwhile these modules give zeros, so that no token sees another through them."""
     for module in modules:
-        module.forward = lambda hidden_states, *_, **__: torch.zeros_like(hidden_states)
+        module.forward = partial(_zeros, module.forward)
     try:
         yield
     finally:
@@ -87,42 +53,14 @@ def without_states(modules: Sequence[nn.Module]) -> Iterator[None]:
             del module.forward
 
 
-class _StateCache:
-    """What a module takes for transformers' cache: one state for each of a batch of texts, of this layer alone."""
+def _zeros(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """In place of what a module gives."""
+    output = forward(*args, **given)
+    return tuple(map(_zero, output)) if isinstance(output, tuple) else _zero(output)
 
-    def __init__(self, states: dict[str, Tensor] | None = None) -> None:
-        self.states: dict[str, Tensor] = states if states is not None else {}
 
-    def is_recording_past(self, layer_idx: int = 0) -> bool:
-        return False
-
-    def has_previous_state(self, layer_idx: int = 0, state_idx: int = 0) -> bool:
-        return bool(self.states)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states.get(f"conv{state_idx}")
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states.get(f"recurrent{state_idx}")
-
-    def update_conv_state(
-        self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
-    ) -> Tensor:
-        """Keep the last entries `[batch, channels, kernel]`; returns those before and the new ones."""
-        name = f"conv{state_idx}"
-        before = self.states.get(name)
-        if before is None:
-            kernel = conv_kernel_size or new.shape[-1]
-            whole = pad(new, (kernel - new.shape[-1], 0)) if new.shape[-1] < kernel else new
-        else:
-            kernel = before.shape[-1]
-            whole = torch.cat([before, new], dim=-1)
-        self.states[name] = whole[..., -kernel:].clone()
-        return whole
-
-    def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        self.states[f"recurrent{state_idx}"] = new
-        return new
+def _zero(part: Any) -> Any:
+    return torch.zeros_like(part) if isinstance(part, Tensor) else None
 
 
 Place = tuple[SegmentPlan, int]
@@ -203,71 +141,122 @@ class _Layer:
 
     def __init__(self, owner: Recurrence, module: nn.Module, number: int, width: int) -> None:
         self._owner, self._number = owner, number
-        self._keyword = _keyword_of(module) or ""
-        self._forward: Callable[..., Any] = module.forward
+        kind = door_of(module)
+        assert kind is not None
+        self._door = kind(module)
         self._name = type(module).__name__
         weight = min(module.parameters(), key=Tensor.element_size)  # some are kept wider than vectors are
         hidden = torch.linspace(-1.0, 1.0, 9 * width, device=weight.device).sin_().view(1, 9, width).to(weight.dtype)
         with torch.inference_mode():
+            self._places = self._places_of_vectors(hidden)
             self._goes_on = self._can_go_on(hidden)
-            self._products = _Products(module, lambda: self._run(hidden, _StateCache()), hidden)
+            self._products = _Products(module, self._door.shift, lambda: self._run(hidden, {})[0], hidden)
         module.forward = self.mix
 
-    def _run(self, hidden: Tensor, cache: _StateCache) -> Tensor:
-        output = self._forward(hidden, **{self._keyword: cache})
-        if not isinstance(output, Tensor):
-            raise UnsupportedModelError(f"{self._name} gives more than vectors; truedraft cannot run it packed")
-        return output
+    def _places_of_vectors(self, hidden: Tensor) -> tuple[int, ...] | None:
+        """Where in what the module gives there is something for each token; None where it is that alone."""
+        found: list[set[int]] = []
+        for length in (4, 5):  # a state may be as long as a text by chance, yet not as long as two
+            output, _ = self._door.run(hidden[:, :length], {})
+            if isinstance(output, Tensor):
+                return None
+            self._parts = len(output)
+            vectors = [isinstance(part, Tensor) and part.shape[:2] == (1, length) for part in output]
+            found.append({place for place, is_vector in enumerate(vectors) if is_vector})
+        places = tuple(sorted(found[0] & found[1]))
+        if not places:
+            raise UnsupportedModelError(f"{self._name} gives no vectors; truedraft cannot run it packed")
+        return places
+
+    def _run(self, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
+        """What the module gives for each token, and the states behind the last ones."""
+        output, behind = self._door.run(hidden, states)
+        return [output] if self._places is None else [output[place] for place in self._places], behind
 
     def _can_go_on(self, hidden: Tensor) -> bool:
-        """Whether the module reads several tokens behind a state at once; some forget the state then."""
-        first, rest = hidden[:, :4], hidden[:, 4:]
-        states = _StateCache()
-        self._run(first, states)
-        together = self._run(rest, _StateCache({name: state.clone() for name, state in states.states.items()}))
-        alone = torch.cat([self._run(rest[:, at : at + 1], states) for at in range(rest.shape[1])], dim=1)
-        allowed = _TOLERANCE.get(hidden.dtype, _COARSE) * alone.float().std().item()
-        return (together - alone).abs().max().item() <= allowed
+        """Whether the module reads several tokens behind a state as it does in one text; some forget the state."""
+        whole, _ = self._run(hidden, {})
+        _, states = self._run(hidden[:, :4], {})
+        rest, _ = self._run(hidden[:, 4:], states)
+        allowed = _TOLERANCE.get(hidden.dtype, _COARSE)
+        return all(
+            (one[:, 4:] - other).abs().max().item() <= allowed * one[:, 4:].float().std().item()
+            for one, other in zip(whole, rest, strict=True)
+        )
 
-    def mix(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def mix(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """What the model's layers call: `[1, total, width]`, all segments packed; rows of padding get zeros."""
         order, plan = self._owner.order, self._owner.plan
         states: dict[int, list[StateRow | None]] = {
             id(part): [None] * (len(part.segment.shape) - part.segment.written) for part in plan.segments
         }
         rows: list[Tensor] = []
-        outputs: list[Tensor] = []
+        outputs: list[list[Tensor]] = []
 
-        def note(places: Sequence[Place], found: dict[str, Tensor], output: Tensor) -> None:
+        def note(places: Sequence[Place], found: States, output: list[Tensor]) -> None:
             for row, (part, node) in enumerate(places):
                 states[id(part)][node - part.segment.written] = StateRow(found, row)
             outputs.append(output)
 
-        with self._products.of(hidden_states):
+        with self._products.of(hidden_states, self._before(hidden_states), self._run):
             for part, start, end in order.pieces:
                 whole = self._goes_on or part.length + start == 0
                 for first, last in [(start, end)] if whole else _singles(start, end):
                     before = self._behind((part, first), states)
-                    cache = _StateCache({} if before is None else dict(before.alone().states))
+                    known = {} if before is None else dict(before.alone().states)
                     own = slice(part.start + first, part.start + last)
-                    output = self._products.run(own, partial(self._run, hidden_states[:, own], cache))
+                    output, found = self._products.run(own, self._run, hidden_states[:, own], known)
                     rows.append(torch.arange(own.start, own.stop))
-                    note([(part, last - 1)], cache.states, output[0])
+                    note([(part, last - 1)], found, [each[0] for each in output])
                 behind = states[id(part)][end - 1]
                 assert behind is not None
                 part.segment.cache.carried.mark(self._number, part.length + end, behind)
             for level in order.levels:
-                for places, cache in self._batches(level, states):
+                for places, known in self._batches(level, states):
                     index = torch.tensor([order.row(place) for place in places], device=hidden_states.device)
-                    each = hidden_states[0, index][:, None]
-                    output = self._products.run(index, partial(self._run, each, cache))
+                    output, found = self._products.run(index, self._run, hidden_states[0, index][:, None], known)
                     rows.append(index)
-                    note(places, cache.states, output[:, 0])
+                    note(places, found, [each[:, 0] for each in output])
             for part in plan.segments:
                 part.segment.cache.carried.note(self._number, states[id(part)], part.segment.written)
-            mixed = outputs[0].new_zeros(hidden_states.shape[1], outputs[0].shape[-1])
-            mixed[torch.cat(rows).to(mixed.device)] = torch.cat(outputs)
-            return self._products.finish(mixed[None])
+            index = torch.cat(rows).to(hidden_states.device)
+            mixed = []
+            for each in zip(*outputs, strict=True):
+                whole = each[0].new_zeros(hidden_states.shape[1], *each[0].shape[1:])
+                whole[index] = torch.cat(each)
+                mixed.append(self._products.finish(whole[None]))
+        return self._given(mixed)
+
+    def _given(self, mixed: list[Tensor]) -> Any:
+        """As the module gives it, without its states."""
+        if self._places is None:
+            return mixed[0]
+        output: list[Tensor | None] = [None] * self._parts
+        for place, each in zip(self._places, mixed, strict=True):
+            output[place] = each
+        return tuple(output)
+
+    def _before(self, hidden: Tensor) -> Tensor | None:
+        """What entered the module at the token before each `[1, total, width]`, where its products want it."""
+        name = self._door.shift
+        if name is None:
+            return None
+        before = torch.zeros_like(hidden)
+        here: list[int] = []
+        there: list[int] = []
+        for part in self._owner.plan.segments:
+            segment = part.segment
+            for row, parent in enumerate(segment.shape.parents[segment.written :], start=part.start):
+                if parent >= segment.written:
+                    here.append(row)
+                    there.append(part.start + parent - segment.written)
+                    continue
+                known = segment.cache.carried.behind(self._number, parent)
+                if known is not None:
+                    before[0, row] = known.states[name][known.row]
+        if here:
+            before[0, here] = hidden[0, there]
+        return before
 
     def _behind(self, place: Place, states: dict[int, list[StateRow | None]]) -> StateRow | None:
         """The state that a token goes on from."""
@@ -280,23 +269,23 @@ class _Layer:
 
     def _batches(
         self, level: Sequence[Place], states: dict[int, list[StateRow | None]]
-    ) -> Iterator[tuple[list[Place], _StateCache]]:
+    ) -> Iterator[tuple[list[Place], States]]:
         """The tokens of a level that can be computed together: those that begin a text, and all others."""
         before = [self._behind(place, states) for place in level]
         begin = [place for place, state in zip(level, before, strict=True) if state is None]
         if begin:
-            yield begin, _StateCache()
+            yield begin, {}
         known = [state for state in before if state is not None]
         if known:
             places = [place for place, state in zip(level, before, strict=True) if state is not None]
-            yield places, _StateCache(_gathered(known))
+            yield places, _gathered(known)
 
 
 def _singles(start: int, end: int) -> list[tuple[int, int]]:
     return [(at, at + 1) for at in range(start, end)]
 
 
-def _gathered(rows: Sequence[StateRow]) -> dict[str, Tensor]:
+def _gathered(rows: Sequence[StateRow]) -> States:
     """Copies of some states, as a batch; modules write into them."""
     first = rows[0].states
     if all(each.states is first for each in rows):
@@ -310,11 +299,12 @@ class _Products:
 
     Args:
         module: that carries a state.
+        shift: as `Door.shift`: the first layers see what entered at the token before, too.
         run: runs it on `hidden`, which shows which linear layers these are.
         hidden: `[1, tokens, width]`.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[[], Tensor], hidden: Tensor) -> None:
+    def __init__(self, module: nn.Module, shift: str | None, run: Callable[[], list[Tensor]], hidden: Tensor) -> None:
         linears = [each for each in module.modules() if hasattr(each, "in_features") and hasattr(each, "out_features")]
         seen: list[tuple[nn.Module, Tensor, Tensor]] = []
         hooks = [
@@ -326,36 +316,64 @@ class _Products:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._first = [linear for linear, given, _ in seen if _is_same(given, hidden)]
-        self._last = next((linear for linear, _, output in seen if _is_same(output, result)), None)
+        self._shift = shift
+        last = [linear for linear, _, output in seen if len(result) == 1 and _is_same(output, result[0])]
+        self._last = last[0] if last else None
+        self._first = [
+            linear for linear, given, _ in seen if linear is not self._last and (shift or _is_same(given, hidden))
+        ]
         self._forwards = {id(each): each.forward for each in linears}
         self._made: dict[int, Tensor] = {}  # by linear layer, for all tokens
         self._own: slice | Tensor | None = None  # rows of the tokens that run
+        self._given: Tensor | None = None  # what enters the module with them
         for each in self._first:
-            each.forward = lambda _, linear=each: self._part(linear)
+            each.forward = partial(self._part, each)
         if self._last is not None:
             self._last.forward = lambda given: given
 
     @contextmanager
-    def of(self, hidden: Tensor) -> Iterator[None]:
-        """Multiply what enters the module."""
-        self._made = {id(each): self._forwards[id(each)](hidden) for each in self._first}
+    def of(self, hidden: Tensor, before: Tensor | None, run: Run) -> Iterator[None]:
+        """Multiply what enters the module.
+
+        Args:
+            hidden: that, `[1, total, width]`.
+            before: the same at the token before each, where `shift` names it.
+            run: the module.
+        """
+        if before is None:
+            self._made = {id(each): self._forwards[id(each)](hidden) for each in self._first}
+        else:
+            self._multiply_shifted(hidden, before, run)
         try:
             yield
         finally:
             self._made.clear()
 
-    def run(self, own: slice | Tensor, module: Callable[[], Tensor]) -> Tensor:
-        """Run the module on some of the tokens: one behind another, or one in each of a batch of texts."""
-        self._own = own
-        try:
-            return module()
-        finally:
-            self._own = None
+    def _multiply_shifted(self, hidden: Tensor, before: Tensor, run: Run) -> None:
+        """Run the module on each token by itself, for the sake of its first layers."""
+        self._own = self._given = None
+        assert self._shift is not None
+        run(hidden[0][:, None], {self._shift: before[0]})
 
-    def _part(self, linear: nn.Module) -> Tensor:
-        made = self._made[id(linear)]
-        assert self._own is not None
+    def run(self, own: slice | Tensor, module: Run, hidden: Tensor, states: States) -> tuple[list[Tensor], States]:
+        """Run the module on some of the tokens: one behind another, or one in each of a batch of texts."""
+        self._own, self._given = own, hidden
+        try:
+            return module(hidden, states)
+        finally:
+            self._own = self._given = None
+
+    def _part(self, linear: nn.Module, given: Tensor) -> Tensor:
+        """What a first layer gives: some of what was made for all tokens, if it is these that enter it."""
+        key = id(linear)
+        if self._own is None:  # `[total, 1, width]`
+            output: Tensor = self._forwards[key](given)
+            self._made[key] = output.transpose(0, 1)
+            return output
+        if not self._shift and (self._given is None or not _is_same(given, self._given)):
+            own: Tensor = self._forwards[key](given)
+            return own
+        made = self._made[key]
         return made[:, self._own] if isinstance(self._own, slice) else made[0, self._own][:, None]
 
     def finish(self, mixed: Tensor) -> Tensor:

@@ -5,16 +5,22 @@ list of tokens as with any other model: whoever drafts sees the source before th
 and a draft that is an encoder-decoder, too, reads it with its own encoder. Where the source ends is told by the tokens
 themselves: by the first token that decoders begin with, and where that is the one that ends texts, as in BART, by the
 first place where it follows another.
+
+A source that is a sound has no tokens. It has as many placeholders as the encoder makes vectors of it, all of one id,
+and ends where another comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.errors import PromptError, UnsupportedModelError
+from truedraft.models.sound import Sound
 
 _LENGTH = 4  # of a source that is made up
 
@@ -27,13 +33,15 @@ class Sources:
         start: the token that the decoder begins with.
         end: the token that ends texts.
         forced: what the decoder has to write first (a language, in many translators).
-        limit: most tokens of a source, and most behind it.
+        limit: most tokens of a source that is text, and most behind any.
+        sound: how the encoder hears; None for one that reads text.
     """
 
     start: int
     end: int
     forced: tuple[int, ...]
     limit: int
+    sound: Sound | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, limit: int) -> Sources:
@@ -64,20 +72,41 @@ class Sources:
                 f"generation_config.json has a {missing}; add it"
             )
         forced = known("forced_bos_token_id")
-        return cls(start, end, () if forced is None else (forced,), limit)
+        sound = None if model.main_input_name == "input_ids" else Sound.of(model)
+        return cls(start, end, () if forced is None else (forced,), limit, sound)
+
+    @property
+    def source_limit(self) -> int:
+        """Most tokens of a source, placeholders of a sound included."""
+        return self.limit if self.sound is None else self.sound.limit
+
+    @property
+    def placeholder(self) -> int:
+        """Stands for each vector of a sound: no id with which the decoder's text begins."""
+        return self.end if self.end != self.start else int(not self.start)
 
     @property
     def opening(self) -> tuple[int, ...]:
         """A short text of which nothing is answered yet, for measurements and checks."""
+        if self.sound is not None:
+            return tuple(self.heard(self.opening_inputs))
         ids = (token for token in range(3, 1 << 30) if token not in (self.start, self.end))
         return (*(next(ids) for _ in range(_LENGTH - 1)), self.end, self.start, *self.forced)
+
+    @property
+    def opening_inputs(self) -> dict[str, Tensor]:
+        """What stands beside the tokens of `opening`; empty where that is all."""
+        return {} if self.sound is None else {self.sound.name: self.sound.example}
 
     def length(self, tokens: Sequence[int]) -> int | None:
         """How many of the first tokens are the source; None where it does not end in these.
 
         Worked example: with the start 0, of 5 6 1 0 8 the first three; with the start 2, which ends texts, too, of
-        5 2 2 8 the first two.
+        5 2 2 8 the first two. Of a sound, with the placeholder 2, of 2 2 2 3 8 the first three.
         """
+        if self.sound is not None:
+            count = sum(1 for _ in takewhile(self.placeholder.__eq__, tokens))
+            return count if count < len(tokens) else None
         place = -1
         try:
             while True:
@@ -117,3 +146,22 @@ class Sources:
         if length > self.limit:
             raise PromptError(f"the prompt has {length} tokens, and the encoder reads at most {self.limit}; shorten it")
         return ids
+
+    def heard(self, inputs: Mapping[str, Tensor], begun: Sequence[int] = ()) -> list[int]:
+        """A request's first tokens, where the source is a sound.
+
+        Args:
+            inputs: the sound, by the encoder's keyword.
+            begun: the decoder's first tokens; none are those with which it begins by itself.
+
+        Raises:
+            PromptError: there is no sound that the encoder could read, or one cannot tell where it ends.
+        """
+        assert self.sound is not None
+        if begun and begun[0] == self.placeholder:
+            raise PromptError(
+                f"the decoder's text begins with token id {begun[0]}, which stands for the sound here; begin it with "
+                f"{self.start}, as the model does"
+            )
+        placeholders = [self.placeholder] * self.sound.vectors(inputs)
+        return [*placeholders, *(begun or (self.start, *self.forced))]

@@ -11,7 +11,7 @@ from torch import Tensor
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, shape_of
-from truedraft.errors import ModelError, VocabularyMismatchError
+from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.text.translation import Translation
 
@@ -32,6 +32,7 @@ class TranslatedModel(LanguageModel):
 
     Raises:
         VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+        CompositionError: the draft is an encoder-decoder.
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
@@ -41,6 +42,7 @@ class TranslatedModel(LanguageModel):
                 f"{without.name!r} comes without a tokenizer, so its ids cannot be compared with those of the other "
                 "model; put its tokenizer files into its folder"
             )
+        refuse_encoder(draft)
         self._draft = draft
         self.translation = Translation.between(
             target.tokenizer,
@@ -61,19 +63,24 @@ class TranslatedModel(LanguageModel):
         self.parameters = draft.parameters
         self.weight_bytes = draft.weight_bytes
         self.head_width = draft.head_width
-        self._foreign = frozenset(range(self.vocab_size)) - set(self.translation.rounds[0][1].tolist())
-        self._read = self._read_foreign = 0  # tokens of prompts, and those that cannot be drafted
+        self.shared_ids = self.translation.rounds[0][1]
 
     @property
     def note(self) -> str:  # type: ignore[override]
         told = f"{self.translation.shared:.0%} of the target's tokens can be drafted: the tokenizers differ"
-        if self._read:
-            told += f"; of {self._read:,} tokens of prompts so far {self._read_foreign / self._read:.1%} could not"
         return "; ".join(each for each in (self._draft.note, told) if each)
 
     @property
     def fingerprint(self) -> str:
         return self._draft.fingerprint
+
+    def most_tokens(self, tokens: Sequence[int]) -> int:
+        """Of a text that begins so, if it goes on with tokens that the draft writes, which have one id each."""
+        if not tokens:
+            return self.context_length - len(self.translation.begin)
+        reads = self.translation.reads
+        spelled = len(self._at_the_beginning(reads[tokens[0]])) + sum(len(reads[token]) for token in tokens[1:])
+        return len(tokens) + self.context_length - spelled
 
     def new_cache(self) -> RequestCache:
         return _SpelledCache(self._draft.new_cache())
@@ -88,7 +95,7 @@ class TranslatedModel(LanguageModel):
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         spelled = [self._spelled(segment) for segment in segments]
-        longest = max(segment.cache.length + len(segment.shape) for segment in spelled)
+        longest = max(segment.cache.length + segment.shape.depth for segment in spelled)
         if longest > self.context_length:
             raise ModelError(
                 f"{self.name!r} reads at most {self.context_length} tokens of its own, and this text has {longest} of "
@@ -105,11 +112,7 @@ class TranslatedModel(LanguageModel):
             words: list[tuple[int, ...]] = [(-1,)] * len(segment.tokens)
             tokens = self._single[segment.tokens]
         else:
-            ids = segment.tokens.tolist()
-            if segment.prompt:
-                self._read += len(ids)
-                self._read_foreign += sum(token in self._foreign for token in ids)
-            words = [self.translation.reads[token] for token in ids]
+            words = [self.translation.reads[token] for token in segment.tokens.tolist()]
             if cache.length == segment.written == 0:
                 words[0] = self._at_the_beginning(words[0])
             tokens = torch.tensor([own for word in words for own in word])
@@ -119,6 +122,19 @@ class TranslatedModel(LanguageModel):
     def _at_the_beginning(self, word: tuple[int, ...]) -> tuple[int, ...]:
         begin = self.translation.begin
         return word if not begin or word[: len(begin)] == begin else (*begin, *word)
+
+
+def refuse_encoder(draft: LanguageModel) -> None:
+    """Refuse an encoder-decoder as a draft with another tokenizer.
+
+    Raises:
+        CompositionError: it is one.
+    """
+    if draft.sources is not None:
+        raise CompositionError(
+            f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's, whose texts it "
+            "cannot tell from sources; use one with the target's tokenizer, or prompt-lookup"
+        )
 
 
 class _SpelledCache(RequestCache):

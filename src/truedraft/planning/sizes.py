@@ -10,8 +10,10 @@ from truedraft.costs import STEPS, CurveCheck, StepCosts
 from truedraft.drafters.base import Drafter, SizePlan
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
+from truedraft.engine.prompts import Prompt
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
+from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.theory import AcceptanceCurve, DraftCost, SizeOption, TargetCost, best_option, size_options
 
 _CONTEXT = 512
@@ -154,11 +156,15 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
     opening = engine.target.opening
     room = engine.target.most_tokens(opening) - len(opening)
     count = max(1, min(_PROMPT_TOKENS, room // 2))
-    prompt = [*opening, *(place * 7919 % vocab for place in range(count))]
+    text = [place * 7919 % vocab for place in range(count)]
+    inputs = engine.target.opening_inputs
+    prompt: Prompt = [*opening, *text]
+    if inputs is not None:
+        prompt = MultimodalPrompt((*opening[engine.target.source_tokens(opening) :], *text), inputs)
     check = CurveCheck(forwards, told.append)
     engine.listeners.append(check)
     try:
-        engine.generate([prompt], SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
+        engine.generate(prompt, SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
     finally:
         engine.listeners.remove(check)
     return told[0] if told else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
@@ -10,11 +11,22 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from truedraft.errors import PromptError
+from truedraft.errors import MissingExtraError, ModelError, PromptError
+from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
-from truedraft.server.fields import Content, Fields, Items, ResponseFormat, SamplingFields, checked_logprobs, text_of
+from truedraft.server.fields import (
+    Fields,
+    Items,
+    ResponseFormat,
+    SamplingFields,
+    SeenContent,
+    checked_logprobs,
+    parts_of,
+    urls_of,
+)
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
+from truedraft.server.pictures import read_pictures
 from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
@@ -45,7 +57,7 @@ class Message(Fields):
     """A part of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: SeenContent | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: Items[CalledTool] | None = None
@@ -61,7 +73,7 @@ class Message(Fields):
         content = self.content if self.content is not None else self.refusal or ""
         found: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": text_of(content),
+            "content": parts_of(content),
         }
         if self.tool_calls:
             found["tool_calls"] = [call.for_template for call in self.tool_calls]
@@ -100,7 +112,58 @@ class ChatRequest(SamplingFields):
         return checked_logprobs("top_logprobs", self.top_logprobs or 0)
 
 
-def chat_ids(
+async def chat_prompt(
+    front: Front,
+    http: HttpRequest,
+    messages: Sequence[Mapping[str, Any]],
+    urls: Sequence[str],
+    use: ToolUse | None,
+    *,
+    more: Mapping[str, Any] | None = None,
+    param: str = "messages",
+) -> list[int] | MultimodalPrompt:
+    """A conversation as a prompt, by the chat template. It takes no time of other clients where it is long.
+
+    Args:
+        front: what endpoints share.
+        http: the HTTP request.
+        messages: as templates know them.
+        urls: of the pictures in them, in order.
+        use: of tools; None for a request without.
+        more: what else the template is given.
+        param: the field that holds the messages.
+
+    Raises:
+        ApiError: there is no template, it refuses the messages, or the pictures cannot be used.
+        OptionError: what else it is given are no variables of templates.
+    """
+    if not urls:
+        return await front.apart(http, _chat_ids, front, messages, use, more)
+    return await asyncio.to_thread(_chat_of_pictures, front, messages, urls, use, more, param)
+
+
+def _chat_of_pictures(
+    front: Front,
+    messages: Sequence[Mapping[str, Any]],
+    urls: Sequence[str],
+    use: ToolUse | None,
+    more: Mapping[str, Any] | None,
+    param: str,
+) -> MultimodalPrompt:
+    told, tools = _with_tools(front, messages, use)
+    try:
+        processor = front.service.engine.target.processor
+        pictures = read_pictures(urls, param)
+        return processor.chat(told, pictures, tools=tools, template=front.chat_template, variables=more)
+    except PromptError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+    except (MissingExtraError, ModelError) as error:  # which may tell of folders
+        raise ApiError(
+            400, "this server reads no pictures, for what its model needs for that is missing; give text", param=param
+        ) from error
+
+
+def _chat_ids(
     front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse | None, more: Mapping[str, Any] | None
 ) -> list[int]:
     """A conversation as token ids, by the chat template.
@@ -118,15 +181,22 @@ def chat_ids(
     tokenizer = front.service.engine.target.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
-    tools = None if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
-    template = front.chat_template if front.chat_template is not None else tokenizer.chat_template
-    told = list(messages)
-    if use is not None and "tools" not in template:
-        told.insert(0, {"role": "system", "content": use.style.told(use.tools)})
+    told, tools = _with_tools(front, messages, use)
     try:
         return tokenizer.chat(told, tools=tools, template=front.chat_template, variables=more)
     except PromptError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+
+
+def _with_tools(
+    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
+) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools for the template; of tools that it does not know a message of the system's tells."""
+    tools = None if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
+    told = list(messages)
+    if use is not None and "tools" not in template_of(front):
+        told.insert(0, {"role": "system", "content": use.style.told(use.tools)})
+    return told, tools
 
 
 def template_of(front: Front) -> str:
@@ -135,12 +205,13 @@ def template_of(front: Front) -> str:
     return front.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
 
 
-def room_for(front: Front, ids: Sequence[int], asked: int | None) -> int:
+def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:
     """Most tokens of an answer: as many as are asked for, else all that the context has left.
 
     Raises:
         ApiError: the context has no room.
     """
+    ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
     left = front.service.engine.target.most_tokens(ids) - len(ids)
     if left < 1:
         raise ApiError(
@@ -164,13 +235,14 @@ def chat_router(front: Front) -> APIRouter:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, template_of(front))
         messages = [each.for_template for each in body.messages]
-        ids = await front.apart(http, chat_ids, front, messages, use, body.chat_template_kwargs)
+        urls = [url for each in body.messages for url in urls_of(each.content)]
+        prompt = await chat_prompt(front, http, messages, urls, use, more=body.chat_template_kwargs)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         form = None if body.response_format is None else body.response_format.asked
         if use is not None and use.forced is not None:
             form = use.forced
-        params = body.sampling(room_for(front, ids, asked), logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([ids], params, body, http)
+        params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
+        answering = await front.begin([prompt], params, body, http)
         made = _Chat(front, body, answering, use)
         if body.stream:
             return EventStream(made.events(), answering.close)

@@ -131,9 +131,62 @@ class Prediction(Fields):
         return text_of(self.content)
 
 
+class ImageUrl(Fields):
+    """Where a picture is."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # of no effect: the model's processor decides
+
+
+class ImagePart(Fields):
+    """A part of a chat's message that is a picture."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.image_url.url
+
+
+class InputImagePart(Fields):
+    """The same as the newer endpoint has it."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.image_url
+
+
+SeenContent: TypeAlias = str | Items[TextPart | RefusalPart | ImagePart | InputImagePart]
+
+
 def text_of(content: Content) -> str:
     """The text of a content that may be in parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def parts_of(content: SeenContent) -> str | list[dict[str, str]]:
+    """A content as chat templates know it: its text, or where there are pictures its parts."""
+    if isinstance(content, str):
+        return content
+    if not urls_of(content):
+        return "".join(part.text for part in content if isinstance(part, TextPart | RefusalPart))
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart | RefusalPart) else {"type": "image"}
+        for part in content
+    ]
+
+
+def urls_of(content: SeenContent | None) -> list[str]:
+    """Where the pictures of a content are."""
+    parts = [] if content is None or isinstance(content, str) else content
+    return [part.url for part in parts if isinstance(part, ImagePart | InputImagePart)]
 
 
 class StructuredFields(Fields):

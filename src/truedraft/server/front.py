@@ -20,7 +20,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions, ForwardSeconds
-from truedraft.engine.prompts import TextPrompt
+from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
@@ -93,7 +93,7 @@ class Front:
 
     async def begin(
         self,
-        prompts: Sequence[TextPrompt],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         fields: SamplingFields,
         http: HttpRequest,
@@ -102,7 +102,7 @@ class Front:
         """Queue all samples of all prompts, prompt by prompt.
 
         Args:
-            prompts: texts or ids.
+            prompts: texts or ids, or what a processor made of pictures.
             params: of all of them.
             fields: of the HTTP request.
             http: the HTTP request.
@@ -139,7 +139,7 @@ class Front:
         return work(*given)
 
     def _prepared(
-        self, prompts: Sequence[TextPrompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)

@@ -17,10 +17,20 @@ from pydantic import Field
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import Structured
 from truedraft.engine import Answer
-from truedraft.server.chat import chat_ids, room_for, template_of
+from truedraft.server.chat import chat_prompt, room_for, template_of
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import Content, Fields, Items, SamplingFields, checked_logprobs, text_of
+from truedraft.server.fields import (
+    Content,
+    Fields,
+    Items,
+    SamplingFields,
+    SeenContent,
+    checked_logprobs,
+    parts_of,
+    text_of,
+    urls_of,
+)
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import (
@@ -40,7 +50,7 @@ class InputMessage(Fields):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: SeenContent
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -144,7 +154,7 @@ class ResponseRequest(SamplingFields):
         for item in self.input:
             if isinstance(item, InputMessage):
                 role = "system" if item.role == "developer" else item.role
-                found.append({"role": role, "content": text_of(item.content)})
+                found.append({"role": role, "content": parts_of(item.content)})
             elif isinstance(item, InputCall):
                 function = {"name": item.name, "arguments": arguments_for_template(item.arguments)}
                 call = {"id": item.call_id, "type": "function", "function": function}
@@ -152,6 +162,12 @@ class ResponseRequest(SamplingFields):
             else:
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         return found
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the pictures of the conversation are."""
+        items = [] if isinstance(self.input, str) else self.input
+        return [url for item in items if isinstance(item, InputMessage) for url in urls_of(item.content)]
 
     @property
     def use(self) -> tuple[list[ToolFields], str | NamedTool | None]:
@@ -190,11 +206,11 @@ def responses_router(front: Front) -> APIRouter:
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
-        ids = await front.apart(http, chat_ids, front, messages, use, None)
+        prompt = await chat_prompt(front, http, messages, body.urls, use, param="input")
         form = use.forced if use is not None and use.forced is not None else body.form
-        room = room_for(front, ids, body.max_output_tokens)
+        room = room_for(front, prompt, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([ids], params, body, http)
+        answering = await front.begin([prompt], params, body, http)
         made = _Response(front, body, answering, use)
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)

@@ -29,6 +29,10 @@ class Encoding:
         tokenizer: of them.
         size: ids that its model knows.
         fallback: an id for bytes that it cannot write at all.
+
+    Attributes:
+        surfaces: what each id writes in the middle of a text.
+        pads: whether it begins texts with a space that is not theirs.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, fallback: int) -> None:
@@ -36,9 +40,10 @@ class Encoding:
         self._size = size
         self.surfaces = surfaces(tokenizer)[:size]
         self._speller = Speller(first_ids(self.surfaces, tokenizer), fallback)
+        self.pads = self.text_of([number for number in tokenizer.plain_ids("a") if number < size])[:1] == b" "
 
     def ids_after(self, known: bytes, text: bytes) -> list[int]:
-        """The ids of a text that follows another.
+        """The ids of a text that follows another; behind nothing, of one that begins, with the tokenizer's own space.
 
         Worked example: with tokens "ab", " c" and "d", behind "ab" the text " cd" is " c", "d"; behind "a" the text
         "b c" is spelled, for no token of "ab c" begins behind "a".
@@ -51,6 +56,8 @@ class Encoding:
             return []
         ids = self._tokenizer.plain_ids((known + text).decode("utf-8", errors="ignore"))
         if all(number < self._size for number in ids):
+            if not known and self.text_of(ids) == (b" " if self.pads else b"") + text:
+                return list(ids)
             left = len(text)
             for place in range(len(ids) - 1, -1, -1):
                 left -= len(self.surfaces[ids[place]] or b"")
@@ -85,6 +92,7 @@ class FollowedText:
         self.ids: list[int] = []
         self._taken = 0  # tokens of the target
         self._text = b""  # since the last id without text
+        self._begun = False  # whether a token of that text has come
         self._ends: list[int] = []  # in it, of the last ids
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -93,17 +101,21 @@ class FollowedText:
         Args:
             tokens: the whole text, which was only added to since it was last taken.
         """
-        begin, reads = self._translation.begin, self._translation.reads
-        if not self.ids and reads[tokens[0]][: len(begin)] != begin:
-            self.ids += begin
+        begin, opens, reads = self._translation.begin, self._translation.opens, self._translation.reads
+        if not self._taken:
+            self._taken = len(opens) if tuple(tokens[: len(opens)]) == opens else 0
+            if self._taken or reads[tokens[0]][: len(begin)] != begin:
+                self.ids += begin
         for token in tokens[self._taken :]:
             written = self._written.surfaces[token]
             if written is not None:
-                self._text += written
+                pads = self._written.pads and not self._begun
+                self._text += written.removeprefix(b" ") if pads else written
+                self._begun = True
                 continue
             self._settle()
             self.ids += reads[token]
-            self._text, self._ends = b"", []
+            self._text, self._ends, self._begun = b"", [], False
         self._taken = len(tokens)
         self._settle()
 
@@ -125,10 +137,12 @@ class FollowedText:
             return
         keep = bisect_right(self._ends, done - _OPEN)
         start = self._ends[keep - 1] if keep else 0
+        keep = keep if start else 0  # a space that is not the text's ends before it
         new = self._read.ids_after(text[max(0, start - _KNOWN) : start], text[start:])
         del self.ids[len(self.ids) - len(self._ends) + keep :]
         self.ids += new
         lengths = [len(self._read.surfaces[number] or b"") for number in new]
+        lengths[0] -= not start and self._read.pads and self._read.text_of(new) == b" " + text
         self._ends = [*self._ends[:keep], *(start + end for end in accumulate(lengths))]
         self._ends[-1] = len(text)  # what it cannot write at all is passed by
 

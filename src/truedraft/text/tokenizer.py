@@ -155,6 +155,28 @@ class Tokenizer:
             PromptError: the model has no chat template, or its template refuses these messages.
             OptionError: a variable has the name of something that is not the template's.
         """
+        return list(map(int, self._templated(messages, tools, template, variables, tokenize=True)))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of which `chat` makes ids; arguments and errors are the same."""
+        return str(self._templated(messages, tools, template, variables, tokenize=False))
+
+    def _templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        variables: Mapping[str, Any] | None,
+        *,
+        tokenize: bool,
+    ) -> Any:
         if template is None and not self.chat_template:
             raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
         from jinja2 import TemplateError
@@ -165,18 +187,17 @@ class Tokenizer:
                 f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
             )
         try:
-            ids = self.backend.apply_chat_template(
+            return self.backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=template,
                 add_generation_prompt=True,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 **more,
             )
         except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template of {self.name!r} refuses these messages: {_gist(error)}") from error
-        return list(map(int, ids))
 
     def token_text(self, token: int) -> str:
         """What one token writes in the middle of a text; the name of a special token, which writes nothing."""

@@ -6,6 +6,7 @@ ones spell a space as another letter, SentencePiece ones as a bar, word pieces l
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Translation:
     Attributes:
         reads: for each id of the target, the draft's ids that are read in its place, at least one.
         begin: the draft's ids at the beginning of every text.
+        opens: the target's ids there, in whose place the draft reads its own.
         rounds: pairs of index tensors: of the draft's ids, and of the target's ids that write the same. No id of the
             target is twice in one round.
         vocab_size: ids of the target.
@@ -72,6 +74,7 @@ class Translation:
 
     reads: Sequence[tuple[int, ...]]
     begin: tuple[int, ...]
+    opens: tuple[int, ...]
     rounds: Sequence[tuple[Tensor, Tensor]]
     vocab_size: int
 
@@ -105,10 +108,10 @@ class Translation:
         for own, meant in sorted(pairs.items(), reverse=True):  # of several the lowest, but what writes text goes by it
             if theirs[meant] is None:
                 reads[meant] = (own,)
-        begin = tuple(draft.encode(""))
-        ending = draft.backend.eos_token_id  # some tokenizers end every text
-        begin = begin[:-1] if begin and begin[-1] == ending and begin[0] != ending else begin
-        return cls(reads, begin, _rounds(pairs), sizes[0])
+        begin, opens = _begin(draft), _begin(target)
+        if begin and opens:
+            reads[opens[0]] = begin
+        return cls(reads, begin, opens, _rounds(pairs), sizes[0])
 
     @property
     def shared(self) -> float:
@@ -162,6 +165,12 @@ def first_ids(written: Sequence[bytes | None], tokenizer: Tokenizer) -> dict[byt
     for number in order:
         found.setdefault(written[number] or b"", number)
     return found
+
+
+def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids at the beginning of every text; some tokenizers have others at its end."""
+    pairs = zip(tokenizer.encode(""), tokenizer.encode("a"), strict=False)
+    return tuple(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _special_pairs(target: Tokenizer, draft: Tokenizer, ends: tuple[Sequence[int], Sequence[int]]) -> dict[int, int]:

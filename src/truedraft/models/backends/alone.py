@@ -20,7 +20,7 @@ from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
-from truedraft.models.multimodal import forget_rope_delta, input_names_of, on_device, rope_delta_of
+from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 
 
@@ -78,9 +78,9 @@ class AloneBackend(Backend):
 
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         cache = plan.segments[0].segment.cache
-        forget_rope_delta(self._model)
-        found = self.run(plan)
-        cache.shift = rope_delta_of(self._model)
+        with noting_shift(self._model, cache):
+            found = self.run(plan)
+        cache.apart = not cache.encodes  # nobody knows under which masks a decoder read
         return found
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:

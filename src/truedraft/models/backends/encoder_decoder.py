@@ -7,28 +7,21 @@ positions, where a causal model would have these tokens' keys and values. Behind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.cache import CachePool, RequestCache
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, PathCache
+from truedraft.models.multimodal import on_device
 from truedraft.models.packing import SegmentPlan
+from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
-
-
-@dataclass
-class _Encoded(BaseModelOutput):
-    """What a decoder is given in place of an encoder's output, whose experts some ask for."""
-
-    router_logits: None = None
 
 
 class EncoderDecoderBackend(AloneBackend):
@@ -41,11 +34,13 @@ class EncoderDecoderBackend(AloneBackend):
 
     def __init__(self, model: PreTrainedModel, sources: Sources) -> None:
         super().__init__(model)
-        self.input_names = frozenset()
+        self.input_names = frozenset() if sources.sound is None else frozenset({sources.sound.name})
         self._sources = sources
         self._width = int(model.get_encoder().config.get_text_config().hidden_size)
+        self._example: Tensor | None = None  # what the encoder makes of the sound that is made up
         self._encoded: Tensor | None = None  # of the segment that runs, until cross-attention has read it
-        self.note = "an encoder-decoder: its encoder reads a prompt once, its decoder one text at a time"
+        takes = "reads a prompt" if sources.sound is None else "hears a sound"
+        self.note = f"an encoder-decoder: its encoder {takes} once, its decoder one text at a time"
 
     def new_pool(self, limit: int) -> CachePool:
         return CachePool(limit, encodes=True)
@@ -67,10 +62,30 @@ class EncoderDecoderBackend(AloneBackend):
             return len(tokens)
         if part.segment.rows and part.segment.rows[0] < length - part.length:
             raise ModelError("what an encoder reads has no logits; ask for those of the tokens behind it")
-        source = torch.tensor([cache.source[:length]], device=tokens.device)
-        self._encoded = self._model.get_encoder()(input_ids=source, attention_mask=torch.ones_like(source))[0]
+        self._encoded = self._encode(cache.source[:length], part.segment.inputs, tokens.device)
+        if self._encoded.shape[1] != length:
+            raise ModelError(f"the encoder made {self._encoded.shape[1]} vectors in place of {length} of a source")
         cache.memory = length
         return length - part.length
+
+    def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
+        """What the encoder makes of a source, `[1, vectors, width]`."""
+        encoder = self._model.get_encoder()
+        if self._sources.sound is None:
+            ids = torch.tensor([source], device=device)
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        elif inputs is None:
+            raise ModelError("the model hears, and the text was begun without a sound; give it with the placeholders")
+        else:
+            given = on_device(inputs, device, self._model.dtype)
+        vectors: Tensor
+        if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):
+            # Measurements and checks begin with it again and again, and an encoder may take seconds.
+            if self._example is None:
+                self._example = encoder(**given)[0]
+            return self._example
+        vectors = encoder(**given)[0]
+        return vectors
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
@@ -80,10 +95,11 @@ class EncoderDecoderBackend(AloneBackend):
         if encoded is None:  # it was read before, and its shape is all that is looked at
             encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.memory, self._width)
         given: dict[str, Any] = {
-            "encoder_outputs": _Encoded(last_hidden_state=encoded),
-            "attention_mask": torch.ones(1, cache.memory, dtype=torch.int64, device=ids.device),
+            "encoder_outputs": Encoded(last_hidden_state=encoded),
             "past_key_values": EncoderDecoderCache(past, memory),
         }
+        if self._sources.sound is None:  # that of a sound would be of its moments, and all of them are heard
+            given["attention_mask"] = torch.ones(1, cache.memory, dtype=torch.int64, device=ids.device)
         logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
         self._encoded = None
         return logits

@@ -21,7 +21,7 @@ from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_width
-from truedraft.models.multimodal import forget_rope_delta, input_names_of, on_device, rope_delta_of
+from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.recurrence import Recurrence, carrying_modules
@@ -81,11 +81,8 @@ class StockBackend(Backend):
     def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         segment = plan.segments[0].segment
         inputs = on_device(segment.inputs or {}, plan.tokens.device, self._model.dtype)
-        forget_rope_delta(self._model)
-        with self._attention.reading(self._model, plan):
-            found = self._run(plan, {"attention_mask": torch.ones_like(plan.tokens), **inputs})
-        segment.cache.shift = rope_delta_of(self._model)
-        return found
+        with noting_shift(self._model, segment.cache), self._attention.reading(self._model, plan):
+            return self._run(plan, {"attention_mask": torch.ones_like(plan.tokens), **inputs})
 
     def _run(self, plan: ForwardPlan, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         self._captured.clear()
@@ -202,6 +199,10 @@ class _PackedAttention:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         scoring = Scoring(scaling, given.get("softcap"), given.get("s_aux"))
         mask = None if attention_mask is None else attention_mask[0, 0]
+        if mask is not None:
+            seen = mask[-1] if mask.dtype == torch.bool else mask[-1] >= 0
+            first = max(0, self._patterns[call].first(len(seen) - 1))
+            plan.segments[0].segment.cache.apart |= bool(seen[:first].any()) or not bool(seen[first:].all())
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
     def _next_call(self, module: nn.Module) -> tuple[ForwardPlan, int]:

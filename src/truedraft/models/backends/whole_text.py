@@ -40,13 +40,13 @@ class WholeTextBackend(AloneBackend):
         own = [node - segment.written for node in run]
         if not set(own).isdisjoint(segment.rows):
             return super()._read(part, run, tokens)
-        _text(tokens[own][None], PathCache(segment.cache, segment.shape.path(run[-1]), len(run)))
+        text_of(tokens[own][None], PathCache(segment.cache, segment.shape.path(run[-1]), len(run)))
         return {}
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        new, text = ids.shape[1], _text(ids, past)
+        new, text = ids.shape[1], text_of(ids, past)
         given = {
             "position_ids": torch.arange(text.shape[1], device=ids.device)[None],
             "attention_mask": torch.ones_like(text),
@@ -58,7 +58,7 @@ class WholeTextBackend(AloneBackend):
         return logits
 
 
-def _text(ids: Tensor, past: PathCache) -> Tensor:
+def text_of(ids: Tensor, past: PathCache) -> Tensor:
     """Keep new tokens `[1, new]`; all ids `[1, tokens]` up to the last of them."""
     whole, _ = past.update(ids[:, None, :, None], ids.new_zeros(1, 1, ids.shape[1], 0), 0)
     return whole[:, 0, :, 0]

@@ -1,0 +1,357 @@
+"""`generate --num-beams`: beam search, by a draft model or plainly; with --compare both, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.failures import DONE, FAILED, warn
+from truedraft.cli.prompts import Asked, read_prompts
+from truedraft.cli.streams import say, visible
+from truedraft.core.params import SamplingParams
+from truedraft.errors import OptionError, TruedraftError
+from truedraft.options import check_whole, option
+
+if TYPE_CHECKING:
+    from truedraft.cli.generate import GenerateOptions
+    from truedraft.cli.terminal import Terminal
+    from truedraft.engine import Beam, BeamAnswer, BeamSearch
+
+_RUNS_OF_ONE_PROMPT = 3
+_EARLY = {"true": True, "false": False, "never": "never"}
+_TAKEN = ("max_tokens",)  # of the sampling options
+_LEFT_OUT = {
+    "stack": ("adapters", "rule", "controller", "plan", "max_cache_bytes"),
+    "report": ("show_drafts", "explain"),
+}
+_PLAIN, _SPECULATIVE = "plain", "speculative"
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """Beam search in place of an answer that is drawn; names and meanings are those of transformers' `generate`."""
+
+    num_beams: int = option(
+        1, "Beam search of this width, with --drafter draft:MODEL or none; 1 is none.", "W", least=1
+    )
+    draft_beams: int | None = option(
+        None, "Beams of the draft, at least as many.", "U", shown_default="twice as many", least=1
+    )
+    length_penalty: float = option(1.0, "Divide scores by the length to this power.", "P")
+    early_stopping: str = option(
+        "false",
+        "true ends once there are as many ended beams as --num-beams; false once the best running one is worse at its "
+        "length; never once it can no longer become better.",
+        "WHEN",
+    )
+    num_return_sequences: int = option(1, "Write so many of the best beams.", "N", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A finished beam search.
+
+    Attributes:
+        answer: its beams.
+        elapsed_s: from the prompt's ids to the last beam.
+    """
+
+    answer: BeamAnswer
+    elapsed_s: float
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """For the record."""
+        answer = self.answer
+        counts = {"steps": answer.steps, "target_calls": answer.target_calls, "drafted": answer.drafted}
+        return {"elapsed_s": self.elapsed_s} | counts
+
+
+@dataclass(slots=True)
+class _Found:
+    """What came of one prompt.
+
+    Attributes:
+        name: the prompt's.
+        prompt_tokens: of it.
+        searches: runs, by way; without --compare one of one way.
+        error: why there are none.
+    """
+
+    name: str
+    prompt_tokens: int = 0
+    searches: dict[str, list[_Search]] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def beams(self) -> Sequence[Beam]:
+        """Of the speculative way, the best first."""
+        return self.searches[_SPECULATIVE][0].answer.beams
+
+    @property
+    def identical(self) -> bool:
+        """Whether all runs of both ways found the same beams in the same order."""
+        runs = [search for searches in self.searches.values() for search in searches]
+        return len({tuple(beam.token_ids for beam in run.answer.beams) for run in runs}) == 1
+
+    @property
+    def speedup(self) -> float:
+        """Time of plain search over that of the speculative one, medians of the runs."""
+        plain, speculative = (self.median_s(way) for way in (_PLAIN, _SPECULATIVE))
+        return plain / speculative
+
+    def median_s(self, way: str) -> float:
+        """What a search takes."""
+        return statistics.median(search.elapsed_s for search in self.searches[way])
+
+    def total(self, way: str, count: str) -> int:
+        """A count of one search."""
+        return int(self.searches[way][0].counts[count])
+
+
+def search_beams(options: GenerateOptions) -> int:
+    """Beam search of each prompt, one after another."""
+    _check(options)
+    prompts = read_prompts(options.prompts.prompt, options.prompts.prompts, own_options=True)
+    asked = [(each, dataclasses.replace(options.sampling, **each.options)) for each in prompts]
+    for _, params in asked:
+        _check_sampling(params)
+
+    from truedraft.cli.session import as_chat
+    from truedraft.cli.terminal import Terminal
+
+    terminal = Terminal()
+    plain, search = _load(options, terminal)
+    if options.prompts.chat:
+        asked = as_chat(search.target, asked)
+    found = [_answer(each, plain, search, options, terminal, alone=len(asked) == 1) for each in asked]
+    searched = [each for each in found if each.error is None]
+    compared = options.report.compare and bool(searched)
+    if compared:
+        _print_comparison(searched, search, options, terminal)
+    elif searched:
+        terminal.note(_line(searched, options))
+    if searched and search.target.note is not None and not compared:
+        terminal.note(search.target.note)
+    same = not compared or all(each.identical for each in searched)
+    status = DONE if same and len(searched) == len(found) else FAILED
+    if options.report.json:
+        terminal.json(_record(found, search, options) | {"status": status})
+    return status
+
+
+def _check(options: GenerateOptions) -> None:
+    """Refuse what does not go with beam search, and what only goes with it.
+
+    Raises:
+        OptionError: names the first such option.
+    """
+    beams = options.beams
+    if beams.num_beams == 1:
+        for each in dataclasses.fields(BeamOptions):
+            if getattr(beams, each.name) != each.default:
+                raise OptionError("is of beam search; give --num-beams of 2 or more, too", field=each.name)
+    if beams.early_stopping not in _EARLY:
+        raise OptionError(f"must be true, false or never, got {beams.early_stopping!r}", field="early_stopping")
+    if beams.num_return_sequences > beams.num_beams:
+        told = f"must be at most --num-beams, {beams.num_beams}, got {beams.num_return_sequences}"
+        raise OptionError(told, field="num_return_sequences")
+    if beams.draft_beams is not None:
+        check_whole("draft_beams", beams.draft_beams, beams.num_beams)
+    for part, names in _LEFT_OUT.items():
+        given = getattr(options, part)
+        defaults = {each.name: each.default for each in dataclasses.fields(given)}
+        for name in names:
+            if getattr(given, name) != defaults[name]:
+                raise OptionError("does not go with --num-beams; leave one of them out", field=name)
+    _check_sampling(options.sampling)
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    """Refuse options of sampling, and those that change logits or where an answer ends.
+
+    Raises:
+        OptionError: names the first that is given.
+    """
+    defaults = SamplingParams()
+    for each in dataclasses.fields(SamplingParams):
+        if each.name not in _TAKEN and getattr(params, each.name) != getattr(defaults, each.name):
+            raise OptionError(
+                "does not go with --num-beams: beam search draws nothing, and takes --max-tokens alone of the options "
+                "of answers",
+                field=each.name,
+            )
+
+
+def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, BeamSearch]:
+    """Plain search and that with the draft.
+
+    Raises:
+        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    """
+    from truedraft.cli.session import load_target, quiet_hub, waiting
+    from truedraft.drafters.specs import draft_from_spec
+    from truedraft.engine import BeamSearch
+    from truedraft.errors import errors_about
+
+    stack, beams = options.stack, options.beams
+    with waiting(terminal.err, f"loading {stack.model}"), quiet_hub(), errors_about("model"):
+        target = load_target(stack, options.machine)
+        draft = draft_from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
+        more: dict[str, Any] = {
+            "num_beams": beams.num_beams,
+            "length_penalty": beams.length_penalty,
+            "early_stopping": _EARLY[beams.early_stopping],
+        }
+        plain = BeamSearch(target, **more)
+        if draft is None:
+            return plain, plain
+        more |= {"draft_beams": beams.draft_beams, "num_speculative_tokens": draft.limits.depth}
+        return plain, BeamSearch(target, draft.model, **more)
+
+
+def _answer(
+    asked: Asked,
+    plain: BeamSearch,
+    search: BeamSearch,
+    options: GenerateOptions,
+    terminal: Terminal,
+    *,
+    alone: bool,
+) -> _Found:
+    """Search the beams of one prompt and write them; one of several that fails is told of and left out.
+
+    Raises:
+        TruedraftError: the only prompt cannot be answered.
+    """
+    from truedraft.engine.prompts import encode_prompt
+
+    prompt, params = asked
+    found = _Found(prompt.name)
+    try:
+        ids = encode_prompt(search.target, prompt.prompt)
+        found.prompt_tokens = len(ids)
+        first = _timed(search, ids, params.max_tokens)
+        _write(found.name if not alone else None, first.answer.beams, options, terminal)
+        if not options.report.compare:
+            found.searches = {_SPECULATIVE: [first]}
+            return found
+        # The first search has warmed what there is to warm, and is not counted.
+        found.searches = {_PLAIN: [], _SPECULATIVE: []}
+        for _ in range(_RUNS_OF_ONE_PROMPT if alone else 1):
+            for way, system in ((_PLAIN, plain), (_SPECULATIVE, search)):
+                found.searches[way].append(_timed(system, ids, params.max_tokens))
+    except TruedraftError as error:
+        if alone:
+            raise
+        found.error = str(error)
+        say(f"error: prompt {prompt.name}: {error}")
+    return found
+
+
+def _timed(search: BeamSearch, ids: Sequence[int], max_tokens: int) -> _Search:
+    started = time.perf_counter()
+    answer = search.generate(ids, max_tokens)
+    return _Search(answer, time.perf_counter() - started)
+
+
+def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, terminal: Terminal) -> None:
+    """The beams that are wanted; a single one of a single prompt stands by itself, each other below a line about it."""
+    from rich.rule import Rule as Line
+
+    wanted = beams[: options.beams.num_return_sequences]
+    for number, beam in enumerate(wanted, start=1):
+        terminal.end_line()
+        if name is not None or options.beams.num_return_sequences > 1:
+            told = "" if name is None else f"{name}, "
+            heading = f"{told}beam {number} (score {beam.score:.4f})"
+            terminal.out.print(Line(visible(heading), align="left", style="dim"))
+        terminal.write(" ".join(map(str, beam.token_ids)) if beam.text is None else visible(beam.text))
+        terminal.end_line()
+
+
+def _line(found: Sequence[_Found], options: GenerateOptions) -> str:
+    """What the searches took, in one line."""
+    calls, steps, drafted = (
+        sum(each.total(_SPECULATIVE, count) for each in found) for count in ("target_calls", "steps", "drafted")
+    )
+    elapsed_s = sum(each.median_s(_SPECULATIVE) for each in found)
+    parts = [f"{options.beams.num_beams} beams", f"{steps} steps in {calls} calls of the target in {elapsed_s:.2f} s"]
+    if drafted:
+        parts.append(f"{drafted} nodes drafted")
+    if len(found) == 1 and found[0].beams:
+        parts.append(f"score {found[0].beams[0].score:.4f}")
+    return " · ".join(parts)
+
+
+def _print_comparison(
+    found: Sequence[_Found], search: BeamSearch, options: GenerateOptions, terminal: Terminal
+) -> None:
+    """The table of --compare, and what stands below it."""
+    from truedraft.cli.terminal import print_table
+
+    ways = (_PLAIN, _SPECULATIVE)
+    rows = [["seconds", *(f"{sum(each.median_s(way) for each in found):.2f}" for way in ways)]]
+    for told, count in (("target calls", "target_calls"), ("steps", "steps"), ("drafted nodes", "drafted")):
+        rows.append([told, *(f"{sum(each.total(way, count) for each in found):,}" for way in ways)])
+    terminal.out.print()
+    runs = f"medians of {_RUNS_OF_ONE_PROMPT} runs each way" if len(found) == 1 else f"{len(found)} prompts"
+    terminal.out.print(f"{_what(search, options)}, {runs}", style="dim", soft_wrap=True)
+    print_table(("", *ways), rows, terminal.out)
+    mean = " geometric mean" if len(found) > 1 else ""
+    terminal.out.print(f"speed-up:{mean} {_speedup(found):.2f}")
+    same = sum(each.identical for each in found)
+    count = f" ({same} of {len(found)})" if len(found) > 1 else ""
+    terminal.out.print(f"identical: {'yes' if same == len(found) else 'no'}{count}")
+
+
+def _what(search: BeamSearch, options: GenerateOptions) -> str:
+    """What searched, in words."""
+    from truedraft.machine import dtype_name
+
+    target, draft = search.target, search.draft
+    name = target.name if target.note is None else f"{target.name} ({target.note})"
+    guesses = "no draft" if draft is None else f"draft {draft.name}, {search.draft_beams} beams of it"
+    if draft is not None and draft.note is not None:
+        guesses += f" ({draft.note})"
+    return f"{name}, {options.beams.num_beams} beams, {guesses}, {dtype_name(target.dtype)}"
+
+
+def _speedup(found: Sequence[_Found]) -> float:
+    return statistics.geometric_mean(each.speedup for each in found)
+
+
+def _record(found: Sequence[_Found], search: BeamSearch, options: GenerateOptions) -> dict[str, Any]:
+    """For programs."""
+    from truedraft.cli.report import target_record
+
+    searched = [each for each in found if each.error is None]
+    record: dict[str, Any] = {"command": "generate", "failed_prompts": len(found) - len(searched)}
+    if options.report.compare:
+        record["speedup"] = _speedup(searched) if searched else None
+        record["identical"] = all(each.identical for each in searched) if searched else None
+    seconds = sum(each.median_s(_SPECULATIVE) for each in searched)
+    tokens = sum(len(each.beams[0].token_ids) for each in searched if each.beams)
+    record |= {"elapsed_s": seconds, "tokens_per_s": tokens / seconds if seconds else 0.0}
+    record["prompts"] = [_prompt_record(each, options) for each in found]
+    how = dataclasses.asdict(options.beams) | {"early_stopping": _EARLY[options.beams.early_stopping]}
+    draft = None if search.draft is None else search.draft.name
+    how |= {"draft_beams": None if draft is None else search.draft_beams, "num_speculative_tokens": search.depth}
+    how |= {"max_tokens": options.sampling.max_tokens, "draft": draft}
+    return record | how | target_record(search.target, options.stack)
+
+
+def _prompt_record(found: _Found, options: GenerateOptions) -> dict[str, Any]:
+    about = {"id": found.name, "prompt_tokens": found.prompt_tokens, "error": found.error}
+    if found.error is not None:
+        return about
+    wanted = found.beams[: options.beams.num_return_sequences]
+    beams = {"beams": [dataclasses.asdict(beam) for beam in wanted]}
+    if not options.report.compare:
+        return about | beams | found.searches[_SPECULATIVE][0].counts
+    sides = {way: searches[0].counts | {"elapsed_s": found.median_s(way)} for way, searches in found.searches.items()}
+    return about | beams | {"speedup": found.speedup, "identical": found.identical} | sides

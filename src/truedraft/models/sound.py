@@ -1,0 +1,118 @@
+"""What the encoder of a model that hears is given, and how many vectors it makes of it.
+
+Families differ in how they lay out what their feature extractors return, in how long that has to be, and in how far
+their convolutions shorten it. All of that is found out from the encoder itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from truedraft.errors import PromptError, UnsupportedModelError
+
+_VECTORS = 4  # of a sound that is made up, where its length is free
+_ENDLESS = 2**20
+
+
+@dataclass
+class Encoded(BaseModelOutput):
+    """What a decoder is given in place of an encoder's output, whose experts or mask some ask for."""
+
+    router_logits: None = None
+    attention_mask: None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sound:
+    """How an encoder hears.
+
+    Attributes:
+        name: of the keyword: `input_features` or `input_values`.
+        bands: numbers for each moment: bands of a spectrum, or 1 for the wave itself.
+        limit: most vectors that the encoder makes of a sound.
+        moments: of every sound, where the encoder reads no others.
+        example: a sound that is made up, for measurements and checks.
+        vectors_of: how many vectors the encoder makes of so many moments.
+    """
+
+    name: str
+    bands: int
+    limit: int
+    moments: int | None
+    example: Tensor
+    vectors_of: Callable[[int], int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Sound:
+        """That of a loaded encoder-decoder that hears.
+
+        Raises:
+            UnsupportedModelError: it does not say how many vectors its encoder makes, or takes another form of sound.
+        """
+        encoder = model.get_encoder()
+        convolutions = [module for module in encoder.modules() if isinstance(module, nn.Conv1d)]
+        vectors_of = getattr(encoder, "_get_feat_extract_output_lengths", None)
+        if vectors_of is None or not convolutions:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads something else than text, and does not say how many vectors its encoder "
+                "makes of it; use a model that hears as Whisper does"
+            )
+        bands = convolutions[0].in_channels
+        limit = int(getattr(model.config, "max_source_positions", None) or _ENDLESS)
+        short = next(count for count in range(1, _ENDLESS) if vectors_of(count) >= _VECTORS)
+        for shape in [(bands, short), (short, bands)] if bands > 1 else [(short,)]:
+            example = _noise(shape, model)
+            if _can_read(encoder, model.main_input_name, example):
+                return cls(model.main_input_name, bands, limit, None, example, vectors_of)
+        # As Whisper's, which reads 30 seconds whatever is said in them.
+        whole = limit * prod(each.stride[0] for each in convolutions)
+        return cls(model.main_input_name, bands, limit, whole, _noise((bands, whole), model), vectors_of)
+
+    def vectors(self, inputs: Mapping[str, Tensor]) -> int:
+        """How many vectors the encoder makes of a prompt's sound.
+
+        Raises:
+            PromptError: it is not of the encoder's form, of several prompts, too short or too long.
+        """
+        shape = tuple(inputs[self.name].shape)
+        if shape[:1] != (1,) or len(shape) != self.example.dim() or (self.bands > 1 and self.bands not in shape):
+            wanted = ["1", *(["moments"] if self.bands == 1 else [f"{self.bands} bands", "moments"])]
+            raise PromptError(
+                f"{self.name} has the shape {shape}, and the encoder reads one sound of {' x '.join(wanted)}; use the "
+                "model's own feature extractor"
+            )
+        moments = prod(shape) // self.bands
+        if self.moments not in (None, moments):
+            raise PromptError(
+                f"{self.name} has {moments} moments, and the encoder reads {self.moments} whatever is said in them; "
+                "let its feature extractor pad or cut the sound"
+            )
+        count = int(self.vectors_of(moments))
+        if not 1 <= count <= self.limit:
+            how = "short" if count < 1 else "long"
+            raise PromptError(
+                f"{self.name} has {moments} moments, which is too {how} for an encoder that makes 1 to {self.limit} "
+                f"vectors of a sound; give a {'longer' if count < 1 else 'shorter'} one"
+            )
+        return count
+
+
+def _noise(shape: tuple[int, ...], model: PreTrainedModel) -> Tensor:
+    made = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    return made.to(model.device, model.dtype)
+
+
+@torch.inference_mode()
+def _can_read(encoder: nn.Module, name: str, sound: Tensor) -> bool:
+    try:
+        encoder(**{name: sound})
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,162 @@
+"""Models whose own cache is copied for what is drafted: answers as of transformers, no token read again in vain."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support.tiny_models import PROMPTS, stock, stock_greedy
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.copied import CopiedBackend
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import run_alone
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import conformance  # noqa: E402
+
+KNOWN = json.loads(conformance.SHAPES.read_text())
+FAMILIES = ["deepseek_v4", "inkling_text", "qwen4_exp_text"]
+COUNT = 16
+
+
+def random_model(family: str, noise: float = 0.0) -> PreTrainedModel:
+    config = conformance.small_config(family, KNOWN)
+    if family == "deepseek_v4":  # short enough for entries to be completed among few tokens
+        config.compress_rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6}
+    return conformance.random_model(config, family, 0.25, noise)
+
+
+@cache
+def copied(family: str, noise: float = 0.0) -> HuggingFaceModel:
+    return run_alone(random_model(family, noise), None, family, UnsupportedModelError("asked so"), CopiedBackend)
+
+
+@contextmanager
+def counted(model: HuggingFaceModel) -> Iterator[list[int]]:
+    """How many tokens each forward of the model itself reads meanwhile."""
+    read: list[int] = []
+
+    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+        read.append(given["input_ids"].shape[1])
+
+    hook = model.module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield read
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("drafted", ["none", "prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers(family: str, drafted: str) -> None:
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
+        "prompt-lookup": PromptLookup(min_ngram=1),
+        "chain": DraftModel(copied(family, 0.05), 4),
+        "tree": DraftModel(copied(family, 0.05), branching=(3, 2, 1)),
+    }
+    model = random_model(family)
+    expected = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    engine = Engine(copied(family), drafters[drafted], controller="fixed")
+    answers = engine.generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=COUNT, ignore_eos=True))
+    assert [list(answer.token_ids)[: len(own)] for answer, own in zip(answers, expected, strict=True)] == expected
+    assert not any(answer.warnings for answer in answers) and not engine.check_idle()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_reads_every_token_once(family: str) -> None:
+    model, prompt = copied(family), list(PROMPTS[1])
+    with counted(model) as read:
+        Engine(model).generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True))
+    assert read == [len(prompt)] + [1] * (COUNT - 1)
+
+
+def test_what_was_rejected_costs_its_own_tokens_and_what_stays_is_not_read_for_ever() -> None:
+    """Of five drafted tokens none stays; what the kept cache lacks is read along, up to sixteen tokens of it."""
+    model, prompt = copied("deepseek_v4"), list(PROMPTS[1])
+    cache = model.new_cache()
+    with counted(model) as read:
+        model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), (len(prompt) - 1,))])
+        cache.commit(range(len(prompt)))
+        for step in range(20):
+            model.forward([Segment(cache, torch.tensor([step, 1, 2, 3, 4, 5]), chain_shape(6), range(6))])
+            cache.commit((0,))
+    model.release_cache(cache)
+    assert read == [len(prompt), *range(6, 23), 17, 6, 7, 8]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_any_verdict_is_what_follows_plain_decoding(family: str) -> None:
+    model, prompt = copied(family), list(PROMPTS[1])
+    tree, below = TreeShape((-1, 0, 0, 2, 1, 3)), [3, 5, 7, 11, 13, 17]
+    for shape in (chain_shape(6), tree):
+        for node in range(len(shape)):
+            path, ends = shape.path(node), []
+            for drafted in (True, False):
+                cache = model.new_cache()
+                model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), (len(prompt) - 1,))])
+                cache.commit(range(len(prompt)))
+                if drafted:
+                    output = model.forward([Segment(cache, torch.tensor(below), shape, range(len(shape)))])
+                    ends.append(output.logits[node])
+                    cache.commit(path)
+                else:
+                    for place in path:
+                        output = model.forward([Segment(cache, torch.tensor([below[place]]), chain_shape(1), (0,))])
+                        cache.commit((0,))
+                    ends.append(output.logits[0])
+                ends.append(model.forward([Segment(cache, torch.tensor([23]), chain_shape(1), (0,))]).logits[0])
+                model.release_cache(cache)
+            torch.testing.assert_close(ends[0], ends[2], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(ends[1], ends[3], rtol=1e-3, atol=1e-3)
+
+
+def test_copies_count_as_memory_and_go_with_their_request() -> None:
+    model, prompt = copied("qwen4_exp_text"), list(PROMPTS[1])
+    cache = model.new_cache()
+    model.forward([Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), (len(prompt) - 1,))])
+    cache.commit(range(len(prompt)))
+    alone = cache.n_bytes
+    model.forward([Segment(cache, torch.tensor([1, 2, 3]), chain_shape(3), range(3))])
+    assert alone > cache.buffer_bytes and cache.n_bytes > 2 * alone - cache.buffer_bytes
+    model.release_cache(cache)
+    assert cache.beside is None and cache.n_bytes == cache.buffer_bytes
+
+
+def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
+    model, params = copied("inkling_text"), SamplingParams(max_tokens=COUNT, ignore_eos=True)
+    prompts = [list(prompt) for prompt in PROMPTS]
+    free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
+    Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=1 << 40)
+    limit = int(1.2 * model.pool.bytes_alone(64))
+    short = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=limit)
+    assert [each.token_ids for each in short.generate(prompts, params)] == [each.token_ids for each in free]
+    assert short.check_idle() == []
+
+
+def test_a_folder_of_such_a_model_loads_and_says_how_it_runs(tmp_path: Path) -> None:
+    random_model("inkling_text").save_pretrained(tmp_path)
+    assert "behind copies of its own cache" in str(load_model(tmp_path, dtype="float32").note)
+
+
+def test_a_model_that_gives_no_cache_is_refused() -> None:
+    model = stock("llama")
+    forward = model.forward
+    model.forward = lambda *args, **given: forward(*args, **given | {"use_cache": False})
+    with pytest.raises(UnsupportedModelError, match="gives no cache back"):
+        run_alone(model, None, "such", UnsupportedModelError("asked so"), CopiedBackend)

@@ -1,0 +1,220 @@
+"""Pictures in chats: what the library answers to them, within limits, and nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import openai
+from PIL import Image
+
+from server.conftest import TEMPLATE as TEXT_TEMPLATE
+from server.conftest import Running, serving
+from support.multimodal_models import save_with_processor
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.models import processor as processors
+from truedraft.models.base import LanguageModel
+
+QUESTION = "What is in this picture?"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %} {% endfor %}assistant:"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "seeing"
+    save_with_processor(made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def seeing(folder: Path) -> LanguageModel:
+    return load_model(folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def running(seeing: LanguageModel) -> Iterator[Running]:
+    with serving(Engine(seeing, "prompt-lookup"), max_body_bytes="2M") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Any:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def url_of(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def encoded(picture: Image.Image, kind: str = "png") -> str:
+    held = BytesIO()
+    picture.save(held, kind)
+    return url_of(held.getvalue(), kind)
+
+
+NOISE = Image.effect_noise((30, 50), 80).convert("RGB")
+TEAL = Image.new("RGB", (40, 30), "teal")
+
+
+def part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+
+
+def message(*urls: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*map(part, urls), {"type": "text", "text": QUESTION}]}]
+
+
+def ask(client: Any, messages: Any, **more: Any) -> str:
+    found = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0, **more)
+    text: str = found.choices[0].message.content
+    return text
+
+
+def expected(seeing: LanguageModel, text: str, *pictures: Image.Image) -> str:
+    parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    prompt = seeing.processor.chat([{"role": "user", "content": parts}], pictures)
+    return Engine(seeing).generate(prompt, SamplingParams(max_tokens=12)).text or ""
+
+
+def test_a_chat_about_pictures(client: Any, seeing: LanguageModel) -> None:
+    answers = [expected(seeing, QUESTION, NOISE), expected(seeing, QUESTION, TEAL, NOISE)]
+    assert ask(client, message(encoded(NOISE))) == answers[0]
+    assert ask(client, message(encoded(TEAL), encoded(NOISE))) == answers[1] != answers[0]
+    text = ask(client, [{"role": "user", "content": QUESTION}])
+    assert text == ask(client, [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}])
+    assert text not in answers
+    streamed = client.chat.completions.create(
+        model="tiny", messages=message(encoded(NOISE)), max_tokens=12, temperature=0, stream=True
+    )
+    assert "".join(each.choices[0].delta.content or "" for each in streamed if each.choices) == answers[0]
+
+
+def test_a_conversation_goes_on(client: Any, seeing: LanguageModel) -> None:
+    first = message(encoded(NOISE))
+    told = [*first, {"role": "assistant", "content": "Noise."}, {"role": "user", "content": "Sure?"}]
+    text = f"user: <image>{QUESTION} assistant: Noise. user: Sure? assistant:"
+    prompt = seeing.processor.prompt(text, [NOISE])
+    assert ask(client, told) == Engine(seeing).generate(prompt, SamplingParams(max_tokens=12)).text
+
+
+def test_samples_and_the_newer_endpoint(client: Any, seeing: LanguageModel) -> None:
+    found = client.chat.completions.create(
+        model="tiny", messages=message(encoded(NOISE)), max_tokens=12, temperature=1.0, seed=3, n=3,
+        extra_body={"coupled": True},
+    )  # fmt: skip
+    assert len({each.message.content for each in found.choices}) == 3
+    parts = [{"type": "input_image", "image_url": encoded(NOISE)}, {"type": "input_text", "text": QUESTION}]
+    answer = client.responses.create(
+        model="tiny", input=[{"role": "user", "content": parts}], max_output_tokens=12, temperature=0
+    )
+    assert answer.output_text == expected(seeing, QUESTION, NOISE)
+
+
+def header_of(width: int, height: int) -> bytes:
+    """The beginning of a PNG that says that it is so large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+
+
+def bitmap() -> str:
+    return encoded(TEAL, "bmp")
+
+
+@pytest.mark.parametrize(
+    ("urls", "told"),
+    [
+        (["https://example.org/a.png"], "this server fetches nothing, got 'https://example.org/a.png'"),
+        (["http://169.254.169.254/latest"], "this server fetches nothing"),
+        (["file:///etc/passwd"], "this server fetches nothing, got 'file:///etc/passwd'"),
+        (["/etc/passwd"], "this server fetches nothing"),
+        (["data:text/html;base64,AAAA"], "must be a data URL"),
+        (["data:image/png,AAAA"], "must be a data URL"),
+        (["data:image/png;base64,&&&&"], "a picture is no base64"),
+        ([url_of(b"no picture")], "picture 1 of messages cannot be read as a picture"),
+        ([url_of(header_of(30_000, 30_000))], "cannot be read as a picture"),  # what Pillow takes for an attack
+        ([url_of(header_of(4_000, 3_000))], "has 4000 x 3000 pixels, of at most 8388608"),
+        ([encoded(Image.new("RGB", (2_400, 2_000)))] * 2, "picture 2 of messages has 2400 x 2000 pixels, of at"),
+        ([encoded(TEAL)] * 17, "holds 17 pictures, of at most 16"),
+        ([url_of(header_of(40, 30))], "cannot be read as a picture"),  # it ends too early
+        ([bitmap()], "cannot be read as a picture"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(client: Any, urls: list[str], told: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, message(*urls))
+    body: Any = refused.value.body
+    assert told in body["message"] and body["param"] == "messages" and "\n" not in body["message"]
+
+
+def test_a_text_that_names_a_place_is_refused(client: Any) -> None:
+    told = message(encoded(TEAL))
+    told[0]["content"][1]["text"] = "<image> and this?"
+    with pytest.raises(openai.BadRequestError, match="2 places for pictures"):
+        ask(client, told)
+
+
+def test_a_body_that_is_too_long_is_refused(client: Any) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        ask(client, message(url_of(bytes(3_000_000))))
+    assert refused.value.status_code == 413
+
+
+def test_pictures_are_read_apart(client: Any, monkeypatch: pytest.MonkeyPatch, running: Running) -> None:
+    """Other clients are served meanwhile, however short the body."""
+    going, waited = threading.Event(), threading.Event()
+    made = processors.Processor.chat
+
+    def slow(*given: Any, **more: Any) -> Any:
+        going.set()
+        assert waited.wait(20)
+        return made(*given, **more)
+
+    monkeypatch.setattr(processors.Processor, "chat", slow)
+    asking = threading.Thread(target=ask, args=(client, message(encoded(TEAL))))
+    asking.start()
+    try:
+        assert going.wait(20)
+        assert ask(client, [{"role": "user", "content": "Meanwhile?"}])
+    finally:
+        waited.set()
+        asking.join(20)
+
+
+def test_a_model_of_text_takes_none(target: LanguageModel, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEXT_TEMPLATE)
+    with serving(Engine(target), chat_template=template) as running:
+        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="takes no pictures; give text alone"):
+            ask(client, message(encoded(TEAL)))
+
+
+def test_a_model_without_its_processor_tells_no_paths(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*processor_config.json"))
+    with serving(Engine(load_model(bare, dtype="float32"))) as running:
+        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="this server reads no pictures") as refused:
+            ask(client, message(encoded(TEAL)))
+        assert str(tmp_path) not in str(refused.value.body)
