@@ -342,8 +342,8 @@ KINDS: Mapping[str, DrafterKind] = {
     "suffix": DrafterKind(
         "FILE",
         {"num_speculative_tokens": "12", "nodes": "24", "max_tokens": str(_STORED)},
-        "a tree of what followed where the text's ending occurred before, in it or in any text that was answered; of these "
-        "the latest max_tokens are kept, and between runs in FILE",
+        "a tree of what followed where the text's ending occurred before, in it or in any text that was answered: the "
+        "latest max_tokens are kept, between runs in FILE",
         _suffix,
         {"num_speculative_tokens": "16", "nodes": "32"},
     ),

@@ -80,7 +80,7 @@ class SuffixDrafter(Drafter):
     def end(self, request: DraftRequest) -> None:
         """What it wrote is kept for others."""
         self._found.pop(request.id, None)
-        if self._own.pop(request.id, None) is not None and not request.params.private:
+        if self._own.pop(request.id, None) is not None and request.kept and not request.params.private:
             self.store.add(request.scope, request.tokens)
 
     def hint(self, request: DraftRequest) -> Hint:
