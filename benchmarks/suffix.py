@@ -1,6 +1,6 @@
 """Suffix decoding: what it costs to look up and store, and what it brings: `python benchmarks/suffix.py`.
 
-    python benchmarks/suffix.py [--rows store repeated edited trace own] [--tokens 10000000] [--pad-to 500M] [--out FILE]
+    python benchmarks/suffix.py [--rows store repeated edited trace own] [--pad-to 500M] [--out FILE]
 
 `store` fills an index with synthetic text and times look-ups and insertions while an engine decodes on another thread.
 `repeated` asks one request ten times, `edited` asks it with single tokens of the prompt replaced. `trace` are 200

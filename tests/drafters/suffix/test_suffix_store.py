@@ -142,8 +142,7 @@ own = int(sys.argv[2])
 store = SuffixStore(1 << 16, SuffixFile(Path(sys.argv[1]), "t", 1 << 16))
 for number in range(100):
     store.add(None, [own, number, *range(50), own])
-store.settle()
-"""
+"""  # the process waits for what is not taken in yet
     running = [subprocess.Popen([sys.executable, "-c", code, str(path), str(own)]) for own in (7000, 8000)]
     assert [each.wait(timeout=120) for each in running] == [0, 0]
     texts = [text for _, text in texts_of(path, 1 << 16)]

@@ -1,24 +1,21 @@
 """What requests wrote, kept for those that come: an index for each namespace, within one bound, and a file.
 
-Finished texts are taken in by a thread of their own, a piece at a time, so that no step waits for more than a piece.
+Finished texts are taken in by a thread of their own, a piece at a time, so that no step waits for more than a piece. It
+ends when nothing is left, and the process waits for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from queue import SimpleQueue
-from typing import TypeAlias
 
 import numpy as np
 
 from truedraft.drafters.suffix.file import SuffixFile
 from truedraft.drafters.suffix.index import NO_MATCHES, Ids, Matches, SuffixIndex
 
-_Item: TypeAlias = "tuple[Hashable, Ids] | threading.Event | None"
 _PIECE = 1024
 _LEAST_TEXT = 8  # tokens; what is shorter says nothing that the text itself would not
 _TOKENS_A_TEXT = 64  # of the bound, for each text that is known by its digest
@@ -38,8 +35,9 @@ class SuffixStore:
         self._lock = threading.Lock()
         self._indexes: OrderedDict[Hashable, SuffixIndex] = OrderedDict()  # the one used last stands last
         self._known: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()  # where a text was stored
-        self._waiting: SimpleQueue[_Item] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._waiting: deque[tuple[Hashable, Ids]] = deque()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None  # while texts are taken in
         if file is not None:
             for scope, text in file.read():
                 self._take_in(scope, text)
@@ -63,18 +61,26 @@ class SuffixStore:
         """Take in a text, soon."""
         if len(tokens) < _LEAST_TEXT:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_take_in_all, args=(weakref.ref(self), self._waiting), daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._waiting.put, None)
-        self._waiting.put((scope, np.array(tokens, dtype=np.int32)))
+        with self._starting:
+            self._waiting.append((scope, np.array(tokens, dtype=np.int32)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._take_in_all)
+                self._thread.start()
 
     def settle(self) -> None:
         """Wait until all that was added is taken in, and in the file."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._waiting.put(done)
-            done.wait()
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _take_in_all(self) -> None:
+        """What the store's thread does."""
+        while True:
+            with self._starting:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                scope, text = self._waiting.popleft()
+            self.take_in(scope, text)
 
     def take_in(self, scope: Hashable, text: Ids) -> None:
         """Store a text now, and in the file; what other processes wrote there is read, too."""
@@ -117,13 +123,3 @@ class SuffixStore:
             del self._indexes[oldest]
             self._known = OrderedDict((key, place) for key, place in self._known.items() if key[0] != oldest)
         return index
-
-
-def _take_in_all(store: weakref.ref[SuffixStore], waiting: SimpleQueue[_Item]) -> None:
-    """What the store's thread does, while there is a store."""
-    while (item := waiting.get()) is not None:
-        if isinstance(item, threading.Event):
-            item.set()
-        elif (owner := store()) is not None:
-            owner.take_in(*item)
-            del owner
