@@ -134,6 +134,12 @@ def test_words(tmp_path: object) -> None:
     target = packed("llama")
     made = from_spec(f"suffix:{tmp_path}/kept,num_speculative_tokens=7,nodes=9,max_tokens=5000", target)
     assert (made.limits.depth, made.limits.nodes) == (7, 9)
+    assert isinstance(made, SuffixDrafter)
+    answer = Engine(target, made).generate(list(PROMPTS[1]), GREEDY)
+    made.store.settle()
+    again = from_spec(f"suffix:{tmp_path}/kept", target)
+    assert isinstance(again, SuffixDrafter)
+    assert again.store.find(None, PROMPTS[1], 24).following == [list(answer.token_ids)]
     for word, said in (
         ("suffix,nodes=0", "nodes must be 1 or more"),
         ("suffix,max_tokens=0", "max_tokens must be 1 or more"),

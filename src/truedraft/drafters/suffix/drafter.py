@@ -59,7 +59,7 @@ class SuffixDrafter(Drafter):
         for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
             if value < 1:
                 raise OptionError(f"{option} must be 1 or more, got {value}")
-        self.store = store or SuffixStore(1 << 20)
+        self.store = SuffixStore(1 << 20) if store is None else store  # an empty one is False
         depth = min(num_speculative_tokens, nodes)
         self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
         self._own: dict[int, NgramIndex] = {}
