@@ -495,9 +495,10 @@ lines of `benchmarks/results/conformance.jsonl`.
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
     """docs/conformance.md."""
+    ways = {line["family"]: line.get("mechanism", "not built") for line in reversed(lines)}
     told = INTRODUCTION.format(
         version=transformers.__version__, cells=len(PAIRWISE), every=len(EVERY), rounds=ROUNDINGS, far=MOST_FAR,
-        fully="; ".join(FULLY), rest=len(EVERY) - len(PAIRWISE),
+        fully="; ".join(f"{name}, {ways.get(name, 'not run')}" for name in FULLY), rest=len(EVERY) - len(PAIRWISE),
     )  # fmt: skip
     ran = "\n".join(f"| {' | '.join(cell.name.split(', '))} |" for cell in PAIRWISE)
     table = f"## The {len(PAIRWISE)} cells\n\n| drafter | rule | sampling | requests |\n|---|---|---|---|\n{ran}\n"

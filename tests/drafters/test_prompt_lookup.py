@@ -10,7 +10,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.drafters import DraftRequest, PromptLookup
-from truedraft.drafters.prompt_lookup import _copy
+from truedraft.drafters.prompt_lookup import copied
 from truedraft.errors import OptionError
 from truedraft.testing import MarkovModel
 
@@ -38,7 +38,7 @@ def test_the_worked_example() -> None:
     request = DraftRequest(0, SamplingParams(), [5, 6, 7, 5, 6])
     lookup.begin(request)
     assert propose(lookup, request) == [7, 5, 6]
-    assert _copy([5, 6, 7], 1, 5) == [6, 7, 6, 7, 6]
+    assert copied([5, 6, 7], 1, 5) == [6, 7, 6, 7, 6]
     assert propose(lookup, request, Budget(1)) == [7]
     assert propose(lookup, request, Budget(0)) == []
 

@@ -356,7 +356,7 @@ class _Rehearsal:
         # The engine counts its requests up from 0; two of them may share a drafter.
         self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
         inputs = self._target.opening_inputs
-        request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs)
+        request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs, kept=False)
         self._request = request
         self._drafter.begin(request)
         nothing = Proposal.empty()

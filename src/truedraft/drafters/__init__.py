@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
     from truedraft.drafters.specs import from_spec
+    from truedraft.drafters.suffix import SuffixDrafter
 
 _HOMES = {
     "Budget": "core.budget",
@@ -42,6 +43,7 @@ _HOMES = {
     "Redrafter": "drafters.redrafter",
     "ReencodedDraft": "drafters.reencoded",
     "StepOutcome": "drafters.base",
+    "SuffixDrafter": "drafters.suffix",
     "TokenTree": "core.tree",
     "draw": "core.probs",
     "find_drafters": "drafters.registry",
@@ -66,6 +68,7 @@ __all__ = [
     "Redrafter",
     "ReencodedDraft",
     "StepOutcome",
+    "SuffixDrafter",
     "TokenTree",
     "draw",
     "find_drafters",

@@ -78,6 +78,7 @@ class DraftRequest:
         shaping: what its options do to logits before a distribution is made of them; None where they do nothing. A
             draft that does the same is accepted more often, and is judged as exactly without it.
         inputs: what its prompt has beside its tokens.
+        kept: whether a drafter may keep what it wrote for later ones; not of a rehearsal.
     """
 
     id: int
@@ -87,6 +88,7 @@ class DraftRequest:
     scope: Hashable = None
     prediction: tuple[int, ...] = ()
     inputs: Mapping[str, Tensor] | None = None
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

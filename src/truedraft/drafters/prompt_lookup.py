@@ -42,7 +42,7 @@ class PromptLookup(Drafter):
             raise OptionError(f"1 <= min_ngram <= max_ngram must hold, got {min_ngram} and {max_ngram}")
         self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)
         self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._indexes: dict[int, _NgramIndex] = {}
+        self._indexes: dict[int, NgramIndex] = {}
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -50,7 +50,7 @@ class PromptLookup(Drafter):
 
     def begin(self, request: DraftRequest) -> None:
         """Start an index for the request; the prompt is read at the first proposal."""
-        self._indexes[request.id] = _NgramIndex(self._sizes)
+        self._indexes[request.id] = NgramIndex(self._sizes)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -65,7 +65,7 @@ class PromptLookup(Drafter):
         start, _ = self._find(request)
         if start is None:
             return Proposal.empty()
-        return Proposal.deterministic(TokenTree.chain(_copy(request.tokens, start, length)))
+        return Proposal.deterministic(TokenTree.chain(copied(request.tokens, start, length)))
 
     def hint(self, request: DraftRequest) -> Hint:
         """The length of the n-gram that was found is its kind."""
@@ -79,7 +79,7 @@ class PromptLookup(Drafter):
         self._indexes.pop(request.id, None)
 
 
-def _copy(tokens: Sequence[int], start: int, length: int) -> list[int]:
+def copied(tokens: Sequence[int], start: int, length: int) -> list[int]:
     """Copy from `start` on; past the end of the text the copy reads itself, so a loop is guessed to go on.
 
     Worked example: from place 1 of 5 6 7, five tokens are 6 7 6 7 6.
@@ -88,7 +88,7 @@ def _copy(tokens: Sequence[int], start: int, length: int) -> list[int]:
     return [tokens[start + i % period] for i in range(length)]
 
 
-class _NgramIndex:
+class NgramIndex:
     """Where each n-gram of one text was last followed by something.
 
     Worked example, for n-grams of 2 over 5 6 7 5 6: the ending (5, 6) was last followed at place 2, by 7.

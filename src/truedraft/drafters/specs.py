@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _COUNTED = "counted"
 _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
+_STORED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,21 @@ def _prompt_lookup(words: Words, target: LanguageModel) -> Drafter:
     return PromptLookup(**{name: read_whole(name, value) for name, value in words.options.items()})
 
 
+def _suffix(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.suffix import SuffixDrafter, SuffixFile, SuffixStore
+
+    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
+    most = sizes.pop("max_tokens", _STORED)
+    if most < 1:
+        raise OptionError(f"max_tokens must be 1 or more, got {most}")
+    file = None
+    if words.path is not None:
+        tokenizer = target.tokenizer
+        ids = f"{target.vocab_size} ids" if tokenizer is None else tokenizer.fingerprint
+        file = SuffixFile(Path(words.path).expanduser(), ids, most)
+    return SuffixDrafter(SuffixStore(most, file), **sizes)
+
+
 def _draft_of(words: Words, target: LanguageModel) -> LanguageModel:
     """The draft model that a word names, loaded as the target was."""
     from truedraft.machine import dtype_name
@@ -322,6 +338,14 @@ KINDS: Mapping[str, DrafterKind] = {
         "copies what followed the last time the text ended like this",
         _prompt_lookup,
         {"num_speculative_tokens": "12"},
+    ),
+    "suffix": DrafterKind(
+        "FILE",
+        {"num_speculative_tokens": "12", "nodes": "24", "max_tokens": str(_STORED)},
+        "a tree of what followed where the text's ending occurred before, in it or in any text that was answered: the "
+        "latest max_tokens are kept, between runs in FILE",
+        _suffix,
+        {"num_speculative_tokens": "16", "nodes": "32"},
     ),
     "draft": DrafterKind(
         "MODEL",

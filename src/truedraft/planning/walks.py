@@ -203,7 +203,7 @@ class _Life:
     def __init__(self, number: int, trace: AnswerTrace) -> None:
         self.trace = trace
         self._tokens = list(trace.prompt)
-        self.request = DraftRequest(number, trace.params, TokenView(self._tokens))
+        self.request = DraftRequest(number, trace.params, TokenView(self._tokens), kept=False)
         self._drawn = is_drawn(trace.params)
         self._step = 0
         self._begun = False

@@ -1,0 +1,8 @@
+"""Suffix decoding: what followed where this ending occurred before, in this text or any that was answered."""
+
+from truedraft.drafters.suffix.drafter import SuffixDrafter
+from truedraft.drafters.suffix.file import SuffixFile
+from truedraft.drafters.suffix.index import SuffixIndex
+from truedraft.drafters.suffix.store import SuffixStore
+
+__all__ = ["SuffixDrafter", "SuffixFile", "SuffixIndex", "SuffixStore"]

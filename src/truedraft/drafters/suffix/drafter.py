@@ -1,0 +1,170 @@
+"""Trees of what followed where a text's ending occurred before, in it or in any that was answered."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import ClassVar
+
+from truedraft.core.budget import Budget, Hint
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree, shape_of
+from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.prompt_lookup import NgramIndex, copied
+from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches
+from truedraft.drafters.suffix.store import SuffixStore
+from truedraft.errors import OptionError
+
+_NOTHING = Hint(finds=False)
+_LENGTHS = (4, 8, 16, 32)
+"""Hints are of one kind where the longest match has 2 or 3 tokens, 4 to 7, 8 to 15, 16 to 31, or more, and of others
+where what followed was not always the same."""
+_FOUND = tuple(Hint(kind) for kind in range(2 * (len(_LENGTHS) + 1)))
+_SIZES = range(4, 1, -1)
+_SHORTER = 0.5
+"""What a place counts whose match is shorter by a token than another's."""
+_LEAST_SHARE = 0.05
+"""Of what counts, behind which no tree goes."""
+
+
+class SuffixDrafter(Drafter):
+    """Drafts what followed the longest earlier occurrence of a text's ending, as a tree weighted by counts.
+
+    SuffixDecoding (2411.04975): places in the text itself and in those that were answered before count alike. Each
+    place counts by the length of its match and a branch by its places' sum; the tree takes the likeliest nodes.
+    Candidates are deterministic, so every rule judges them exactly.
+
+    Requests of one scope share what was answered. A sampled request with a chosen seed neither reads that nor adds to
+    it: what it answers is a function of its noise, which others may share (DESIGN section 2), and its tokens must not
+    hang on others. It drafts from its own text.
+
+    Args:
+        store: of answered texts; None makes one of a million tokens.
+        num_speculative_tokens: longest path.
+        nodes: most nodes of a tree.
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "suffix"
+    told_late = True
+    hints_change = True
+
+    def __init__(self, store: SuffixStore | None = None, num_speculative_tokens: int = 12, nodes: int = 24) -> None:
+        for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
+            if value < 1:
+                raise OptionError(f"{option} must be 1 or more, got {value}")
+        self.store = SuffixStore(1 << 20) if store is None else store  # an empty one is False
+        depth = min(num_speculative_tokens, nodes)
+        self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
+        self._own: dict[int, NgramIndex] = {}
+        self._found: dict[int, tuple[int, Matches]] = {}  # by request: for which length of its text, and what
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.DETERMINISTIC})
+
+    @property
+    def holding(self) -> frozenset[int]:
+        return frozenset(self._own)
+
+    def begin(self, request: DraftRequest) -> None:
+        self._own[request.id] = NgramIndex(_SIZES)
+        self._found.pop(request.id, None)
+
+    def end(self, request: DraftRequest) -> None:
+        """What it wrote is kept for others."""
+        self._found.pop(request.id, None)
+        if self._own.pop(request.id, None) is not None and request.kept and not request.params.private:
+            self.store.add(request.scope, request.tokens)
+
+    def hint(self, request: DraftRequest) -> Hint:
+        """How long the longest match is, and whether all places agree."""
+        found = self._matches(request)
+        if not found.lengths:
+            return _NOTHING
+        longest = found.lengths[0]
+        best = [row[0] for row, length in zip(found.following, found.lengths, strict=True) if length == longest]
+        return _FOUND[2 * bisect_right(_LENGTHS, longest) + (len(set(best)) == 1)]
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        return [self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)]
+
+    def _propose(self, request: DraftRequest, budget: Budget) -> Proposal:
+        if budget.is_zero:
+            return Proposal.empty()
+        depth, nodes = min(budget.depth, self.limits.depth), min(budget.nodes, self.limits.nodes)
+        tree = likeliest_tree(self._matches(request), depth, nodes, budget.width)
+        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
+
+    def _matches(self, request: DraftRequest) -> Matches:
+        """Places in its own text and in others', as of the tokens that are there now."""
+        length, found = self._found.get(request.id, (-1, NO_MATCHES))
+        if length != len(request.tokens):
+            found = self._own_match(request)
+            if not request.params.private:
+                others = self.store.find(request.scope, request.tokens[-WINDOW:], self.limits.depth)
+                first, second = (found, others) if found.lengths > others.lengths else (others, found)
+                found = Matches([*first.lengths, *second.lengths], [*first.following, *second.following])
+            self._found[request.id] = len(request.tokens), found
+        return found
+
+    def _own_match(self, request: DraftRequest) -> Matches:
+        """The latest place in its own text where its ending occurred."""
+        tokens = request.tokens
+        start, length = self._own[request.id].find(tokens)
+        if start is None:
+            return NO_MATCHES
+        while length < min(WINDOW, start) and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return Matches([length], [copied(tokens, start, self.limits.depth)])
+
+
+def likeliest_tree(matches: Matches, depth: int, nodes: int, width: int) -> TokenTree:
+    """The likeliest nodes of the tree of what followed.
+
+    Worked example: after matches of one length followed 5 6, 5 7 and 8. With three nodes they are 5 (2/3), and of 6, 7
+    and 8 (1/3 each) the first two that were found: 5 6 7, where 6 and 7 hang on 5.
+
+    Args:
+        matches: places, and what followed.
+        depth: of the longest path.
+        nodes: of the tree.
+        width: most children of one node.
+    """
+    if not matches.lengths:
+        return TokenTree.empty()
+    longest = matches.lengths[0]
+    weights = [_SHORTER ** (longest - length) for length in matches.lengths]
+    total, rows = sum(weights), matches.following
+    waiting: list[tuple[float, int, int, int, int, list[int]]] = []  # -share, order, parent, depth, token, places
+    order = count()
+    ids: list[int] = []
+    parents: list[int] = []
+
+    def branch(parent: int, level: int, places: Sequence[int]) -> None:
+        followers: defaultdict[int, list[int]] = defaultdict(list)
+        for place in places:
+            if level < len(rows[place]) and rows[place][level] != END:
+                followers[rows[place][level]].append(place)
+        found = [(sum(weights[place] for place in own), token, own) for token, own in followers.items()]
+        found.sort(key=lambda each: -each[0])
+        for share, token, own in found[:width]:
+            if share >= _LEAST_SHARE * total:
+                heappush(waiting, (-share, next(order), parent, level + 1, token, own))
+
+    branch(-1, 0, range(len(rows)))
+    while waiting and len(ids) < nodes:
+        _, _, parent, level, token, own = heappop(waiting)
+        ids.append(token)
+        parents.append(parent)
+        if level < depth:
+            branch(len(ids) - 1, level, own)
+    return TokenTree.of_ids(ids, shape_of(tuple(parents)))

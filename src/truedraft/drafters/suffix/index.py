@@ -1,0 +1,212 @@
+"""Where a text's ending occurred before, among many stored texts: a ring of tokens, and chains of equal n-grams.
+
+Every stored token ends an n-gram of each of two lengths. Places whose n-grams have one hash form a chain, the latest
+first, so a look-up walks the latest few of them and compares what stands before them with the ending: the longest match
+counts. What is too old is written over; a chain that leads there ends. Nothing is ever rebalanced, and an entry costs
+its token (4 bytes), two links (16) and its share of the tables of heads (8).
+
+Hash chains as in LZ77 coders stand in for the suffix tree of SuffixDecoding (2411.04975): the matches are the same
+while no ending occurred more often than a chain is walked, and nothing but arrays of numbers is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids: TypeAlias = NDArray[np.int32]
+Places: TypeAlias = NDArray[np.int64]
+
+END = -1
+"""Stands between two texts; no ending matches across it."""
+LENGTHS = (8, 2)
+"""Of the n-grams that are chained: where the longer one occurred, only its places are looked at."""
+WINDOW = 32
+"""The longest match that is told from a longer one."""
+WALKED = 32
+"""Places of a chain that are looked at, the latest ones."""
+_LEAST = 256
+_PRIME = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matches:
+    """Places where an ending occurred before, the longest matches first, then the latest.
+
+    Attributes:
+        lengths: `[matches]`: how many tokens before each place are those that end the text, at most `WINDOW`.
+        following: `[matches, depth]`: the tokens that followed; `END` behind the end of a text.
+    """
+
+    lengths: list[int]
+    following: list[list[int]]
+
+
+NO_MATCHES = Matches([], [])
+
+
+class SuffixIndex:
+    """Stored tokens, of which the latest `most` are kept.
+
+    Worked example: of the text 5 6 7 5 6 8 the ending 5 6 occurred before the places 2 and 5; the latest is 5, and what
+    followed there is 8.
+
+    Args:
+        most: tokens that are kept; a power of two is kept where this is none, the next smaller one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = 1 << max(most, _LEAST).bit_length() - 1
+        self.written = 0  # tokens so far; places count from the first that was ever stored
+        self._open = 0  # tokens of the text that may go on, up to the longest n-gram
+        self._allocate(_LEAST)
+
+    def _allocate(self, size: int) -> None:
+        self.size = size
+        self._tokens: Ids = np.full(size, END, dtype=np.int32)
+        self._before: list[Places] = [np.full(size, -1, dtype=np.int64) for _ in LENGTHS]
+        self._heads: list[Places] = [np.full(size // 2, -1, dtype=np.int64) for _ in LENGTHS]
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that is held."""
+        return self._tokens.nbytes + sum(each.nbytes for each in (*self._before, *self._heads))
+
+    @property
+    def first(self) -> int:
+        """The first place that is kept."""
+        return max(self.written - self.size, 0)
+
+    def __len__(self) -> int:
+        """Tokens that are kept, ends of texts included."""
+        return self.written - self.first
+
+    def texts(self) -> list[Ids]:
+        """The stored texts, the oldest first; it may lack its beginning."""
+        every = self._tokens[np.arange(self.first, self.written) & (self.size - 1)]
+        ends = np.flatnonzero(every == END)
+        return [part[part != END] for part in np.split(every, ends) if (part != END).any()]
+
+    def add(self, tokens: Sequence[int] | Ids, *, ends: bool = False) -> None:
+        """Store tokens behind those that were stored last, as the same text unless that has ended.
+
+        Args:
+            tokens: ids, 0 or more.
+            ends: whether what is stored next is another text.
+        """
+        new = np.asarray(tokens, dtype=np.int32)
+        if ends:
+            new = np.append(new, np.int32(END))
+        while len(new):
+            if self.written + len(new) > self.size < self.most:
+                self._grow(self.written + len(new))
+            part, new = new[: self.size // 2], new[self.size // 2 :]
+            self._add(part)
+
+    def _grow(self, wanted: int) -> None:
+        """Twice the room, or more; what is kept is stored again."""
+        kept = self._tokens[np.arange(self.first, self.written) & (self.size - 1)]
+        size = self.size
+        while size < min(wanted, self.most):
+            size *= 2
+        self.written = self._open = 0
+        self._allocate(size)
+        for start in range(0, len(kept), size // 2):
+            self._add(kept[start : start + size // 2])
+
+    def _add(self, new: Ids) -> None:
+        """At most as many as half of the room."""
+        begin, mask = self.written, self.size - 1
+        places = np.arange(begin, begin + len(new))
+        self._tokens[places & mask] = new
+        self.written += len(new)
+        longest = LENGTHS[0]
+        known = min(self._open, longest - 1)
+        text = np.concatenate([self._tokens[np.arange(begin - known, begin) & mask], new])
+        # How many tokens of its text stand before each place of `text`, that place included.
+        numbers = np.arange(1, len(text) + 1)
+        since = numbers - np.maximum.accumulate(np.where(text == END, numbers, 0))
+        self._open = min(int(since[-1]), longest)
+        for which, length in enumerate(LENGTHS):
+            self._chain(which, places, _hashes(text, length)[known:], since[known:] >= length)
+
+    def _chain(self, which: int, places: Places, hashes: NDArray[np.uint64], whole: NDArray[np.bool_]) -> None:
+        """Put places at the heads of the chains of their hashes; those that end no n-gram are in none.
+
+        Worked example: places 4, 5, 6 with the hashes a b a: 6 leads to 4, 4 and 5 to what led the chains of a and b
+        before, and 6 and 5 lead them now.
+        """
+        mask, heads, before = self.size - 1, self._heads[which], self._before[which]
+        before[places & mask] = -1
+        places, slots = places[whole], self._slots(hashes[whole])
+        order = np.argsort(slots, kind="stable")
+        places, slots = places[order], slots[order]
+        again = np.zeros(len(slots), dtype=bool)  # has one of its slot before it
+        again[1:] = slots[1:] == slots[:-1]
+        leads = heads[slots]
+        leads[1:][again[1:]] = places[:-1][again[1:]]
+        before[places & mask] = leads
+        last = np.append(~again[1:], True) if len(slots) else again
+        heads[slots[last]] = places[last]
+
+    def find(self, tokens: Sequence[int], depth: int) -> Matches:
+        """Where the ending of a text occurred, and what followed.
+
+        Args:
+            tokens: the text, or its last `WINDOW` tokens.
+            depth: tokens that are wanted of what followed.
+        """
+        ending = np.array(tokens[-WINDOW:], dtype=np.int32)
+        for which, length in enumerate(LENGTHS):
+            if len(ending) < length:
+                continue
+            places = self._walk(which, int(self._slots(_hashes(ending[-length:], length)[-1:])[0]))
+            found = self._compared(places, ending, length, depth) if places else NO_MATCHES
+            if found.lengths:
+                return found
+        return NO_MATCHES
+
+    def _slots(self, hashes: NDArray[np.uint64]) -> Places:
+        """Which heads lead the chains of hashes."""
+        slots: Places = (hashes >> np.uint64(64 - (self.size // 2 - 1).bit_length())).astype(np.int64)
+        return slots
+
+    def _walk(self, which: int, slot: int) -> list[int]:
+        before, mask, first = self._before[which], self.size - 1, self.first
+        places: list[int] = []
+        place = int(self._heads[which][slot])
+        while place >= first and len(places) < WALKED:
+            places.append(place)
+            place = int(before[place & mask])
+        return places
+
+    def _compared(self, places: list[int], ending: Ids, least: int, depth: int) -> Matches:
+        """Those of the places before which at least so many tokens are the ending's."""
+        last, mask = np.array(places)[:, None], self.size - 1
+        back = last - _STEPS[: len(ending)]
+        alike = (self._tokens[back & mask] == ending[::-1]) & (back >= self.first)
+        lengths = np.where(alike.all(axis=1), len(ending), alike.argmin(axis=1))
+        ahead = last + 1 + _STEPS[:depth]
+        following = np.where(ahead < self.written, self._tokens[ahead & mask], END)
+        fits = (lengths >= least) & (following[:, 0] != END)
+        order = np.argsort(-lengths, kind="stable")
+        order = order[fits[order]]
+        return Matches(lengths[order].tolist(), following[order].tolist())
+
+
+_STEPS = np.arange(1024)
+
+
+def _hashes(tokens: Ids, length: int) -> NDArray[np.uint64]:
+    """Of the n-gram that ends at each place; at the first ones, which end none, of whatever there is."""
+    found = np.zeros(len(tokens), dtype=np.uint64)
+    ids = tokens.astype(np.uint64)
+    for back in range(min(length, len(ids))):
+        found[back:] = (found[back:] + ids[: len(ids) - back] + np.uint64(1)) * np.uint64(_PRIME) ^ (
+            found[back:] >> np.uint64(29)
+        )
+    return found * np.uint64(_PRIME)
