@@ -116,7 +116,12 @@ def test_the_draft_ends_at_its_own_context(run: Run, target: str, tmp_path: Path
         (["--num-beams", "4", "--draft-beams", "3"], "--draft-beams must be a whole number of 4 or more, got 3"),
         (["--num-beams", "4", "--num-return-sequences", "5"], "must be at most --num-beams, 4, got 5"),
         (["--num-beams", "4", "--early-stopping", "soon"], "--early-stopping must be true, false or never, got 'soon'"),
-        (["--num-beams", "4", "--length-penalty", "nan"], "--length-penalty must be a finite number, got nan"),
+        (["--num-beams", "4", "--length-penalty", "nan"], "--length-penalty must lie between -5.0 and 5.0, got nan"),
+        (
+            ["--num-beams", "4", "--length-penalty", "1e308"],
+            "--length-penalty must lie between -5.0 and 5.0, got 1e+308",
+        ),
+        (["--num-beams", "2", "--image", "no.png"], "--image does not go with --num-beams"),
         (["--num-beams", "4", "--temperature", "1"], "--temperature does not go with --num-beams"),
         (["--num-beams", "4", "--coupled"], "--coupled does not go with --num-beams"),
         (["--num-beams", "4", "--seed", "3"], "--seed does not go with --num-beams"),

@@ -221,7 +221,9 @@ def test_a_sound_that_is_too_short_is_refused() -> None:
 def test_what_is_no_sound_is_refused() -> None:
     engine = Engine(target("whisper"))
     for prompt in ("text", [5, 6, 7]):
-        with pytest.raises(PromptError, match=r"'whisper' hears and reads no text; give a MultimodalPrompt.heard"):
+        with pytest.raises(
+            PromptError, match=r"'whisper' hears and reads no text; from Python give a MultimodalPrompt.heard"
+        ):
             engine.generate(prompt, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="pixel_values beside its tokens, and 'whisper' takes none"):
         engine.generate(MultimodalPrompt((5, 6), {"pixel_values": FEATURES}), GREEDY)

@@ -162,7 +162,7 @@ class Prefixes:
 
         Args:
             number: of the request.
-            least: copy nothing where no more than fewer tokens are there.
+            least: copy nothing unless at least so many tokens are there.
 
         Returns:
             Tokens that were copied.

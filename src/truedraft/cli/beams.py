@@ -13,7 +13,7 @@ from truedraft.cli.failures import DONE, FAILED, warn
 from truedraft.cli.prompts import Asked, read_prompts
 from truedraft.cli.streams import say, visible
 from truedraft.core.params import SamplingParams
-from truedraft.errors import OptionError, TruedraftError
+from truedraft.errors import DataError, OptionError, TruedraftError
 from truedraft.options import check_whole, option
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _TAKEN = ("max_tokens",)  # of the sampling options
 _LEFT_OUT = {
     "stack": ("adapters", "rule", "controller", "plan", "max_cache_bytes"),
     "report": ("show_drafts", "explain"),
+    "prompts": ("image",),
 }
 _PLAIN, _SPECULATIVE = "plain", "speculative"
 
@@ -117,6 +118,9 @@ def search_beams(options: GenerateOptions) -> int:
     """Beam search of each prompt, one after another."""
     _check(options)
     prompts = read_prompts(options.prompts.prompt, options.prompts.prompts, own_options=True)
+    seeing = next((each.name for each in prompts if each.images), None)
+    if seeing is not None:
+        raise DataError(f"prompt {seeing} has images, and beam search reads text alone; leave out --num-beams, or them")
     asked = [(each, dataclasses.replace(options.sampling, **each.options)) for each in prompts]
     for _, params in asked:
         _check_sampling(params)

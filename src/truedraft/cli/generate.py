@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
@@ -187,8 +187,8 @@ def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, s
         with terminal.progress("answering", len(prompts), beside_output=True) as progress:
             for first in range(0, len(prompts), BATCH):
                 batch = prompts[first : first + BATCH]
-                texts = cast("list[str]", [prompt.whole for prompt, _ in batch])
-                answers = engine.generate(texts, [params for _, params in batch])
+                whole: Any = [prompt.whole for prompt, _ in batch]  # of several kinds at once
+                answers = engine.generate(whole, [params for _, params in batch])
                 for (prompt, params), answer in zip(batch, answers, strict=True):
                     answered.names.append(prompt.name)
                     answered.answers.append(answer)

@@ -14,11 +14,11 @@ from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_n
 from truedraft.errors import ModelNotFoundError, errors_about
 from truedraft.options import group, option
 
-_ROWS, _CONTEXT, _PARTS = (1, 8), 256, 100
-
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.drafters.registry import TrainedDrafter
+
+_ROWS, _CONTEXT, _PARTS = (1, 8), 256, 100
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         forwards = costs.forwards()
     for warning in costs.warnings:
         terminal.err.print(warning)
-    context = min(_CONTEXT, model.context_length - max(_ROWS))
+    context = max(min(_CONTEXT, model.context_length - max(_ROWS)), 0)
     return {
         "parameters": model.parameters,
         "dtype": dtype_name(model.dtype),
@@ -92,7 +92,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         "equality": model.equality,
         "note": model.note,
         "context": context,
-        "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS},
+        "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS if context + rows <= model.context_length},
     }
 
 

@@ -12,7 +12,6 @@ their order, ended beams kept apart, length penalty and early stopping.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from truedraft.options import check_whole
 
 _NEVER = -1.0e9  # the score of what is not there, as transformers has it
 _CHUNK = 512
+_MOST_PENALTY = 5.0  # beyond it scores leave what transformers' arithmetic, which is followed here, can tell apart
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ class BeamSearch:
         self.depth = check_whole("num_speculative_tokens", num_speculative_tokens, 1)
         if early_stopping not in (True, False, "never"):
             raise OptionError(f'must be True, False or "never", got {early_stopping!r}', field="early_stopping")
-        if not math.isfinite(length_penalty):
-            raise OptionError(f"must be a finite number, got {length_penalty!r}", field="length_penalty")
+        if not abs(length_penalty) <= _MOST_PENALTY:
+            told = f"must lie between -{_MOST_PENALTY} and {_MOST_PENALTY}, got {length_penalty!r}"
+            raise OptionError(told, field="length_penalty")
         self.length_penalty, self.early_stopping = float(length_penalty), early_stopping
         self.target, self.draft = target, draft
         if draft is not None:
@@ -113,6 +114,7 @@ class BeamSearch:
 
         Raises:
             PromptError: the prompt is empty, too long, or text where there is no tokenizer.
+            OptionError: a length penalty below 0 makes all scores smaller than transformers' search can tell apart.
         """
         tokenizer = self.target.tokenizer
         ids = encode_prompt(self.target, prompt)
@@ -128,7 +130,14 @@ class BeamSearch:
             for reader in (target, draft):
                 if reader is not None:
                     reader.release()
-        for tokens, score in search.found():
+        found = search.found()
+        if not found:
+            raise OptionError(
+                f"makes scores of {search.length} tokens smaller than beam search can hold, got "
+                f"{self.length_penalty:g}; use one nearer to 1",
+                field="length_penalty",
+            )
+        for tokens, score in found:
             text = None if tokenizer is None else tokenizer.decode(tokens)
             answer.beams.append(Beam(tokens, text, score))
         answer.steps = search.length

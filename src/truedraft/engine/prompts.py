@@ -58,7 +58,10 @@ def encode_prompt(target: LanguageModel, prompt: TextPrompt) -> list[int]:
         PromptError: the prompt is empty, too long, of the wrong type, or holds ids that do not exist.
     """
     if target.sources is not None and target.sources.sound is not None:
-        raise PromptError(f"{target.name!r} hears and reads no text; give a MultimodalPrompt.heard of a sound")
+        raise PromptError(
+            f"{target.name!r} hears and reads no text; from Python give a MultimodalPrompt.heard of a sound, which the "
+            "command line and the server do not take"
+        )
     is_text = isinstance(prompt, str)
     ids = _encode_text(target, prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
     if not ids:

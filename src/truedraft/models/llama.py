@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from truedraft.models.attention import AttentionPattern
-from truedraft.models.mapped import forget_pages
-from truedraft.models.packed_linear import is_plain
+from truedraft.models.packed_linear import is_plain, release
 
 _FIRST_POSITIONS = 512
 
@@ -262,9 +261,7 @@ class Experts:
     def release(self) -> None:
         """Free all weights, which something else has taken over."""
         for module in self.holders:
-            for name, weight in module.named_parameters(recurse=False):
-                forget_pages(weight)
-                setattr(module, name, nn.Parameter(weight.new_empty(0), requires_grad=False))
+            release(module)
 
 
 def _every_second(weight: Tensor) -> tuple[Tensor, Tensor]:

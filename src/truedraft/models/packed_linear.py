@@ -92,11 +92,11 @@ def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
     return fused
 
 
-def release(layer: nn.Linear) -> None:
+def release(layer: nn.Module) -> None:
     """Free the weights of a layer that something else has taken over."""
-    forget_pages(layer.weight)
-    layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
-    layer.bias = None  # type: ignore[assignment]
+    for name, weight in list(layer.named_parameters(recurse=False)):
+        forget_pages(weight)
+        setattr(layer, name, None if name == "bias" else nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 
 class PackedExperts(nn.Module):
@@ -117,9 +117,7 @@ class PackedExperts(nn.Module):
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         self._up = self._packed(first)
         self._down = self._packed("down_proj")
-        for name, weight in list(experts.named_parameters(recurse=False)):
-            forget_pages(weight)
-            setattr(experts, name, nn.Parameter(weight.new_empty(0), requires_grad=False))
+        release(experts)
 
     def _packed(self, name: str) -> list[PackedLinear]:
         weights = getattr(self._experts, name).detach()

@@ -82,7 +82,8 @@ class Sound:
             PromptError: it is not of the encoder's form, of several prompts, too short or too long.
         """
         shape = tuple(inputs[self.name].shape)
-        if shape[:1] != (1,) or len(shape) != self.example.dim() or (self.bands > 1 and self.bands not in shape):
+        axis = list(self.example.shape[1:]).index(self.bands) + 1 if self.bands > 1 else 0
+        if shape[:1] != (1,) or len(shape) != self.example.dim() or (axis and shape[axis] != self.bands):
             wanted = ["1", *(["moments"] if self.bands == 1 else [f"{self.bands} bands", "moments"])]
             raise PromptError(
                 f"{self.name} has the shape {shape}, and the encoder reads one sound of {' x '.join(wanted)}; use the "
