@@ -122,6 +122,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(
         ({"prompt": "a", "images": "one.png"}, '"images" must be a list of files'),
         ({"prompt": "a", "images": [3]}, '"images" must be a list of files'),
         ({"prompt": [1, 2], "images": ["one.png"]}, "pictures go with a text"),
+        ({"prompt": "a", "images": ["none.png"]}, "there is no file 'none.png'"),
     ],
 )
 def test_lines_that_name_none_are_refused(run: Run, tmp_path: Path, line: dict[str, Any], told: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.probs import overlap, probs_from_logits
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter
+from truedraft.errors import TruedraftError
 from truedraft.models.base import LanguageModel, Segment
 
 _PLACES = 1024
@@ -99,15 +101,18 @@ def vocabulary_costs(
         drafters: by name.
         answered: of which the first 1,024 places are looked at.
 
-    Raises:
-        ModelError: a forward failed.
+    What cannot be found out is told by a warning: it comes behind a measurement, which must not be lost by it.
     """
     costs = []
     for name, drafter in drafters.items():
         draft = drafter.model
         if draft is None or draft.shared_ids is None:
             continue
-        found = [_at_places(target, draft, each) for each in _first(draft, answered)]
+        try:
+            found = [_at_places(target, draft, each) for each in _first(draft, answered)]
+        except TruedraftError as error:
+            warnings.warn(f"what the tokenizer of {name!r} costs is unknown: {error}", stacklevel=2)
+            continue
         if found:
             unshared, accepted = torch.cat(found, dim=1)  # [places] each
             costs.append(

@@ -201,6 +201,9 @@ def _from_json(line: str, place: str, number: int, own_options: bool) -> NamedPr
     options, images = _options(record, place, own_options), _images(record, place, own_options)
     if images and not isinstance(prompt, str):
         raise DataError(f"{place}: pictures go with a text, and the prompt is a list of token ids")
+    for each in images:
+        if not user_path(each).is_file():
+            raise DataError(f"{place}: there is no file {each!r}; check the path")
     return NamedPrompt(str(number if name is None else name), prompt, options, images)
 
 
