@@ -60,6 +60,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         _EXPERTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1792},
     ),
+    "olmoe, packed by its own modules": (
+        "OlmoeConfig",
+        _EXPERTS | {"num_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 448},
+    ),
     "gpt-j, one text at a time": ("GPTJConfig", {"n_inner": 3584, "rotary_dim": 64}),
     "bloom, one text at a time": ("BloomConfig", {}),
 }
