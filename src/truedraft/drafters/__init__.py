@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.redrafter import Redrafter
     from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
+    from truedraft.drafters.self_draft import SelfDraft
     from truedraft.drafters.specs import from_spec
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "Purpose": "core.noise",
     "Redrafter": "drafters.redrafter",
     "ReencodedDraft": "drafters.reencoded",
+    "SelfDraft": "drafters.self_draft",
     "StepOutcome": "drafters.base",
     "TokenTree": "core.tree",
     "draw": "core.probs",
@@ -65,6 +67,7 @@ __all__ = [
     "Purpose",
     "Redrafter",
     "ReencodedDraft",
+    "SelfDraft",
     "StepOutcome",
     "TokenTree",
     "draw",

@@ -78,6 +78,8 @@ class DraftRequest:
         shaping: what its options do to logits before a distribution is made of them; None where they do nothing. A
             draft that does the same is accepted more often, and is judged as exactly without it.
         inputs: what its prompt has beside its tokens.
+        cache: the target's, while the request runs in an engine, for drafts made of the target itself: what they write
+            behind its committed tokens they roll back, and they never commit.
     """
 
     id: int
@@ -87,6 +89,7 @@ class DraftRequest:
     scope: Hashable = None
     prediction: tuple[int, ...] = ()
     inputs: Mapping[str, Tensor] | None = None
+    cache: RequestCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
