@@ -118,7 +118,7 @@ class SelfDraft(Drafter):
         ).logits
 
     def _cache(self, request: DraftRequest) -> RequestCache:
-        """The target's, which holds all tokens but the last; where nobody gives it, as in a replay, one that it fills."""
+        """The target's, which holds all tokens but the last; where nobody gives it, as in a replay, one filled here."""
         if request.cache is not None:
             return request.cache
         if request.id not in self.caches:

@@ -199,7 +199,7 @@ def _model(llama: Llama, weights: Weights) -> CModel:
 
 
 def _quantized(model: CModel, weights: Weights, bits: int) -> CModel:
-    """A decoder with linear weights of 8 or 4 bits, which `weights` keeps; all else, routers too, is the given one's."""
+    """A decoder with linears of 8 or 4 bits, which `weights` keeps; all else is the given one's, routers too."""
     experts = max(model.experts, 1)
     layers = (CLayer * model.layers)()
     for number, layer in enumerate(layers):
