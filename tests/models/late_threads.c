@@ -43,7 +43,7 @@ static float *random_numbers(int64_t count, float size) {
 }
 
 static Linear linears_of(int64_t inputs, int64_t outputs, int64_t several) {
-    return (Linear){random_numbers(several * inputs * ((outputs + UNIT - 1) / UNIT) * UNIT, 0.3f), NULL, inputs, outputs, inputs};
+    return (Linear){random_numbers(several * inputs * ((outputs + UNIT - 1) / UNIT) * UNIT, 0.3f), NULL, inputs, outputs, inputs, 0};
 }
 
 static Linear linear_of(int64_t inputs, int64_t outputs) { return linears_of(inputs, outputs, 1); }

@@ -121,9 +121,9 @@ class Guesses:
         asked = request.id in self._asked
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path), asked)
         self.of[request.id].append(guess)
-        if self._model is not None and len(outcome.proposal.tree):
-            read = self._drafter.reads(request)
-            self.caches.append(_cache_difference(self._model, self._drafter.caches[request.id], read))
+        cache = self._drafter.caches.get(request.id)  # a draft made of the target has none of its own
+        if self._model is not None and cache is not None and len(outcome.proposal.tree):
+            self.caches.append(_cache_difference(self._model, cache, self._drafter.reads(request)))
 
 
 class DraftState(Check):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.redrafter import Redrafter
     from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
+    from truedraft.drafters.self_draft import SelfDraft
     from truedraft.drafters.specs import from_spec
     from truedraft.drafters.suffix import SuffixDrafter
 
@@ -42,6 +43,7 @@ _HOMES = {
     "Purpose": "core.noise",
     "Redrafter": "drafters.redrafter",
     "ReencodedDraft": "drafters.reencoded",
+    "SelfDraft": "drafters.self_draft",
     "StepOutcome": "drafters.base",
     "SuffixDrafter": "drafters.suffix",
     "TokenTree": "core.tree",
@@ -67,6 +69,7 @@ __all__ = [
     "Purpose",
     "Redrafter",
     "ReencodedDraft",
+    "SelfDraft",
     "StepOutcome",
     "SuffixDrafter",
     "TokenTree",

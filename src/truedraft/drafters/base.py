@@ -79,6 +79,8 @@ class DraftRequest:
             draft that does the same is accepted more often, and is judged as exactly without it.
         inputs: what its prompt has beside its tokens.
         kept: whether a drafter may keep what it wrote for later ones; not of a rehearsal.
+        cache: the target's, while the request runs in an engine, for drafts made of the target itself: what they write
+            behind its committed tokens they roll back, and they never commit.
     """
 
     id: int
@@ -89,6 +91,7 @@ class DraftRequest:
     prediction: tuple[int, ...] = ()
     inputs: Mapping[str, Tensor] | None = None
     kept: bool = True
+    cache: RequestCache | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,15 @@ def _draft(words: Words, target: LanguageModel) -> DraftModel:
     return DraftModel(drafts, branching=widths, min_probability=read_number("min_probability", least), **lengths)
 
 
+def _self(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.self_draft import SelfDraft
+
+    bits = {"int8": 8, "int4": 4}.get(words.path or "")
+    if bits is None:
+        raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {words.path!r}")
+    return SelfDraft(target, bits, **{name: read_whole(name, value) for name, value in words.options.items()})
+
+
 def _medusa(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.calibration import GREEDY, SAMPLED
@@ -354,6 +363,14 @@ KINDS: Mapping[str, DrafterKind] = {
         "tree of so many guesses at each depth; no further below a token of less than min_probability",
         _draft,
         {"num_speculative_tokens": "12"},
+    ),
+    "self": DrafterKind(
+        "int8|int4",
+        {"num_speculative_tokens": "4"},
+        "the target itself with weights of 8 or 4 bits, which reads the keys and values of the target: no second model "
+        "and no training",
+        _self,
+        {"num_speculative_tokens": "8"},
     ),
     "reencoded": DrafterKind(
         "MODEL",

@@ -34,6 +34,7 @@ class TreeBuilder:
         noise: of the request at this step.
         branching: draws at each node of depth 0, 1, ...
         device: of the draft model.
+        behind: so many of the text's last tokens were fed and not committed; the tree hangs below them.
 
     Attributes:
         drawing: how children are drawn.
@@ -49,6 +50,7 @@ class TreeBuilder:
         noise: Noise,
         branching: Sequence[int],
         device: torch.device,
+        behind: int = 0,
     ) -> None:
         self.cache = cache
         self.request = request
@@ -68,6 +70,7 @@ class TreeBuilder:
         self._dists = 0  # nodes that were drawn below
         self._open = [-1]  # nodes whose children are drawn next; -1 is the root
         self._fed = 0
+        self._behind = behind
 
     @property
     def missed(self) -> int:
@@ -140,7 +143,9 @@ class TreeBuilder:
         """The nodes not yet fed, with logits at those that are open."""
         written, self._fed = self._fed, len(self._tokens)
         rows = [node - written for node in self._open]
-        return Segment(self.cache, self._ids(written), shape_of(tuple(self._parents)), rows, written)
+        behind = self._behind
+        parents = (*range(-1, behind - 1), *(behind + parent for parent in self._parents))
+        return Segment(self.cache, self._ids(written), shape_of(parents), rows, behind + written)
 
     def proposal(self) -> Proposal:
         """What was drawn."""

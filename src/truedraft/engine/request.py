@@ -6,6 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -88,7 +89,6 @@ class Request:
         self.draft = DraftRequest(
             next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, target), inputs
         )
-        self.cache: RequestCache | None = None
         self.counters = Counters()
         self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them
         self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
@@ -158,6 +158,15 @@ class Request:
     def decodes(self) -> bool:
         """Whether all but the last of its tokens are computed, and the first of its answer is there."""
         return self.emitted > 0 and self.uncomputed <= 1
+
+    @property
+    def cache(self) -> RequestCache | None:
+        """The target's keys and values of it, while it runs."""
+        return self.draft.cache
+
+    @cache.setter
+    def cache(self, cache: RequestCache | None) -> None:
+        self.draft = replace(self.draft, cache=cache)
 
     @property
     def emitted(self) -> int:

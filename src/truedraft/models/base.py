@@ -187,6 +187,20 @@ class LanguageModel(ABC):
         """
         raise UnsupportedModelError(f"{self.name} shows no vectors of single layers; load it with fast_paths=False")
 
+    def quantized(self, bits: int) -> LanguageModel:
+        """This model with linear weights of so many bits, to draft for itself.
+
+        Its forwards read what this model committed to its caches, and write behind it; who runs them must not commit,
+        for this model would compute other keys and values. Forwards of the two wait for each other.
+
+        Args:
+            bits: 8 or 4.
+
+        Raises:
+            UnsupportedModelError: there are no products with such weights for it; says why.
+        """
+        raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
+
     def stepping(self) -> AbstractContextManager[None]:
         """Held while an engine steps: what is computed between forwards keeps out of their way."""
         return nullcontext()

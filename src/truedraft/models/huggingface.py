@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -181,6 +182,19 @@ class HuggingFaceModel(LanguageModel):
                 return self._backend.forward(segments, self.device)
             rows = sum(len(segment.tokens) for segment in segments)
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
+
+    def quantized(self, bits: int) -> HuggingFaceModel:
+        try:
+            backend = self._backend.quantized(bits)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{self.name} cannot draft for itself with weights of {bits} bits ({error}, which a Llama-like decoder "
+                "does on the CPU where there is a C compiler, unless fast_paths=False); use another drafter"
+            ) from error
+        twin = copy.copy(self)  # the lock and the pool of caches are one
+        twin.name, twin._backend, twin._padding_note = f"{self.name} in {bits} bits", backend, None
+        twin.weight_bytes, twin.fast_paths = backend.weight_bytes, backend.fast_paths
+        return twin
 
     def stepping(self) -> AbstractContextManager[None]:
         return torch_on_one_thread() if self._backend.own_threads else nullcontext()

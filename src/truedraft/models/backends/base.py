@@ -32,6 +32,7 @@ class Backend(ABC):
         shown_layers: layers whose output can be seen; 0 where the layers run out of sight.
         adapters: that a segment may name.
         input_names: what a prompt may have beside its tokens.
+        weight_bytes: of weights that a forward reads; 0 where nothing but the model's own are read.
         rows_vary: whether a row's last bits may hang on the tokens behind it, whatever a few small forwards show.
     """
 
@@ -43,6 +44,7 @@ class Backend(ABC):
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
     input_names: frozenset[str] = frozenset()
+    weight_bytes: int = 0
     rows_vary: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
@@ -126,6 +128,16 @@ class Backend(ABC):
             UnsupportedModelError: this backend shows no layers.
         """
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
+
+    def quantized(self, bits: int) -> Backend:
+        """The same with linear weights of so many bits, over the caches of this one; see `LanguageModel.quantized`.
+
+        Only one of the two may run at a time. It says in `weight_bytes` what one forward reads.
+
+        Raises:
+            UnsupportedModelError: this backend has no products with such weights.
+        """
+        raise UnsupportedModelError("it does not run by the native forward")
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:

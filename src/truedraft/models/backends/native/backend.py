@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
@@ -55,7 +56,7 @@ class NativeBackend(Backend):
     """
 
     def __init__(self, llama: Llama) -> None:
-        library = built(llama.dtype).library
+        self._library = library = built(llama.dtype).library
         assert library is not None
         self._forward = library.truedraft_forward
         self._forward.restype = ctypes.c_int
@@ -69,6 +70,7 @@ class NativeBackend(Backend):
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
         self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
         self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
+        self._whole: NativeBackend | None = None  # whose norms and embedding this one reads, too
         self.least_rows = 1
         self.own_threads = True
         self.fast_paths = ("native forward", "packed weights")
@@ -95,6 +97,15 @@ class NativeBackend(Backend):
             and _activation(layer) is not None
             and built(llama.dtype).library is not None
         )
+
+    def quantized(self, bits: int) -> NativeBackend:
+        twin = copy.copy(self)  # scratch memory, too, so that only one of the two may run at a time
+        twin._whole = self
+        twin._weights = Weights(self._library)
+        twin._model = _quantized(self._model, twin._weights, bits)
+        twin.weight_bytes = twin._weights.n_bytes
+        twin.fast_paths = ("native forward", f"weights of {bits} bits")
+        return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         tokens = plan.tokens
@@ -185,6 +196,20 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         llama.norm.offset, llama.norm.rounds_once,
         lm_head, (CLayer * len(layers))(*layers),
     )  # fmt: skip
+
+
+def _quantized(model: CModel, weights: Weights, bits: int) -> CModel:
+    """A decoder with linears of 8 or 4 bits, which `weights` keeps; all else is the given one's, routers too."""
+    experts = max(model.experts, 1)
+    layers = (CLayer * model.layers)()
+    for number, layer in enumerate(layers):
+        ctypes.pointer(layer)[0] = model.layer[number]
+        layer.qkv, layer.out = weights.quantized(layer.qkv, bits), weights.quantized(layer.out, bits)
+        layer.gate_up = weights.quantized(layer.gate_up, bits, experts)
+        layer.down = weights.quantized(layer.down, bits, experts)
+    twin = CModel.from_buffer_copy(model)
+    twin.layer, twin.lm_head = layers, weights.quantized(model.lm_head, bits)
+    return twin
 
 
 def _units(outputs: int) -> int:
@@ -353,7 +378,7 @@ class NativeLmHead:
         """The structure of heads that read `width` numbers and end in the LM head; keeps what it points to alive."""
         head = self._model.lm_head
         cells = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
-        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells)
+        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells, head.bits)
         return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
 
     def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:

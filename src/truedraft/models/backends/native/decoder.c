@@ -109,7 +109,10 @@ typedef struct {
     const cell *weights;
     const float *bias; /* [outputs, up to whole units] or NULL */
     int64_t inputs, outputs, read; /* read: the first inputs that are used; the others are known to be 0 */
+    int64_t bits; /* of a weight, where they are quantised as quantized.h says; else 0 */
 } Linear;
+
+#include "quantized.h"
 
 typedef struct {
     const element *before_attention, *before_mlp, *query_norm, *key_norm, *after_attention, *after_mlp; /* all but the first two may be NULL */
@@ -272,9 +275,16 @@ static int wide_tile(const cell *w, int64_t block, int64_t cells, const float *x
     return SUMS;
 }
 
+/* What products of a layer with rows of x read. */
+static void arrange(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
+    if (l->bits) gather_quantized(l, x, stride, rows, out);
+    else gather(x, stride, rows, l->read, out);
+}
+
 /* A group of rows against one unit of outputs: sums `[rows][SUMS]`. Where bfloat16 weights are far, in memory, even few
  * rows take the tiles that bring the next ones near. */
 static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int64_t size, int far, lanes (*sum)[SUMS]) {
+    if (l->bits) return quantized_unit(l, at, x, rows, sum);
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
     memset(sum, 0, rows * sizeof *sum);
@@ -682,7 +692,7 @@ static void prepare(const Job *job, Region *r, int me) {
     for (int64_t i = 0; i < r->sources; i++) {
         fetch(r->x + i * r->x_apart, r->x_stride, r->rows, width, rows, stride);
         if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, r->norms, width, rows + t * stride);
-        gather(rows, stride, r->rows, width, inputs + i * r->inputs_apart);
+        arrange(r->linear, rows, stride, r->rows, inputs + i * r->inputs_apart);
     }
 }
 

@@ -17,6 +17,9 @@ from truedraft.models.threads import forward_threads
 
 LANES = 16
 _PACKED_ROWS = 512  # that a thread packs at a time; whole blocks
+_QUANTIZED_UNITS = 8  # that a thread quantises at a time
+PER_SCALE = 32
+"""Inputs of an output whose quantised weights share a scale."""
 UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
@@ -37,6 +40,7 @@ class CLinear(Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("read", c_int64),
+        ("bits", c_int64),
     )
 
 
@@ -211,7 +215,35 @@ class Weights:
         """The first of several layers of one size, each as `linear` takes it; the others lie behind it."""
         outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
         cells = self.keep(packed(self._library, layers, turns=turns))
-        return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs)
+        return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
+
+    def quantized(self, linear: CLinear, bits: int, layers: int = 1) -> CLinear:
+        """A layer with weights of 8 or 4 bits, laid out as quantized.h says, and the bias of the one it is made of.
+
+        Args:
+            linear: with weights of the model's dtype, the first of so many that lie one behind another.
+            bits: of a weight.
+            layers: all alike.
+        """
+        units, groups = layers * -(-linear.outputs // UNIT), -(-linear.inputs // PER_SCALE)
+        codes = _huge(units * groups * (2 * UNIT + UNIT * PER_SCALE * bits // 8), torch.uint8)
+        address = codes.data_ptr()
+
+        def run(first: int) -> None:
+            count = min(_QUANTIZED_UNITS, units - first)
+            self._library.truedraft_quantize(
+                ctypes.byref(linear), c_int64(first), c_int64(count), c_int64(bits), c_void_p(address)
+            )
+
+        with ThreadPoolExecutor(forward_threads()) as pool:
+            list(pool.map(run, range(0, units, _QUANTIZED_UNITS)))
+        self._kept.append(codes)
+        return CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all that it keeps."""
+        return sum(each.nbytes for each in self._kept)
 
 
 def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = False) -> Tensor:

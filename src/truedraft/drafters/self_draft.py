@@ -1,0 +1,138 @@
+"""The target as its own draft: with weights of 8 or 4 bits, over the keys and values that it committed itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import RequestCache
+from truedraft.core.budget import MOST_NODES, Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import chain_shape
+from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.tree_builder import TreeBuilder, draw_level
+from truedraft.errors import CompositionError, OptionError
+from truedraft.models.base import LanguageModel, Segment
+
+_READ_TOKENS = 512
+
+
+class SelfDraft(Drafter):
+    """Drafts chains with a copy of the target whose linear weights have fewer bits.
+
+    It reads no prompt and keeps no cache. A proposal begins with a forward of the last token behind the target's
+    committed ones, in the target's own cache; each further token is one forward more. What these write there is
+    dropped before the target's forward, which computes the same positions again in full: nothing that the copy
+    computed is ever committed.
+
+    Args:
+        target: that it drafts for.
+        bits: of a weight, 8 or 4.
+        num_speculative_tokens: length of a chain.
+
+    Raises:
+        OptionError: an option is out of range.
+        UnsupportedModelError: the target has no products with such weights.
+    """
+
+    name: ClassVar[str] = "self"
+    told_late = True
+
+    def __init__(self, target: LanguageModel, bits: int = 8, num_speculative_tokens: int = 4) -> None:
+        if bits not in (8, 4):
+            raise OptionError(f"bits must be 8 or 4, got {bits}")
+        if not 1 <= num_speculative_tokens <= MOST_NODES:
+            raise OptionError(
+                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
+            )
+        self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
+        self.model: LanguageModel = target.quantized(bits)
+        self.caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
+        self._target = target
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.INDEPENDENT})
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse a target whose caches are not those that the copy reads.
+
+        Raises:
+            CompositionError: it was made from another one.
+        """
+        if target.cache_pool is not self._target.cache_pool:
+            raise CompositionError(
+                f"this drafter is {self._target.name!r} itself, and reads its keys and values; make one of "
+                f"{target.name!r} to draft for that"
+            )
+
+    def cache_tokens(self, tokens: int) -> int:
+        """None: drafted tokens lie where the target's own will."""
+        return 0
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Draw level by level, and leave caches as they were."""
+        builders = [
+            TreeBuilder(self._cache(request), request, cut, each, (1,) * self.limits.depth, self.model.device, behind=1)
+            for request, cut, each in zip(batch, self._within(batch, budgets), noise, strict=True)
+        ]
+        level = [builder for builder in builders if not builder.budget.is_zero]
+        try:
+            logits = self._forward_last(level) if level else None
+            while logits is not None:
+                level = draw_level(level, logits)
+                logits = self.model.forward([builder.segment() for builder in level]).logits if level else None
+        finally:
+            for builder in builders:
+                builder.cache.rollback(builder.cache.length)
+        return [builder.proposal() for builder in builders]
+
+    def _within(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget]) -> list[Budget]:
+        """The budgets cut to the options and to the context; the last token drafted is never fed."""
+        rooms = [self.model.most_tokens(request.tokens) - len(request.tokens) + 1 for request in batch]
+        limits = self.limits
+        return [
+            Budget(
+                max(0, min(budget.depth, limits.depth, room)),
+                min(budget.width, limits.width),
+                min(budget.nodes, limits.nodes),
+                budget.min_probability,
+                budget.floor,
+                budget.odds,
+            )
+            for budget, room in zip(budgets, rooms, strict=True)
+        ]
+
+    def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:
+        """Feed the last token of each text; logits `[requests, vocab]` behind it."""
+        last = [torch.tensor([builder.request.tokens[-1]]) for builder in builders]
+        shape = chain_shape(1)
+        return self.model.forward(
+            [Segment(builder.cache, token, shape, (0,)) for builder, token in zip(builders, last, strict=True)]
+        ).logits
+
+    def _cache(self, request: DraftRequest) -> RequestCache:
+        """The target's, which holds all tokens but the last; where nobody gives it, as in a replay, one filled here."""
+        if request.cache is not None:
+            return request.cache
+        if request.id not in self.caches:
+            self.caches[request.id] = self._target.new_cache()
+        cache, end = self.caches[request.id], len(request.tokens) - 1
+        cache.rollback(min(cache.length, end))
+        while cache.length < end:
+            ids = request.tokens[cache.length : end][:_READ_TOKENS]
+            self._target.forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), ())])
+            cache.commit(range(len(ids)))
+        return cache
+
+    def end(self, request: DraftRequest) -> None:
+        """Give back what was filled for it."""
+        cache = self.caches.pop(request.id, None)
+        if cache is not None:
+            self._target.release_cache(cache)

@@ -1,0 +1,158 @@
+"""The target as its own draft: answers, the target's cache, the stored distributions, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from support.backends import native_backend
+from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import SelfDraft, from_spec
+from truedraft.drafters.base import DraftRequest
+from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+
+pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+
+
+def llama() -> LlamaConfig:
+    """Of sizes that the native forward is for."""
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+@pytest.fixture
+def target() -> HuggingFaceModel:
+    return HuggingFaceModel(build(llama(), seed=3, spread=0.15), None, "tiny", native_backend)
+
+
+def engine_of(target: HuggingFaceModel, bits: int, depth: int = 4) -> Engine:
+    return Engine(target, SelfDraft(target, bits, depth), controller="fixed")
+
+
+@BITS
+def test_greedy_and_coupled_answers_are_those_of_plain_decoding(target: HuggingFaceModel, bits: int) -> None:
+    prompts = [list(prompt) for prompt in PROMPTS]
+    for params in (SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.9, seed=5, coupled=True)):
+        plain = Engine(target).generate(prompts, params)
+        drafted = engine_of(target, bits).generate(prompts, params)
+        assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+        assert sum(each.stats.accepted_tokens for each in drafted) > 0
+        assert not any(each.warnings for each in drafted)
+
+
+@BITS
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_targets_cache_is_bit_for_bit_one_that_never_drafted(
+    target: HuggingFaceModel, bits: int, temperature: float
+) -> None:
+    """Looked at after every step, against a forward of the target over the same tokens, one by one."""
+    engine, steps = engine_of(target, bits), []
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
+    request = engine.submit(list(PROMPTS[0]), params)
+
+    def look(_: object) -> None:
+        cache = next(iter(engine._open.values())).cache  # type: ignore[attr-defined]
+        tokens = next(iter(engine._open.values())).tokens  # type: ignore[attr-defined]
+        assert cache.uncommitted == 0
+        steps.append((list(tokens[: cache.length]), [(k.clone(), v.clone()) for k, v in cache.entries()]))
+
+    engine.listeners.append(look)
+    while engine.step():
+        pass
+    assert request is not None
+    assert len(steps) > 3
+    for tokens, entries in steps:
+        fresh = target.new_cache()
+        for token in tokens:
+            target.forward([Segment(fresh, torch.tensor([token]), chain_shape(1), ())])
+            fresh.commit(range(1))
+        for ours, theirs in zip(entries, fresh.entries(), strict=True):
+            assert ours[0].equal(theirs[0])
+            assert ours[1].equal(theirs[1])
+        target.release_cache(fresh)
+
+
+def filled(target: HuggingFaceModel, tokens: Sequence[int]) -> DraftRequest:
+    cache = target.new_cache()
+    target.forward([Segment(cache, torch.tensor(tokens[:-1]), chain_shape(len(tokens) - 1), ())])
+    cache.commit(range(len(tokens) - 1))
+    return DraftRequest(0, SamplingParams(temperature=0.8, seed=1), list(tokens), cache=cache)
+
+
+@BITS
+def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, bits: int) -> None:
+    """They are those of the quantised model behind the target's cache; a request without a cache gets the same."""
+    request = filled(target, PROMPTS[0])
+    drafter = SelfDraft(target, bits, 5)
+    noise = KeyedNoise(0, len(request.tokens), 1)
+    (proposal,) = drafter.propose([request], [Budget(3)], [noise])
+    assert len(proposal.tree) == 3
+    assert request.cache is not None
+    assert (request.cache.uncommitted, request.cache.length) == (0, len(request.tokens) - 1)
+    fed = torch.tensor([request.tokens[-1], *proposal.tree.host_ids[:-1]])
+    rows = drafter.model.forward([Segment(request.cache, fed, chain_shape(3), range(3))]).logits
+    assert proposal.probs is not None
+    assert proposal.probs.equal(probs_from_logits(rows, request.params))
+    without = DraftRequest(7, request.params, request.tokens)
+    (again,) = drafter.propose([without], [Budget(3)], [noise])
+    assert again.tree.host_ids == proposal.tree.host_ids
+    assert list(drafter.holding) == [7]
+    drafter.end(without)
+    assert not drafter.holding
+
+
+def test_budgets_of_zero_do_no_work_and_the_context_ends_a_chain(target: HuggingFaceModel) -> None:
+    drafter = SelfDraft(target, 8, 6)
+    near = filled(target, [3] * (target.context_length - 2))
+    nothing, few = drafter.propose([near, near], [Budget(0), Budget(9)], [KeyedNoise(0, 1, 1), KeyedNoise(0, 1, 2)])
+    assert (len(nothing.tree), len(few.tree)) == (0, 3)
+
+
+def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> None:
+    drafter = from_spec("self:int4,num_speculative_tokens=7", target)
+    assert isinstance(drafter, SelfDraft)
+    assert drafter.limits.depth == 7
+    for word in ("self", "self:int3", "self:int8,num_speculative_tokens=0"):
+        with pytest.raises(OptionError):
+            from_spec(word, target)
+    with pytest.raises(OptionError, match="bits must be 8 or 4, got 2"):
+        SelfDraft(target, 2)
+    other = HuggingFaceModel(build(llama(), seed=4), None, "other", native_backend)
+    with pytest.raises(CompositionError, match="make one of 'other' to draft for that"):
+        Engine(other, drafter)
+    with pytest.raises(UnsupportedModelError, match="use another drafter"):
+        from_spec("self:int8", HuggingFaceModel(build(llama(), seed=4), None, "stock", StockBackend))
+
+
+def test_memory_counts_no_second_cache(target: HuggingFaceModel) -> None:
+    """With room for one request's cache of the target alone it drafts still."""
+    params = SamplingParams(max_tokens=20)
+    engine = Engine(target, SelfDraft(target, 8), controller="fixed", max_cache_bytes=2**20)
+    answer = engine.generate(list(PROMPTS[0]), params)
+    assert answer.stats.draft_tokens > 0
+    assert engine.drafter.cache_tokens(100) == 0
+    assert answer.token_ids == Engine(target).generate(list(PROMPTS[0]), params).token_ids

@@ -1,0 +1,219 @@
+"""The native forward with weights of 8 and 4 bits: codes and products against a reference, and whose cache it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, MixtralConfig
+
+from support.backends import native_backend
+from support.tiny_models import build
+from truedraft.core.tree import chain_shape
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.native.backend import NativeLmHead
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.memory import PER_SCALE, UNIT, CModel, Scratch, Weights
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+
+pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def model_of(dtype: torch.dtype, experts: bool = False) -> HuggingFaceModel:
+    config = MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2) if experts else LlamaConfig(**SIZES)
+    return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "tiny", native_backend)
+
+
+def library_for(dtype: torch.dtype) -> Any:
+    library = built(dtype).library
+    if library is None:
+        pytest.skip(f"no native forward: {built(dtype).reason}")
+    return library
+
+
+def weight_of(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """With a group of zeros, one large weight among small ones, and a group whose largest weights differ in sign."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs + inputs)) * 0.05
+    weight[0, :PER_SCALE] = 0.0
+    weight[min(3, outputs - 1), 1] = 40.0
+    weight[outputs - 1, inputs - 1] = -3.0
+    return weight.to(dtype)
+
+
+def decoded(codes: Tensor, outputs: int, inputs: int, bits: int) -> Tensor:
+    """The weights `[outputs, inputs]` that codes stand for, in float32; the layout is that of quantized.h."""
+    units, groups = -(-outputs // UNIT), -(-inputs // PER_SCALE)
+    rows = codes.view(units, groups, -1)
+    scales = rows[..., : 2 * UNIT].contiguous().view(torch.bfloat16).float()  # [units, groups, 64]
+    packed = rows[..., 2 * UNIT :].view(units, groups, 4, bits, 16, 4).int()  # lines of 64 codes
+    quads = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=4).flatten(3, 4)
+    signed = quads.view(units, groups, 4, 8, 16, 4) - (128 if bits == 8 else 8)
+    whole = signed.permute(0, 2, 4, 1, 3, 5).reshape(units, UNIT, groups, PER_SCALE)
+    return (whole * scales.permute(0, 2, 1)[..., None]).reshape(units * UNIT, -1)[:outputs, :inputs]
+
+
+def quantized_head(weight: Tensor, bits: int, bias: Tensor | None = None) -> tuple[NativeLmHead, Tensor]:
+    """A layer with quantised weights as a function of its own, and the weights that it multiplies by."""
+    library = library_for(weight.dtype)
+    weights = Weights(library)
+    outputs, inputs = weight.shape
+    linear = weights.quantized(weights.linear([weight], bias), bits)
+    model = CModel()
+    model.lm_head, model.stride = linear, -(-max(outputs, inputs) // UNIT) * UNIT
+    head = NativeLmHead(library, model, weight.dtype, Scratch(library, weight.dtype, model.stride))
+    head.kept = weights  # type: ignore[attr-defined]
+    return head, decoded(weights._kept[-1], outputs, inputs, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (101, 48), (64, 32), (130, 80), (17, 288)])
+def test_codes_stand_for_weights_within_half_a_step(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
+    weight = weight_of(outputs, inputs, dtype)
+    _, coded = quantized_head(weight, bits)
+    exact = torch.nn.functional.pad(weight.float(), (0, -inputs % PER_SCALE)).view(outputs, -1, PER_SCALE)
+    error = torch.nn.functional.pad(coded - weight.float(), (0, -inputs % PER_SCALE)).view(outputs, -1, PER_SCALE)
+    largest = exact.abs().amax(-1)
+    if bits == 8:
+        assert bool((error.abs().amax(-1) <= largest * 0.51 / 127).all())
+    else:  # no worse, in squares, than by the plainest scale of 4 bits, whose codes are from -7 to 7
+        step = (largest / 7).to(torch.bfloat16).float()[..., None]
+        plain = torch.where(step > 0, (exact / step.clamp_min(1e-30)).round().clamp(-8, 7) * step, 0.0)
+        assert bool((error.square().sum(-1) <= (plain - exact).square().sum(-1) * 1.0001 + 1e-12).all())
+    assert not coded[weight == 0].any(), "zeros stay zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (101, 48), (64, 32), (130, 80), (17, 288)])
+def test_products_equal_a_reference(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
+    """Inputs are quantised by the same groups; sums of products of codes are whole numbers, so they are exact."""
+    head, coded = quantized_head(weight_of(outputs, inputs, dtype), bits)
+    for rows in (1, 2, 3, 4, 5, 9):
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+        x[0, :PER_SCALE] = 0.0
+        x[-1, -1] = 300.0
+        x = x.to(dtype)
+        wide = torch.nn.functional.pad(x.float(), (0, -inputs % PER_SCALE)).view(rows, -1, PER_SCALE)
+        most = wide.abs().amax(-1, keepdim=True)
+        found = head.logits(x).double()
+        assert found.shape == (rows, outputs)
+        product = wide.double() * torch.where(most > 0, 127 / most, 0.0).double()
+        step = (most / 127).double()
+        read = (product.round() * step).view(rows, -1)[:, :inputs]
+        expected = read @ coded.double().T
+        # Inputs on the border of two codes may become either.
+        border = ((product - product.floor() - 0.5).abs() < 1e-4) * step
+        either = border.view(rows, -1)[:, :inputs] @ coded.double().abs().T
+        sums = 2e-6 * (read.abs() @ coded.double().abs().T)  # of float32 over groups
+        rounding = 2**-8 * (expected.abs() + either) if dtype is torch.bfloat16 else 0.0
+        assert bool(((found - expected).abs() <= sums + rounding + either).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_bias_is_added(bits: int) -> None:
+    weight = weight_of(101, 48, torch.float32)
+    bias = torch.nn.functional.pad(torch.arange(101.0), (0, 27))
+    x = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
+    with_bias, without = (quantized_head(weight, bits, each)[0].logits(x) for each in (bias, None))
+    torch.testing.assert_close(with_bias, without + bias[:101])
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
+    bits: int, dtype: torch.dtype, experts: bool
+) -> None:
+    library_for(dtype)
+    model = model_of(dtype, experts).quantized(bits)
+    cache, tokens = model.new_cache(), torch.randint(101, (60,), generator=torch.Generator().manual_seed(11))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads, count in ((1, 60), (1, 1), (2, 7), (3, 60), (2, 13)):
+            torch.set_num_threads(threads)
+            found.append(model.forward([Segment(cache, tokens[:count], chain_shape(count), range(count))]).logits)
+            cache.rollback(0)
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.equal(found[0][: len(each)]) for each in found)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eight_bits_are_near_the_model_and_four_less_so(dtype: torch.dtype, experts: bool) -> None:
+    library_for(dtype)
+    model = model_of(dtype, experts)
+    tokens = torch.randint(101, (50,), generator=torch.Generator().manual_seed(2))
+
+    def logits(of: Any) -> Tensor:
+        cache = model.new_cache()
+        try:
+            return of.forward([Segment(cache, tokens, chain_shape(50), range(50))]).logits.double()
+        finally:
+            model.release_cache(cache)
+
+    exact = logits(model)
+    off = [float((logits(model.quantized(bits)) - exact).std() / exact.std()) for bits in (8, 4)]
+    assert 0.0 < off[0] < 0.1 < off[1] < 0.6, off
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_it_reads_what_the_model_committed_and_leaves_it_as_it_was(bits: int) -> None:
+    model = model_of(torch.float32)
+    draft = model.quantized(bits)
+    tokens = torch.randint(101, (90,), generator=torch.Generator().manual_seed(2))
+    drafted, plain = model.new_cache(), model.new_cache()
+    for cache in (drafted, plain):
+        model.forward([Segment(cache, tokens[:33], chain_shape(33), ())])
+        cache.commit(range(33))
+    for start in range(33, 90, 3):
+        for written in range(3):
+            shape = chain_shape(written + 1)
+            draft.forward([Segment(drafted, tokens[start + written][None], shape, (0,), written)])
+        drafted.rollback(start)
+        both = [
+            model.forward([Segment(each, tokens[start : start + 3], chain_shape(3), range(3))]).logits
+            for each in (drafted, plain)
+        ]
+        assert both[0].equal(both[1])
+        drafted.commit(range(3))
+        plain.commit(range(3))
+    for ours, theirs in zip(drafted.entries(), plain.entries(), strict=True):
+        assert ours[0].equal(theirs[0])
+        assert ours[1].equal(theirs[1])
+
+
+def test_its_bytes_are_fewer_and_it_says_what_it_is() -> None:
+    model = model_of(torch.float32)
+    eight, four = model.quantized(8), model.quantized(4)
+    assert four.weight_bytes < eight.weight_bytes < model.weight_bytes
+    assert (four.name, four.note) == ("tiny in 4 bits", None)
+    assert four.cache_pool is model.cache_pool
+    assert model.name == "tiny"
+
+
+def test_other_forwards_are_refused_in_one_sentence() -> None:
+    stock = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "tiny", StockBackend)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^tiny cannot draft for itself with weights of 8 bits \(.*another"
+    ):
+        stock.quantized(8)
