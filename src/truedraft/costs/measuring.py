@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeAlias, TypeVar
 
@@ -335,6 +335,7 @@ class _Rehearsal:
         noise = KeyedNoise(0, len(request.tokens), self._steps, greedy=self._params.greedy)
         self._steps += 1
         self._run_target()
+        self._read_on(request)
         started = self._now()
         proposal = self._drafter.propose([request], [budget], [noise])[0]
         proposed_s = self._now() - started
@@ -343,6 +344,14 @@ class _Rehearsal:
         path = longest[: round(accepted_share * len(longest))]
         tokens = (*(proposal.tree.host_ids[node] for node in path), self._text(len(request.tokens) + len(path)))
         return proposal, proposed_s + self._observe(request, StepOutcome(proposal, path, tokens, self._vector))
+
+    def _read_on(self, request: DraftRequest) -> None:
+        """What the target itself has read before a step: all tokens but the last."""
+        cache, end = request.cache, len(request.tokens) - 1
+        while cache is not None and cache.length < end:
+            ids = torch.tensor(request.tokens[cache.length : end][:_PROMPT_TOKENS], device=self._target.device)
+            self._target.forward([Segment(cache, ids, chain_shape(len(ids)), ())])
+            cache.commit(range(len(ids)))
 
     def _run_target(self) -> None:
         """As between two proposals: the target's weights then fill the processor's caches, and the draft's are gone."""
@@ -357,6 +366,8 @@ class _Rehearsal:
         self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
         inputs = self._target.opening_inputs
         request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs, kept=False)
+        if self._drafter.target_cache:
+            request = replace(request, cache=self._target.new_cache())
         self._request = request
         self._drafter.begin(request)
         nothing = Proposal.empty()
@@ -383,6 +394,8 @@ class _Rehearsal:
         request, self._request = self._request, None
         if request is not None:
             self._drafter.end(request)
+            if request.cache is not None:
+                self._target.release_cache(request.cache)
 
     def close(self) -> None:
         """The rehearsal is over."""

@@ -192,6 +192,7 @@ class Drafter(ABC):
         told_late: whether it need not be told of every step in which it proposed nothing: only, before it next
             proposes, of the last of them.
         hints_change: whether what `hint` tells changes while it drafts nothing, `behind` apart.
+        target_cache: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         prefixes: what requests begin with, of that model; None where nothing is shared.
@@ -203,6 +204,7 @@ class Drafter(ABC):
     features: ClassVar[Features | None] = None
     told_late: bool = False
     hints_change: bool = False
+    target_cache: bool = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
     prefixes: Prefixes | None = None

@@ -41,6 +41,7 @@ class SelfDraft(Drafter):
 
     name: ClassVar[str] = "self"
     told_late = True
+    target_cache = True
 
     def __init__(self, target: LanguageModel, bits: int = 8, num_speculative_tokens: int = 4) -> None:
         if bits not in (8, 4):
