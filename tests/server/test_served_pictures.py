@@ -335,7 +335,12 @@ def test_a_model_without_its_processor_tells_no_paths(
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*processor_config.json"))
     loads: list[str] = []
     load = processors.Processor.load
-    monkeypatch.setattr(processors.Processor, "load", lambda *given: loads.append(given[1]) or load(*given))
+
+    def counted(*given: Any) -> Any:
+        loads.append(given[1])
+        return load(*given)
+
+    monkeypatch.setattr(processors.Processor, "load", counted)
     with serving(Engine(load_model(bare, dtype="float32"))) as running:
         client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         for _ in range(2):
