@@ -105,6 +105,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(
     )
     refused(run("generate", QUESTION, "--model", seeing, "--image", str(tmp_path)), "cannot be read as a picture (Is a")
     refused(run("generate", QUESTION, "--model", seeing, "--image", none), "there is no file")
+    refused(run("generate", QUESTION, "--model", seeing, "--image", ""), "names no file; give its path")
     told = "the prompt has 2 places for pictures (<image>), and 1 pictures are given"
     refused(run("generate", "<image><image>", "--model", seeing, *image), told)
     refused(run("generate", QUESTION, "--model", seeing, *image, "--compare"), "--compare takes text alone")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import shutil
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,13 @@ from server.conftest import TEMPLATE as TEXT_TEMPLATE
 from server.conftest import Running, serving
 from support.multimodal_models import save_with_processor
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.errors import PromptError
 from truedraft.models import processor as processors
 from truedraft.models.base import LanguageModel
+from truedraft.server import pictures as server_pictures
+from truedraft.server.errors import ApiError
+from truedraft.server.keys import ANYONE
+from truedraft.server.service import Answering, Service
 
 QUESTION = "What is in this picture?"
 TEMPLATE = (
@@ -152,7 +159,9 @@ def bitmap() -> str:
         (["data:image/png,AAAA"], "must be a data URL"),
         (["data:image/png;base64,&&&&"], "a picture is no base64"),
         ([url_of(b"no picture")], "picture 1 of messages cannot be read as a picture"),
-        ([url_of(header_of(30_000, 30_000))], "cannot be read as a picture"),  # what Pillow takes for an attack
+        ([url_of(header_of(30_000, 30_000))], "is too large (Image size (900000000 pixels) exceeds"),  # by Pillow
+        ([url_of(header_of(4_000, 1))], "4000 x 1 pixels, one side more than 50 times the other; cut it"),
+        ([url_of(header_of(2, 4_000))], "2 x 4000 pixels, one side more than 50 times the other; cut it"),
         ([url_of(header_of(4_000, 3_000))], "has 4000 x 3000 pixels, of at most 8388608"),
         ([encoded(Image.new("RGB", (2_400, 2_000)))] * 2, "picture 2 of messages has 2400 x 2000 pixels, of at"),
         ([encoded(TEAL)] * 17, "holds 17 pictures, of at most 16"),
@@ -201,6 +210,115 @@ def test_pictures_are_read_apart(client: Any, monkeypatch: pytest.MonkeyPatch, r
         asking.join(20)
 
 
+@contextlib.contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Meanwhile no picture is read; the numbers of those whose reading began."""
+    begun, waited = list[int](), threading.Event()
+    made = server_pictures.read_pictures
+
+    def slow(urls: Any, param: str) -> Any:
+        begun.append(len(begun))
+        assert waited.wait(20)
+        return made(urls, param)
+
+    monkeypatch.setattr(server_pictures, "read_pictures", slow)
+    try:
+        yield begun
+    finally:
+        waited.set()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_places_are_taken_before_pictures_are_read(seeing: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Engine(seeing), max_per_client=1) as running:
+        client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with held_up(monkeypatch) as begun:
+            asking = threading.Thread(target=ask, args=(client, message(encoded(TEAL))))
+            asking.start()
+            until(lambda: bool(begun))
+            for _ in range(3):
+                with pytest.raises(openai.RateLimitError, match="1 requests open, of at most 1"):
+                    ask(client, message(encoded(TEAL)))
+            assert begun == [0]
+        asking.join(20)
+        with pytest.raises(openai.BadRequestError):
+            ask(client, message(url_of(b"no picture")))
+        assert ask(client, message(encoded(TEAL)))  # all places were given back
+
+
+def test_few_wait_for_their_pictures_and_texts_do_not(
+    client: Any, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = server_pictures.MOST_READ
+    refused: list[str] = []
+
+    def asked() -> None:
+        try:
+            ask(client, message(encoded(TEAL)))
+        except openai.RateLimitError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=asked) for _ in range(most + 2)]
+    with held_up(monkeypatch) as begun:
+        for thread in threads:
+            thread.start()
+        until(lambda: len(refused) == 2)
+        assert begun == [0] and f"pictures of {most} requests" in refused[0]
+        long = {"chat_template_kwargs": {"unread": "long" * 2000}}  # so that it is prepared in a thread, too
+        assert ask(client, [{"role": "user", "content": "Meanwhile?"}], extra_body=long)
+    for thread in threads:
+        thread.join(20)
+    assert len(refused) == 2
+
+
+def test_pixels_that_wait_are_bounded(seeing: LanguageModel) -> None:
+    engine = Engine(seeing, max_batch=1)
+    parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    prompt = seeing.processor.chat([{"role": "user", "content": parts}], [NOISE])
+    size = sum(value.nbytes for value in prompt.inputs.values())
+    service = Service(engine, max_waiting_bytes=2 * size - 1)
+
+    def begin(*prompts: Any) -> None:
+        Answering(service).start([engine.prepare(each, SamplingParams(max_tokens=2)) for each in prompts], ANYONE)
+
+    begin(prompt, prompt)  # samples share it
+    begin("Text")
+    other = seeing.processor.chat([{"role": "user", "content": parts}], [TEAL])
+    with pytest.raises(ApiError, match=f"pictures of {size} bytes wait already, of at most {2 * size - 1}") as refused:
+        begin(other)
+    assert refused.value.status == 429 and int(refused.value.headers["Retry-After"]) >= 1 and service.waiting == 3
+
+
+def test_a_text_that_names_what_is_not_there_is_refused(seeing: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = seeing.processor
+    for name, word in (("video_token", "<|video_pad|>"), ("image_token", "<soft>")):
+        monkeypatch.setattr(processor._backend.tokenizer, name, word, raising=False)
+        with pytest.raises(PromptError, match="nothing that stands there is given; leave it out") as refused:
+            processor.prompt(f"<image> {word}", [TEAL])
+        assert word in str(refused.value)
+
+
+def test_no_memory_is_told(seeing: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    held = BytesIO()
+    TEAL.save(held, "png")
+    with monkeypatch.context() as patched:
+        patched.setattr(Image.Image, "convert", fails)
+        with pytest.raises(PromptError, match=r"it is too large \(there is no memory for it\)"):
+            processors.read_picture(held.getvalue(), "it")
+    monkeypatch.setattr(type(seeing.processor._backend), "__call__", fails)
+    with pytest.raises(PromptError, match=r"refuses this prompt \(MemoryError\)"):
+        seeing.processor.prompt(QUESTION, [TEAL])
+
+
 def test_a_model_of_text_takes_none(target: LanguageModel, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEXT_TEMPLATE)
@@ -210,11 +328,23 @@ def test_a_model_of_text_takes_none(target: LanguageModel, tmp_path: Path) -> No
             ask(client, message(encoded(TEAL)))
 
 
-def test_a_model_without_its_processor_tells_no_paths(folder: Path, tmp_path: Path) -> None:
+def test_a_model_without_its_processor_tells_no_paths(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*processor_config.json"))
+    loads: list[str] = []
+    load = processors.Processor.load
+
+    def counted(*given: Any) -> Any:
+        loads.append(given[1])
+        return load(*given)
+
+    monkeypatch.setattr(processors.Processor, "load", counted)
     with serving(Engine(load_model(bare, dtype="float32"))) as running:
         client: Any = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="this server reads no pictures") as refused:
-            ask(client, message(encoded(TEAL)))
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError, match="this server reads no pictures") as refused:
+                ask(client, message(encoded(TEAL)))
+        assert len(loads) == 1  # of all requests
         assert str(tmp_path) not in str(refused.value.body)

@@ -315,6 +315,8 @@ def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedProm
     from truedraft.models.processor import read_picture
 
     text, processor = prompt.prompt, target.processor
+    if not all(prompt.images):
+        raise PromptError("names no file; give its path")
     pictures = [read_picture(user_path(each), repr(each)) for each in prompt.images]
     if not chat:
         return replace(prompt, seen=processor.prompt(str(text), pictures))

@@ -21,8 +21,12 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # decoders of others are seldom used, and seldom mended
 # How processors call what stands for a picture in a text; where there are both the first one does.
 _PLACES = ("boi_token", "image_token")
+# What else a text may not hold, for the model would look for what stands there.
+_SOUGHT = ("image_token", "video_token", "audio_token")
 # What they raise where a text or a picture does not suit them.
-_REFUSALS = (AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+_REFUSALS = (AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, ValueError)
+# Processors enlarge a picture until its shorter side has some hundred pixels, and the longer one with it.
+_LONGEST = 50  # times the shorter side
 
 
 class Processor:
@@ -117,12 +121,23 @@ class Processor:
         found = [getattr(self._backend, name, None) for name in _PLACES]
         return [str(each) for each in found if each is not None]
 
+    @property
+    def _sought(self) -> set[str]:
+        holders = (self._backend, self._backend.tokenizer)
+        found = [getattr(holder, name, None) for holder in holders for name in _SOUGHT]
+        return {str(each) for each in found if each}
+
     def _made(self, text: str, pictures: Sequence[Picture], *, special_tokens: bool) -> MultimodalPrompt:
-        held = next((count for each in self._places if (count := text.count(each))), 0)
-        if self._places and held != len(pictures):
+        places = self._places
+        used = next((each for each in places if each in text), places[0] if places else "")
+        held = text.count(used) if used else 0
+        if places and held != len(pictures):
             raise PromptError(
-                f"the prompt has {held} places for pictures ({self._places[0]}), and {len(pictures)} pictures are given"
+                f"the prompt has {held} places for pictures ({places[0]}), and {len(pictures)} pictures are given"
             )
+        for other in self._sought - {used}:
+            if other in text:
+                raise PromptError(f"the prompt holds {other}, and nothing that stands there is given; leave it out")
         try:
             with self._lock:
                 encoded = self._backend(
@@ -144,7 +159,7 @@ def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None
 
     Raises:
         MissingExtraError: Pillow is not installed.
-        PromptError: there is no such file, it is no picture, or too large.
+        PromptError: there is no such file, it is no picture, too large, or too long for its width.
     """
     _pillow()
     from PIL import Image, ImageOps
@@ -154,11 +169,18 @@ def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None
             width, height = picture.size
             if most_pixels is not None and width * height > most_pixels:
                 raise PromptError(f"{what} has {width} x {height} pixels, of at most {most_pixels}; make it smaller")
+            if max(width, height) > _LONGEST * min(width, height):
+                raise PromptError(
+                    f"{what} has {width} x {height} pixels, one side more than {_LONGEST} times the other; cut it"
+                )
             return ImageOps.exif_transpose(picture).convert("RGB")
     except PromptError:
         raise
     except FileNotFoundError as error:
         raise PromptError(f"there is no file {what}; check the path") from error
+    except (Image.DecompressionBombError, MemoryError) as error:
+        told = str(error).partition(",")[0] or "there is no memory for it"
+        raise PromptError(f"{what} is too large ({told}); make it smaller") from error
     except Exception as error:  # decoders raise what they like: for broken files SyntaxError, struct.error and others
         told = getattr(error, "strerror", None) or f"it must be one of {', '.join(_FORMATS)}"
         raise PromptError(f"{what} cannot be read as a picture ({told})") from error

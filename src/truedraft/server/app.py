@@ -144,6 +144,7 @@ class _Gate:
         except (ApiError, HTTPException) as error:
             await ApiError.of(error).response()(scope, receive, noting)
         finally:
+            self._front.release(http)
             if scope["path"] not in _OPEN:
                 self._front.log(http, status)
 

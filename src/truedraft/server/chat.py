@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from truedraft.errors import MissingExtraError, ModelError, PromptError
+from truedraft.errors import PromptError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
@@ -26,7 +25,6 @@ from truedraft.server.fields import (
     urls_of,
 )
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
-from truedraft.server.pictures import read_pictures
 from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
@@ -121,6 +119,7 @@ async def chat_prompt(
     *,
     more: Mapping[str, Any] | None = None,
     param: str = "messages",
+    samples: int = 1,
 ) -> list[int] | MultimodalPrompt:
     """A conversation as a prompt, by the chat template. It takes no time of other clients where it is long.
 
@@ -132,35 +131,17 @@ async def chat_prompt(
         use: of tools; None for a request without.
         more: what else the template is given.
         param: the field that holds the messages.
+        samples: that are asked for, whose places are kept while pictures are read.
 
     Raises:
-        ApiError: there is no template, it refuses the messages, or the pictures cannot be used.
+        ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
         OptionError: what else it is given are no variables of templates.
     """
     if not urls:
         return await front.apart(http, _chat_ids, front, messages, use, more)
-    return await asyncio.to_thread(_chat_of_pictures, front, messages, urls, use, more, param)
-
-
-def _chat_of_pictures(
-    front: Front,
-    messages: Sequence[Mapping[str, Any]],
-    urls: Sequence[str],
-    use: ToolUse | None,
-    more: Mapping[str, Any] | None,
-    param: str,
-) -> MultimodalPrompt:
+    front.reserve(http, max(samples, 1))  # what it may be is checked later
     told, tools = _with_tools(front, messages, use)
-    try:
-        processor = front.service.engine.target.processor
-        pictures = read_pictures(urls, param)
-        return processor.chat(told, pictures, tools=tools, template=front.chat_template, variables=more)
-    except PromptError as error:
-        raise ApiError(400, str(error), param=param, code="invalid_value") from error
-    except (MissingExtraError, ModelError) as error:  # which may tell of folders
-        raise ApiError(
-            400, "this server reads no pictures, for what its model needs for that is missing; give text", param=param
-        ) from error
+    return await front.pictures.chat(told, urls, tools=tools, template=front.chat_template, variables=more, param=param)
 
 
 def _chat_ids(
@@ -236,7 +217,9 @@ def chat_router(front: Front) -> APIRouter:
         use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, template_of(front))
         messages = [each.for_template for each in body.messages]
         urls = [url for each in body.messages for url in urls_of(each.content)]
-        prompt = await chat_prompt(front, http, messages, urls, use, more=body.chat_template_kwargs)
+        prompt = await chat_prompt(
+            front, http, messages, urls, use, more=body.chat_template_kwargs, samples=body.samples
+        )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         form = None if body.response_format is None else body.response_format.asked
         if use is not None and use.forced is not None:

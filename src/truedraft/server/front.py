@@ -26,6 +26,7 @@ from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
 from truedraft.server.fields import SamplingFields
 from truedraft.server.keys import ANYONE, Client
+from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.verification import Rule
 
@@ -87,8 +88,9 @@ class Front:
         return self._token_text(token)
 
     def __post_init__(self) -> None:
-        """Remember the texts of tokens."""
+        """Remember the texts of tokens, and what reads pictures."""
         tokenizer = self.service.engine.target.tokenizer
+        self.pictures = PictureReader(self.service.engine.target)
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
@@ -115,10 +117,7 @@ class Front:
         if fields.model is not None and fields.model not in self.names:
             params = replace(params, adapter=fields.model)
         count = samples if samples is not None else params.n
-        if len(prompts) * count > self.max_samples:
-            raise ApiError(
-                400, f"asks for {len(prompts) * count} answers, and this server gives {self.max_samples}", param="n"
-            )
+        self._check_count(len(prompts) * count)
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         answering = Answering(self.service, deadline)
@@ -128,9 +127,32 @@ class Front:
         else:
             requests = await self.apart(http, self._prepared, *asked)
         traced = fields.speculation is not None and fields.speculation.trace
+        self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
         answering.start(requests, client, shows_steps=traced)
         http.state.answering = answering
         return answering
+
+    def _check_count(self, count: int) -> None:
+        if count > self.max_samples:
+            raise ApiError(400, f"asks for {count} answers, and this server gives {self.max_samples}", param="n")
+
+    def reserve(self, http: HttpRequest, count: int) -> None:
+        """Keep the places of a request that takes long to make, until it begins or is over.
+
+        Raises:
+            ApiError: there is no room, or it asks for too many answers.
+        """
+        self._check_count(count)
+        client: Client = getattr(http.state, "client", ANYONE)
+        self.service.reserve(client, count)
+        http.state.reserved = (client, count)
+
+    def release(self, http: HttpRequest) -> None:
+        """Give back what `reserve` kept."""
+        kept: tuple[Client, int] | None = getattr(http.state, "reserved", None)
+        http.state.reserved = None
+        if kept is not None:
+            self.service.give_back(*kept)
 
     async def apart(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
         """Do some work on what a request holds: in a thread where that is long, so that other clients need not wait."""

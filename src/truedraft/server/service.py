@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -189,6 +189,7 @@ class Service:
         engine: that answers; nobody else steps it.
         max_queue: most requests that wait.
         max_per_client: most open requests of a client; None is no limit.
+        max_waiting_bytes: of what waiting requests hold beside their tokens, as pixels.
 
     Attributes:
         engine: as given.
@@ -196,15 +197,24 @@ class Service:
         draining: whether no more requests are taken.
     """
 
-    def __init__(self, engine: Engine, *, max_queue: int = 256, max_per_client: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queue: int = 256,
+        max_per_client: int | None = None,
+        max_waiting_bytes: int = 1 << 30,
+    ) -> None:
         self.engine = engine
         self.listeners: list[Callable[[Stream], None]] = []
         self.draining = False
         self._max_queue = max_queue
         self._max_per_client = max_per_client
+        self._max_waiting_bytes = max_waiting_bytes
         self._guard = threading.Lock()  # of what follows
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
+        self._reserved = 0  # places of requests that are still being made
         self._served: dict[Client, int] = {}  # which of all requests that the engine got was its last
         self._admitted = 0
         self._running: list[Stream] = []
@@ -247,15 +257,34 @@ class Service:
         """Requests that it has not."""
         return sum(map(len, self._waiting.values()))
 
+    def reserve(self, client: Client, count: int) -> None:
+        """Keep places for requests that take long to make, until `give_back`.
+
+        Raises:
+            ApiError: as for `open`.
+        """
+        with self._guard:
+            self._refuse_where_full(client, count)
+            self._reserved += count
+            self._open[client] = self._open.get(client, 0) + count
+
+    def give_back(self, client: Client, count: int) -> None:
+        """No longer keep places; who opens the requests then does so at once."""
+        with self._guard:
+            self._reserved -= count
+            self._leave(client, count)
+
     def open(self, streams: Sequence[Stream]) -> None:
         """Queue the samples of one HTTP request, all or none.
 
         Raises:
-            ApiError: the queue is full, the client has too many open requests, or the server is being stopped.
+            ApiError: the queue is full or holds too much, the client has too many open requests, or the server is being
+                stopped.
         """
         client = streams[0].client
         with self._guard:
             self._refuse_where_full(client, len(streams))
+            self._refuse_what_is_large(streams)
             self._waiting.setdefault(client, deque()).extend(streams)
             self._open[client] = self._open.get(client, 0) + len(streams)
         self._work.set()
@@ -268,7 +297,7 @@ class Service:
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
             raise ApiError(400, f"asks for {count} answers at once, and this server takes {ever}; ask for fewer")
-        waiting, room = self.waiting, self.engine.max_batch - self.running
+        waiting, room = self.waiting + self._reserved, self.engine.max_batch - self.running
         if waiting + count > self._max_queue + max(room, 0):
             raise ApiError(
                 429, f"{waiting} requests wait already; ask again in {later['Retry-After']} s", headers=later
@@ -276,6 +305,19 @@ class Service:
         if most is not None and self._open.get(client, 0) + count > most:
             raise ApiError(
                 429, f"this API key has {self._open.get(client, 0)} requests open, of at most {most}", headers=later
+            )
+
+    def _refuse_what_is_large(self, streams: Sequence[Stream]) -> None:
+        """Requests hold their pixels while they wait; what alone is too large waits where nothing else does."""
+        held = _bytes_beside(stream for queue in self._waiting.values() for stream in queue)
+        new = _bytes_beside(streams)
+        if held and new and held + new > self._max_waiting_bytes:
+            seconds = str(self._free_in_s())
+            raise ApiError(
+                429,
+                f"pictures of {held} bytes wait already, of at most {self._max_waiting_bytes}, and these have {new}; "
+                f"ask again in {seconds} s",
+                headers={"Retry-After": seconds},
             )
 
     def _free_in_s(self) -> int:
@@ -311,13 +353,17 @@ class Service:
 
     def _forget(self, stream: Stream) -> None:
         """A stream is over; the guard is held."""
-        left = self._open.get(stream.client, 0) - 1
+        self._leave(stream.client, 1)
+
+    def _leave(self, client: Client, count: int) -> None:
+        """A client has fewer requests open; the guard is held."""
+        left = self._open.get(client, 0) - count
         if left > 0:
-            self._open[stream.client] = left
+            self._open[client] = left
         else:
-            self._open.pop(stream.client, None)
-            if not self._waiting.get(stream.client):
-                self._waiting.pop(stream.client, None)
+            self._open.pop(client, None)
+            if not self._waiting.get(client):
+                self._waiting.pop(client, None)
 
     def _drive(self) -> None:
         try:
@@ -437,3 +483,9 @@ class Service:
         for stream in streams:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(stream.answering.fail, error)
+
+
+def _bytes_beside(streams: Iterable[Stream]) -> int:
+    """What requests hold beside their tokens; samples of one prompt share it."""
+    held = {id(value): value.nbytes for stream in streams for value in (stream.request.inputs or {}).values()}
+    return sum(held.values())

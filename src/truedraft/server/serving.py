@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
@@ -16,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from truedraft.engine import Engine
-from truedraft.errors import OptionError, TruedraftError, errors_about
+from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
 from truedraft.server.app import build_app
 from truedraft.server.front import Front
@@ -56,8 +55,6 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         target.name = names[0]
     if target.tokenizer is not None:
         target.tokenizer.name = names[0]
-    with contextlib.suppress(TruedraftError):  # requests with pictures are then told so
-        _ = target.processor
     forward_s = engine.forwards()
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
     front = Front(
