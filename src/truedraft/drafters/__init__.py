@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
+    from truedraft.drafters.ngram import NgramDrafter
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.redrafter import Redrafter
@@ -33,6 +34,7 @@ _HOMES = {
     "DrawKind": "core.proposal",
     "Features": "drafters.base",
     "Medusa": "drafters.medusa",
+    "NgramDrafter": "drafters.ngram",
     "NoDrafter": "drafters.base",
     "Noise": "core.noise",
     "Portfolio": "drafters.portfolio",
@@ -57,6 +59,7 @@ __all__ = [
     "DrawKind",
     "Features",
     "Medusa",
+    "NgramDrafter",
     "NoDrafter",
     "Noise",
     "Portfolio",
