@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
+    from truedraft.drafters.ngram import NgramDrafter
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.redrafter import Redrafter
@@ -35,6 +36,7 @@ _HOMES = {
     "DrawKind": "core.proposal",
     "Features": "drafters.base",
     "Medusa": "drafters.medusa",
+    "NgramDrafter": "drafters.ngram",
     "NoDrafter": "drafters.base",
     "Noise": "core.noise",
     "Portfolio": "drafters.portfolio",
@@ -61,6 +63,7 @@ __all__ = [
     "DrawKind",
     "Features",
     "Medusa",
+    "NgramDrafter",
     "NoDrafter",
     "Noise",
     "Portfolio",

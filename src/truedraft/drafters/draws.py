@@ -114,7 +114,7 @@ class CoupledTokens(Drawing):
         return coupled_choices([probs], [(node.noise, node.depth) for node in nodes], width), probs
 
 
-_TOP = TopTokens()
+TOP_TOKENS = TopTokens()
 _COUPLED = CoupledTokens()
 _INDEPENDENT = SampledTokens(DrawKind.INDEPENDENT)
 _WITHOUT_REPLACEMENT = SampledTokens(DrawKind.WITHOUT_REPLACEMENT)
@@ -123,7 +123,7 @@ _WITHOUT_REPLACEMENT = SampledTokens(DrawKind.WITHOUT_REPLACEMENT)
 def drawing_for(params: SamplingParams, width: int) -> Drawing:
     """How a request with these options draws, at up to `width` draws a node."""
     if params.greedy:
-        return _TOP
+        return TOP_TOKENS
     if params.coupled:
         return _COUPLED
     return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT

@@ -280,6 +280,19 @@ def _self(words: Words, target: LanguageModel) -> Drafter:
     return SelfDraft(target, bits, **{name: read_whole(name, value) for name, value in words.options.items()})
 
 
+def _ngram(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.ngram import NgramDrafter
+
+    if words.path is None:
+        raise OptionError("drafter 'ngram' needs its table: ngram:FILE, as NgramTable.write made it")
+    options = dict(words.options)
+    branching = options.pop("branching", None)
+    widths = None if branching is None else _widths(branching)
+    sampled = _is_sampled(options.pop("sampled", "true"))
+    sizes = {name: read_whole(name, value) for name, value in options.items()}
+    return NgramDrafter.load(words.path, branching=widths, sampled=sampled, **sizes)
+
+
 def _medusa(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.calibration import GREEDY, SAMPLED
@@ -305,10 +318,14 @@ def _redrafter(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.redrafter import Redrafter
 
     sizes = {name: read_whole(name, value) for name, value in words.options.items() if name != "sampled"}
-    sampled = words.options.get("sampled", "false")
-    if sampled not in ("true", "false"):
-        raise OptionError(f"sampled must be true (paths are drawn) or false (the likeliest beams), got {sampled!r}")
-    return Redrafter.load(_heads_folder("redrafter", words.path), sampled=sampled == "true", **sizes)
+    sampled = _is_sampled(words.options.get("sampled", "false"))
+    return Redrafter.load(_heads_folder("redrafter", words.path), sampled=sampled, **sizes)
+
+
+def _is_sampled(typed: str) -> bool:
+    if typed not in ("true", "false"):
+        raise OptionError(f"sampled must be true (tokens are drawn) or false (the likeliest ones), got {typed!r}")
+    return typed == "true"
 
 
 def _heads_folder(kind: str, path: str | None) -> str | Path:
@@ -378,6 +395,15 @@ KINDS: Mapping[str, DrafterKind] = {
         "a smaller model with another tokenizer: it writes so many tokens of its own, and their text is encoded again; "
         "draft:MODEL draws from the tokens that both know",
         _reencoded,
+        {"num_speculative_tokens": "8"},
+    ),
+    "ngram": DrafterKind(
+        "FILE",
+        {"num_speculative_tokens": "4", "branching": "3-2-1", "order": "2", "sampled": "true"},
+        "a table of which token usually follows the last few, as truedraft.training.count_ngrams counts it: a chain, or "
+        "by branching a tree; order reads n-grams of so many tokens at most, and sampled=false gives requests at a "
+        "temperature the likeliest tokens in place of draws",
+        _ngram,
         {"num_speculative_tokens": "8"},
     ),
     "medusa": DrafterKind(

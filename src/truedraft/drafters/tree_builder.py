@@ -96,14 +96,18 @@ class TreeBuilder:
         shaping = self.request.shaping
         if shaping is None:
             return logits
+        return shaping.of_paths(logits, self.open_paths())
+
+    def open_paths(self) -> list[tuple[int, ...]]:
+        """The tokens from the root to each open node; of those on a device only how many there are is told."""
         paths = []
         for node in self._open:
             path: list[int] = []
             while node >= 0:
-                path.append(0 if self.on_device else self._tokens[node])  # then only how many there are matters
+                path.append(0 if self.on_device else self._tokens[node])
                 node = self._parents[node]
             paths.append(tuple(reversed(path)))
-        return shaping.of_paths(logits, paths)
+        return paths
 
     def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
         """Hang children below the open nodes; those that may grow become open.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from truedraft.training.loop import Callbacks
     from truedraft.training.losses import distill, loss_from_spec
     from truedraft.training.medusa import MedusaTrainingConfig
+    from truedraft.training.ngram_counts import count_ngrams
     from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
     from truedraft.training.redrafter import RedrafterTrainingConfig
     from truedraft.training.report import HeadReport, HeadResult
@@ -39,6 +40,7 @@ _HOMES = {
     "TimeBudget": "workspace",
     "WarmupStableDecay": "optimizer",
     "WritingConfig": "texts.answer_writer",
+    "count_ngrams": "ngram_counts",
     "distill": "losses",
     "loss_from_spec": "losses",
     "pretraining_loop": "drafts",
@@ -63,6 +65,7 @@ __all__ = [
     "TimeBudget",
     "WarmupStableDecay",
     "WritingConfig",
+    "count_ngrams",
     "distill",
     "loss_from_spec",
     "pretraining_loop",

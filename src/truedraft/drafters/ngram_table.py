@@ -1,0 +1,276 @@
+"""N-gram tables: how often which token followed which, on disk and mapped into memory, read by any number of processes.
+
+An n-gram is a node of a trie: level 1 holds the tokens of the vocabulary, and the children of a node at level k are the
+n-grams of k + 1 tokens that begin with it, sorted by their last token. A node stores the probability of its last token
+after the ones before it, and, as a context, what share it leaves to the shorter context (Katz's form of an interpolated
+model, as in ARPA files):
+
+    P(w | h) = probs[h w]                       where h w is in the table,
+    P(w | h) = backoff[h] * P(w | h without its first token)   elsewhere.
+
+The file is a header (magic, version, JSON) and arrays behind it, each at a multiple of 64 bytes and with a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import tempfile
+import zlib
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truedraft.errors import ModelError
+
+TABLE = "table.ngram"
+"""Name of a table in the folder that a training writes."""
+VERSION = 1
+MOST_ORDER = 8
+"""Longest n-grams of a table."""
+
+_MAGIC = b"tdngram\0"
+_PREFIX = struct.Struct("<8sIII")  # magic, version, bytes of the header, its checksum
+_ALIGNED = 64
+_AGAIN = "build it again with truedraft.training.count_ngrams"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The n-grams of one length k, sorted by their tokens; level 1 has one for each id of the vocabulary.
+
+    Attributes:
+        probs: `[n-grams]`, float32: of the last token after the ones before it, shorter contexts included.
+        tokens: `[n-grams]`, int32: the last tokens; empty at level 1, where they are 0, 1, 2, ...
+        first: `[n-grams one shorter + 1]`, int64: where the n-grams that begin with each of those start; empty at
+            level 1.
+        backoff: `[n-grams]`, float32: as contexts, what is left to the shorter one; empty at the last level.
+        best: `[n-grams]`, int32: the likeliest token behind each; likewise.
+        best_probs: `[n-grams]`, float32: how likely it is; likewise.
+    """
+
+    probs: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+    first: NDArray[np.int64]
+    backoff: NDArray[np.float32]
+    best: NDArray[np.int32]
+    best_probs: NDArray[np.float32]
+
+
+_FIELDS: Mapping[str, str] = {
+    "probs": "<f4",
+    "tokens": "<i4",
+    "first": "<i8",
+    "backoff": "<f4",
+    "best": "<i4",
+    "best_probs": "<f4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TableFacts:
+    """What a table says of itself.
+
+    Attributes:
+        vocab_size: ids that it knows.
+        tokenizer: `Tokenizer.fingerprint` of those ids; empty where nobody said what they mean.
+        counted_tokens: of the text that it was counted in.
+    """
+
+    vocab_size: int
+    tokenizer: str = ""
+    counted_tokens: int = 0
+
+
+class NgramTable:
+    """A table of n-grams, from a file or from arrays.
+
+    Args:
+        facts: what is said of it.
+        levels: the n-grams of 1, 2, ... tokens.
+        name: for messages.
+    """
+
+    def __init__(self, facts: TableFacts, levels: Sequence[Level], name: str = "table") -> None:
+        self.facts = facts
+        self.levels = tuple(levels)
+        self.name = name
+        self._unigrams = self.levels[0].probs
+        top = int(np.argmax(self._unigrams))
+        self._top = top, float(self._unigrams[top])
+        # A number of a memoryview costs a third of one of an array, and a chain looks at some dozens of them.
+        self._tokens = [level.tokens.data for level in self.levels]
+        self._first = [level.first.data for level in self.levels]
+        self._best = [level.best.data for level in self.levels]
+        self._best_probs = [level.best_probs.data for level in self.levels]
+
+    @property
+    def order(self) -> int:
+        """Tokens of its longest n-grams."""
+        return len(self.levels)
+
+    @property
+    def ngrams(self) -> tuple[int, ...]:
+        """How many n-grams of 1, 2, ... tokens it holds."""
+        return (int(np.count_nonzero(self._unigrams)), *(len(level.tokens) for level in self.levels[1:]))
+
+    def probs(self, context: Sequence[int]) -> NDArray[np.float32]:
+        """The distribution `[vocab]` of the token after a context, of which at most the last `order - 1` are read."""
+        found = self._unigrams.copy()
+        for length, node in enumerate(self._nodes(context), start=1):
+            level, first = self.levels[length], self._first[length]
+            start, end = first[node], first[node + 1]
+            found *= self.levels[length - 1].backoff[node]
+            found[level.tokens[start:end]] = level.probs[start:end]
+        return found
+
+    def best(self, context: Sequence[int]) -> tuple[int, float]:
+        """The likeliest token after a context, and how likely it is."""
+        nodes = self._nodes(context)
+        if not nodes:
+            return self._top
+        length = len(nodes) - 1
+        return self._best[length][nodes[-1]], self._best_probs[length][nodes[-1]]
+
+    def _nodes(self, context: Sequence[int]) -> list[int]:
+        """The last token, the last two, ... as nodes of level 1, 2, ...; as many as are known."""
+        found: list[int] = []
+        for length in range(1, min(self.order - 1, len(context)) + 1):
+            node = self._find(context[len(context) - length :])
+            if node is None:
+                break  # what begins with an unknown context ends with none that is known
+            found.append(node)
+        return found
+
+    def _find(self, ngram: Sequence[int]) -> int | None:
+        """The node of an n-gram; None where it is not in the table."""
+        node = ngram[0]
+        if not 0 <= node < self.facts.vocab_size:
+            return None
+        for length in range(1, len(ngram)):
+            tokens, first, token = self._tokens[length], self._first[length], ngram[length]
+            end = first[node + 1]
+            node = bisect_left(tokens, token, first[node], end)
+            if node == end or tokens[node] != token:
+                return None
+        return node
+
+    @classmethod
+    def open(cls, path: str | Path) -> NgramTable:
+        """Map a table into memory, after a look at every byte of it.
+
+        Args:
+            path: of the file, or of the folder that a training wrote.
+
+        Raises:
+            ModelError: there is none, it is cut off or damaged, or of another version; says which.
+        """
+        file = _expanded(Path(path))
+        file = file / TABLE if file.is_dir() else file
+        try:
+            with file.open("rb") as opened:
+                content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:  # an empty file cannot be mapped
+            _refuse(file, "is empty", _AGAIN)
+        except OSError as error:
+            raise ModelError(
+                f"cannot read the n-gram table {str(path)!r} ({error.strerror or error}); name a file that "
+                "NgramTable.write made"
+            ) from error
+        header, start = _header(file, content)
+        facts = TableFacts(**header["facts"])
+        return cls(facts, _levels(file, content, header["levels"], start), str(file))
+
+    def write(self, path: Path) -> None:
+        """Write the table so that a reader finds the old file or the new one, and whoever maps the old one keeps it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        place, parts = 0, []
+        listed: list[dict[str, Any]] = []
+        for level in self.levels:
+            listed.append({})
+            for name, dtype in _FIELDS.items():
+                content = np.ascontiguousarray(getattr(level, name), dtype=dtype)
+                listed[-1][name] = {"start": place, "length": len(content), "crc32": zlib.crc32(content.data)}
+                parts.append(content.tobytes() + bytes(-content.nbytes % _ALIGNED))
+                place += len(parts[-1])
+        facts = {name: getattr(self.facts, name) for name in TableFacts.__slots__}
+        header = json.dumps({"facts": facts, "levels": listed, "bytes": place}).encode()
+        prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), zlib.crc32(header))
+        filling = bytes(-(len(prefix) + len(header)) % _ALIGNED)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
+            try:
+                for part in (prefix, header, filling, *parts):
+                    partial.write(part)
+                partial.close()
+                Path(partial.name).chmod(0o644)
+                Path(partial.name).replace(path)
+            except OSError:
+                partial.close()
+                Path(partial.name).unlink(missing_ok=True)
+                raise
+
+
+def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The header, and where the arrays start.
+
+    Raises:
+        ModelError: it is none, or not one that this version reads.
+    """
+    if content[: len(_MAGIC)] != _MAGIC[: len(content)]:
+        _refuse(file, "begins as no n-gram table does", "name a file that NgramTable.write made")
+    if len(content) < _PREFIX.size:
+        _refuse(file, f"is cut off after {len(content)} bytes", f"copy it again, or {_AGAIN}")
+    _, version, length, checksum = _PREFIX.unpack_from(content)
+    if version != VERSION:
+        _refuse(file, f"is of version {version}, and this truedraft reads version {VERSION}", _AGAIN)
+    text = content[_PREFIX.size : _PREFIX.size + length]
+    if len(text) == length and zlib.crc32(text) != checksum:
+        _refuse(file, "is damaged: the checksum of its header differs", f"copy it again, or {_AGAIN}")
+    header: dict[str, Any] = json.loads(text) if len(text) == length else {}
+    start = -(-(_PREFIX.size + length) // _ALIGNED) * _ALIGNED
+    if not header or len(content) < start + header["bytes"]:
+        whole = f" of {start + header['bytes']:,}" if header else ""
+        _refuse(file, f"is cut off after {len(content):,}{whole} bytes", f"copy it again, or {_AGAIN}")
+    return header, start
+
+
+def _levels(file: Path, content: mmap.mmap, listed: Sequence[Mapping[str, Any]], start: int) -> list[Level]:
+    """The arrays, which stay in the file.
+
+    Raises:
+        ModelError: a checksum differs.
+    """
+    levels = []
+    for number, about in enumerate(listed, start=1):
+        arrays = {}
+        for name, dtype in _FIELDS.items():
+            own = about[name]
+            arrays[name] = np.frombuffer(content, dtype, own["length"], start + own["start"])
+            if zlib.crc32(arrays[name].data) != own["crc32"]:
+                _refuse(
+                    file,
+                    f"is damaged: the checksum of {name} of its n-grams of {number} differs",
+                    f"copy it again, or {_AGAIN}",
+                )
+        levels.append(Level(**arrays))
+    return levels
+
+
+def _refuse(file: Path, what: str, remedy: str) -> NoReturn:
+    raise ModelError(f"the n-gram table {str(file)!r} {what}; {remedy}")
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # the home of nobody
+        return path

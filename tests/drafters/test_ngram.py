@@ -1,0 +1,214 @@
+"""Drafts from n-gram tables: drawn from what is stored, judged exactly, the likeliest where nothing is drawn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from support.chi_square import p_value
+from support.ngram_tables import table_of
+from truedraft import Engine, SamplingParams
+from truedraft.certify.checks import Check, Context, Stack, Status
+from truedraft.certify.equality import Equality
+from truedraft.certify.invariance import Invariance
+from truedraft.certify.statistics import Statistics
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.drafters import DraftRequest, NgramDrafter, PromptLookup, from_spec
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.errors import ModelError, OptionError, VocabularyMismatchError
+from truedraft.testing import MarkovModel
+from truedraft.training.ngram_counts import count_ngrams
+from truedraft.verification import SpeculativeSampling
+from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
+
+VOCAB = 5
+TARGET = MarkovModel.random(VOCAB, seed=3)
+TABLE = table_of(TARGET)
+WARM = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95)
+COUPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=4, coupled=True)
+GREEDY = SamplingParams(max_tokens=24)
+TEXT = [1, 0, 3]
+
+
+def propose(
+    drafter: NgramDrafter,
+    params: SamplingParams,
+    tokens: Sequence[int] = TEXT,
+    seed: int = 0,
+    budget: Budget | None = None,
+) -> Proposal:
+    request = DraftRequest(0, params, list(tokens))
+    noise = KeyedNoise(seed, len(tokens), 0, greedy=params.greedy)
+    proposal = drafter.propose([request], [budget or drafter.limits], [noise])[0]
+    proposal.check()
+    return proposal
+
+
+def law_after(text: Sequence[int], params: SamplingParams) -> Tensor:
+    """What is drawn from behind a text, `[vocab]`."""
+    return probs_from_logits(torch.from_numpy(TABLE.probs(text)).log()[None], params)[0]
+
+
+@pytest.mark.parametrize(("params", "kind"), [(WARM, DrawKind.INDEPENDENT), (COUPLED, DrawKind.COUPLED)])
+def test_each_drawn_token_has_the_table_s_distribution_behind_its_own_path(
+    params: SamplingParams, kind: DrawKind
+) -> None:
+    proposal = propose(NgramDrafter(TABLE), params)
+    tokens = proposal.tree.host_ids
+    assert len(tokens) == 4 and proposal.kinds == {kind}
+    assert proposal.probs is not None
+    for depth, stored in enumerate(proposal.probs):
+        assert stored.equal(law_after([*TEXT, *tokens[:depth]], params))
+        assert stored[tokens[depth]] > 0.0
+
+
+@pytest.mark.parametrize("branching", [(1, 1), (2, 1)])
+def test_draws_follow_the_distribution_that_is_stored(branching: tuple[int, ...]) -> None:
+    """First tokens of 20,000 proposals; a right drafter fails once in a million runs."""
+    drafter = NgramDrafter(TABLE, branching=branching)
+    counts = np.zeros(VOCAB, np.int64)
+    requests = [DraftRequest(i, WARM, TEXT) for i in range(50)]
+    for start in range(0, 20_000, 50):
+        noise = [KeyedNoise(start + i, len(TEXT), 0) for i in range(50)]
+        for proposal in drafter.propose(requests, [drafter.limits] * 50, noise):
+            counts[proposal.tree.host_ids[0]] += 1
+    assert p_value(counts, law_after(TEXT, WARM).double().numpy()) > 1e-6
+
+
+@pytest.mark.parametrize("kind", [DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT])
+def test_the_distribution_of_what_is_emitted_is_the_target_s(kind: DrawKind) -> None:
+    """By exact recursion: every draft that a chain or a tree of the table may make, every verdict on it."""
+    branching = (1, 1) if kind is DrawKind.INDEPENDENT else (2, 1)
+
+    def scheme(prefix: Sequence[int], drafted: Sequence[int]) -> list[PlannedDraw]:
+        if len(drafted) == len(branching):
+            return []
+        q = law_after([*TEXT, *prefix], WARM).double()
+        width = min(branching[len(drafted)], int((q > 0).sum()))  # no more draws than tokens with mass
+        return [PlannedDraw(len(drafted), q / q.sum(), kind)] * width
+
+    def target(prefix: Sequence[int]) -> Tensor:
+        return probs_from_logits(TARGET.probs_after([*TEXT, *prefix]).log()[None], WARM)[0]
+
+    dist = emitted_dist(SpeculativeSampling(), target, scheme, 3)
+    assert distance(dist, target_dist(target, 3)) < 1e-12
+
+
+@pytest.mark.parametrize("branching", [None, (2, 2, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "likeliest"])
+def test_answers_are_certified(branching: tuple[int, ...] | None, sampled: bool) -> None:
+    stack = Stack(TARGET, NgramDrafter(TABLE, branching=branching, sampled=sampled), SpeculativeSampling())
+    texts = [[1, 2, 3], [4], [4, 4, 0, 2, 1], [3, 1]]
+    checks: list[tuple[SamplingParams, Check]] = [
+        *((params, check) for params in (GREEDY, COUPLED) for check in (Equality(), Invariance())),
+        (WARM, Statistics()),
+    ]
+    for params, check in checks:
+        found = list(check.run(Context(stack, texts, params, 3, 1.0)))
+        assert Status.HOLDS in {each.status for each in found}
+        assert {each.status for each in found} <= {Status.HOLDS, Status.DOES_NOT_APPLY}
+
+
+def test_greedy_requests_are_given_the_likeliest_tokens() -> None:
+    drafter = NgramDrafter(TABLE, 3)
+    text = list(TEXT)
+    for _ in range(3):
+        text.append(int(TABLE.probs(text).argmax()))
+    proposal = propose(drafter, GREEDY)
+    assert proposal.tree.host_ids == text[len(TEXT) :] and proposal.kinds == {DrawKind.DETERMINISTIC}
+    assert propose(NgramDrafter(TABLE, 3, sampled=False), WARM).tree.host_ids == text[len(TEXT) :]
+    assert propose(drafter, GREEDY, budget=Budget(2)).tree.host_ids == text[len(TEXT) : -1]
+    assert propose(drafter, GREEDY, budget=Budget(0)).tree.host_ids == []
+    assert propose(drafter, GREEDY, budget=Budget(3, min_probability=1.0)).tree.host_ids == text[len(TEXT) : -2]
+    tree = propose(NgramDrafter(TABLE, branching=(2, 1)), GREEDY).tree
+    assert tree.host_ids[:2] == TABLE.probs(TEXT).argsort()[::-1][:2].tolist()
+    assert tree.host_ids[2] == int(TABLE.probs([*TEXT, tree.host_ids[0]]).argmax())
+
+
+def test_a_shorter_order_reads_less() -> None:
+    chain = propose(NgramDrafter(TABLE, 1, order=2), WARM)
+    assert chain.probs is not None and chain.probs[0].equal(law_after(TEXT[-1:], WARM))
+    alone = propose(NgramDrafter(TABLE, 1, order=1), GREEDY)
+    assert alone.tree.host_ids == [int(TABLE.probs([]).argmax())]
+
+
+def test_it_guesses_right_more_often_than_not_at_all() -> None:
+    answer = Engine(TARGET, NgramDrafter(TABLE), controller="fixed").generate(TEXT, SamplingParams(max_tokens=50))
+    assert answer.stats.mean_acceptance_length > 1.5
+    plain = Engine(TARGET).generate(TEXT, SamplingParams(max_tokens=50))
+    assert answer.token_ids == plain.token_ids
+
+
+def test_penalties_change_its_draws_as_the_target_s() -> None:
+    params = SamplingParams(max_tokens=30, presence_penalty=1.5)
+    engine = Engine(TARGET, NgramDrafter(TABLE), controller="fixed")
+    answer = engine.generate(TEXT, params)
+    assert answer.token_ids == Engine(TARGET).generate(TEXT, params).token_ids
+    assert answer.stats.accepted_tokens > 0
+
+
+def test_hints_tell_apart_how_sure_it_is() -> None:
+    table = count_ngrams([[0, 1] * 20, [2, 0, 2, 1, 2, 3, 2, 4]], VOCAB, 2)
+    drafter = NgramDrafter(table)
+    sure, unsure = (drafter.hint(DraftRequest(0, GREEDY, [last])).kind for last in (0, 2))
+    assert sure > unsure > 0
+
+
+def test_it_goes_together_with_others() -> None:
+    drafter = Portfolio([NgramDrafter(TABLE), PromptLookup(min_ngram=1)])
+    params = [GREEDY, COUPLED, SamplingParams(max_tokens=24, temperature=1.0, seed=5)]
+    answers = Engine(TARGET, drafter).generate([TEXT] * 3, params)
+    plain = Engine(TARGET).generate([TEXT] * 2, params[:2])
+    assert [answer.token_ids for answer in answers[:2]] == [answer.token_ids for answer in plain]
+    assert not any(answer.warnings for answer in answers)
+
+
+def test_a_target_with_more_ids_is_drafted_for_and_one_with_fewer_refused() -> None:
+    more = MarkovModel.random(VOCAB + 3, seed=1)
+    params = [GREEDY, SamplingParams(max_tokens=24, temperature=1.0, seed=5)]
+    answers = Engine(more, NgramDrafter(TABLE), controller="fixed").generate([[7], [1]], params)
+    assert not any(answer.warnings for answer in answers)
+    assert all(answer.stats.draft_tokens for answer in answers)
+    with pytest.raises(VocabularyMismatchError, match="has 5 token ids and target 'markov' has 4; build one"):
+        NgramDrafter(TABLE).check(MarkovModel.random(4, seed=1))
+
+
+@pytest.mark.parametrize("options", [{"num_speculative_tokens": 0}, {"order": 0}, {"order": 4}, {"branching": ()}])
+def test_bad_options(options: dict[str, int]) -> None:
+    with pytest.raises(OptionError):
+        NgramDrafter(TABLE, **options)  # type: ignore[arg-type]
+
+
+def test_words(tmp_path: Path) -> None:
+    file = tmp_path / "code.ngram"
+    TABLE.write(file)
+    made = from_spec(f"ngram:{file},branching=3-2,order=2,sampled=false", TARGET)
+    assert isinstance(made, NgramDrafter)
+    assert (made.limits.depth, made.limits.width, made.limits.nodes) == (2, 3, 9)
+    assert made.kinds == {DrawKind.DETERMINISTIC}
+    assert from_spec(f"ngram:{file},num_speculative_tokens=7", TARGET).limits.depth == 7
+    both = from_spec(f"portfolio(ngram:{file};prompt-lookup)", TARGET)
+    assert list(both.members) == ["ngram", "prompt-lookup"]
+    with pytest.raises(OptionError, match="needs its table: ngram:FILE"):
+        from_spec("ngram", TARGET)
+    with pytest.raises(OptionError, match="sampled must be true"):
+        from_spec(f"ngram:{file},sampled=perhaps", TARGET)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="is cut off"):
+        from_spec(f"portfolio(ngram:{file};prompt-lookup)", TARGET)
+
+
+def test_every_text_of_few_tokens_has_a_draft() -> None:
+    drafter = NgramDrafter(TABLE, 2)
+    for tokens in itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=n) for n in (1, 2)):
+        assert len(propose(drafter, WARM, tokens).tree) == 2
+        assert len(propose(drafter, GREEDY, tokens).tree) == 2
