@@ -112,7 +112,7 @@ def test_other_files_and_versions_are_refused(file: Path, tmp_path: Path) -> Non
     with pytest.raises(ModelError, match="is of version 2, and this truedraft reads version 1; build it again"):
         NgramTable.open(file)
     file.write_text("import this\n")
-    with pytest.raises(ModelError, match="begins as no n-gram table does; name a file that NgramTable.write made"):
+    with pytest.raises(ModelError, match=r"begins as no n-gram table does; name a file that NgramTable\.write made"):
         NgramTable.open(file)
     with pytest.raises(ModelError, match=r"cannot read the n-gram table .*No such file"):
         NgramTable.open(tmp_path / "nowhere")

@@ -400,8 +400,8 @@ KINDS: Mapping[str, DrafterKind] = {
     "ngram": DrafterKind(
         "FILE",
         {"num_speculative_tokens": "4", "branching": "3-2-1", "order": "2", "sampled": "true"},
-        "a table of which token usually follows the last few, as truedraft.training.count_ngrams counts it: a chain, or "
-        "by branching a tree; order reads n-grams of so many tokens at most, and sampled=false gives requests at a "
+        "a table of which token usually follows the last few, as truedraft.training.count_ngrams counts it: a chain, "
+        "or by branching a tree; order reads n-grams of so many tokens at most, and sampled=false gives requests at a "
         "temperature the likeliest tokens in place of draws",
         _ngram,
         {"num_speculative_tokens": "8"},
