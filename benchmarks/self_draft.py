@@ -107,6 +107,7 @@ def main() -> int:
     found = {
         "machine": describe_machine("cpu"),
         "padded_to": asked.pad_to,
+        "temperatures": TEMPERATURES,
         "forward": forwards(target),
         "acceptance": acceptance(prompts),
         "speedup": speedups(target, prompts),
