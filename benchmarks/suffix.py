@@ -213,7 +213,7 @@ def main() -> int:
     for name in asked.rows:
         found[name] = ROWS[name](asked)
         found["machine"] = describe_machine()
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        asked.out.write_text(json.dumps(found) + "\n")
         print(name, json.dumps(found[name]))
     return 0
 
