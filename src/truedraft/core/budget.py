@@ -53,6 +53,16 @@ class Budget:
         """The same budget with paths of at most `depth` tokens, as near the end of an answer or of the context."""
         return self if self.depth <= depth else replace(self, depth=max(depth, 0))
 
+    def within(self, limits: Budget) -> Budget:
+        """The same budget cut to a drafter's own limits."""
+        return replace(
+            self,
+            depth=min(self.depth, limits.depth),
+            width=min(self.width, limits.width),
+            nodes=min(self.nodes, limits.nodes),
+            min_probability=max(self.min_probability, limits.min_probability),
+        )
+
     @property
     def looks(self) -> bool:
         """Whether the drafter's probabilities say where drafting stops."""

@@ -132,14 +132,7 @@ class DraftModel(Drafter):
     def _within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget cut to the options, and to what fits the draft model's own context."""
         room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # the last token drafted is never fed
-        return Budget(
-            max(0, min(budget.depth, self.limits.depth, room)),
-            min(budget.width, self.limits.width),
-            min(budget.nodes, self.limits.nodes),
-            max(budget.min_probability, self.limits.min_probability),
-            budget.floor,
-            budget.odds,
-        )
+        return budget.within(self.limits).cut(room)
 
     def _share(self, builders: Sequence[TreeBuilder]) -> None:
         """Copy what others have read already; of several that begin alike one reads before the others copy from it."""

@@ -130,7 +130,7 @@ class NgramDrafter(Drafter):
         for number, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
             if budget.is_zero:
                 continue
-            within = self._within(budget)
+            within = budget.within(self.limits)
             if self._is_plain(request, within):
                 proposals[number] = self._likeliest_chain(request.tokens, min(within.depth, within.nodes))
             else:
@@ -141,15 +141,6 @@ class NgramDrafter(Drafter):
         for number, builder in builders.items():
             proposals[number] = self._moved(builder.proposal())
         return proposals
-
-    def _within(self, budget: Budget) -> Budget:
-        limits = self.limits
-        return replace(
-            budget,
-            depth=min(budget.depth, limits.depth),
-            width=min(budget.width, limits.width),
-            nodes=min(budget.nodes, limits.nodes),
-        )
 
     def _is_plain(self, request: DraftRequest, within: Budget) -> bool:
         """Whether a look-up for each token does: nothing is drawn, changed by options, compared or cut."""

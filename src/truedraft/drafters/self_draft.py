@@ -97,18 +97,7 @@ class SelfDraft(Drafter):
     def _within(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget]) -> list[Budget]:
         """The budgets cut to the options and to the context; the last token drafted is never fed."""
         rooms = [self.model.most_tokens(request.tokens) - len(request.tokens) + 1 for request in batch]
-        limits = self.limits
-        return [
-            Budget(
-                max(0, min(budget.depth, limits.depth, room)),
-                min(budget.width, limits.width),
-                min(budget.nodes, limits.nodes),
-                budget.min_probability,
-                budget.floor,
-                budget.odds,
-            )
-            for budget, room in zip(budgets, rooms, strict=True)
-        ]
+        return [budget.within(self.limits).cut(room) for budget, room in zip(budgets, rooms, strict=True)]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the last token of each text; logits `[requests, vocab]` behind it."""

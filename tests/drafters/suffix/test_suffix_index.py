@@ -50,7 +50,7 @@ def test_no_ending_matches_across_texts() -> None:
     assert index.find([2, 3], 2).lengths == [], "nothing followed"
     assert index.find([3, 4], 2).lengths == []
     assert index.find([4, 5], 2).following == [[6, END]]
-    assert [text.tolist() for text in index.texts()] == [[1, 2, 3], [4, 5, 6]]
+    assert len(index) == 8, "with an end behind each text"
 
 
 @settings(max_examples=150, deadline=None)

@@ -85,12 +85,6 @@ class SuffixIndex:
         """Tokens that are kept, ends of texts included."""
         return self.written - self.first
 
-    def texts(self) -> list[Ids]:
-        """The stored texts, the oldest first; it may lack its beginning."""
-        every = self._tokens[np.arange(self.first, self.written) & (self.size - 1)]
-        ends = np.flatnonzero(every == END)
-        return [part[part != END] for part in np.split(every, ends) if (part != END).any()]
-
     def add(self, tokens: Sequence[int] | Ids, *, ends: bool = False) -> None:
         """Store tokens behind those that were stored last, as the same text unless that has ended.
 
