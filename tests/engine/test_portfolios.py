@@ -69,7 +69,8 @@ def test_greedy_and_coupled_answers_are_those_of_plain_decoding(
     together = engine.generate(PROMPTS, params)
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in plain]
     drafted = sum(answer.stats.draft_tokens for answer in together)
-    assert drafted or controller == "goodput", "on a machine that somebody else is using nothing may pay"
+    weighs_costs = engine.controller.weighs_costs  # on a machine that somebody else is using nothing may pay
+    assert drafted or weighs_costs
     for number in (0, 1):
         assert engine.generate(PROMPTS[number], params[number]).token_ids == plain[number].token_ids
 
