@@ -65,6 +65,10 @@ class ScriptedNoise:
         """Not to be asked for: rules that are judged by cells draw by uniform numbers."""
         raise AssertionError("this rule needs no Gumbel noise")
 
+    def inside(self, turn: int, depth: int) -> Noise:
+        """Not to be asked for either: no rule drafts."""
+        raise AssertionError("a rule has no noise one level down")
+
 
 def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> list[Verdict]:
     """One batched call of the shipped `verify`."""

@@ -195,6 +195,9 @@ class _LineNoise:
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         return 0.5  # coupled sampling asks for none; a rule that does is found by its answers
 
+    def inside(self, turn: int, depth: int) -> _LineNoise:
+        return _LineNoise(self.differences[depth:])
+
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:

@@ -143,6 +143,9 @@ class _AtOtherKeys:
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         return self._inner.gumbel(depth * self._depths + self._deeper, vocab, device)
 
+    def inside(self, turn: int, depth: int) -> Noise:
+        return self._inner.inside(turn, depth)  # what is broken is the noise of verdicts
+
 
 def _drawn(p: Tensor, number: float) -> int:
     """The token that a number in (0, 1) draws from p `[1, vocab]`."""

@@ -1,8 +1,9 @@
 """Keyed noise: every random number is a function of what it decides, never of when it was drawn.
 
-A draw is keyed (seed, sample, position, purpose, member, step, index). No key serves two decisions: noise reused after
-a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token). The generator is
-64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the CPU and on a GPU.
+A draw is keyed (seed, sample, position, purpose, level, member, step, index). No key serves two decisions: noise reused
+after a rejection biases the distribution. Only coupled sampling keys by (seed, sample, position, token). The generator
+is 64-bit integer arithmetic (a chain of the splitmix64 finaliser), with the same bits in Python, on the CPU and on a
+GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+_LEVEL = 1 << 62  # apart from any position
 _MEMBER_BITS = 8  # below them the purpose, so that member 0 keeps the bits of a drafter that is alone
 _FEW = 24
 """So many numbers are faster made one by one than all at once."""
@@ -47,6 +49,15 @@ class Noise(Protocol):
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         """Standard Gumbel noise `[vocab]` of a position, float64, or None when the request is greedy (G = 0)."""
+        ...
+
+    def inside(self, turn: int, depth: int) -> Noise:
+        """The noise one level further down a cascade: other uniform numbers, and the Gumbel noise of all.
+
+        Args:
+            turn: counts what is decided there one after another in this step, so that no two share a number.
+            depth: where the first token that it decides stands, from the first that the step decides.
+        """
         ...
 
 
@@ -79,7 +90,7 @@ class KeyedNoise:
     def __init__(
         self, seed: int, position: int, step: int, sample: int = 0, *, greedy: bool = False, member: int = 0
     ) -> None:
-        self._root = mix(mix(GOLDEN, seed), sample)
+        self._root = self._shared_root = mix(mix(GOLDEN, seed), sample)
         self._position = position
         self._step = step
         self._member = member
@@ -112,6 +123,14 @@ class KeyedNoise:
         own._uniform_keys = {}
         return own
 
+    def inside(self, turn: int, depth: int) -> KeyedNoise:
+        """The noise one level further down, which levels and turns before it key too."""
+        own = copy.copy(self)
+        own._root = mix(mix(self._root, _LEVEL), turn)
+        own._position += depth
+        own._uniform_keys, own._gumbel = {}, {}
+        return own
+
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
         if self.greedy:
@@ -131,7 +150,7 @@ class KeyedNoise:
         return self._gumbel_key(depth)
 
     def _gumbel_key(self, depth: int) -> int:
-        return mix(mix(self._root, self._position + depth), int(Purpose.COUPLED))
+        return mix(mix(self._shared_root, self._position + depth), int(Purpose.COUPLED))
 
 
 def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDArray[np.float64]:

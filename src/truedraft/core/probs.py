@@ -12,6 +12,7 @@ float64, so it does not depend on how many tokens stand behind it, and a row's n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.core.params import SamplingParams
 
 _BELOW_ONE = 1.0 - 2.0**-53
@@ -108,6 +110,25 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> l
             probs.extend(probs_from_logits(logits[first:start], params).split(counts))
             first = start
     return probs
+
+
+def sound_rows(logits: Tensor) -> Tensor | None:
+    """Which rows of logits `[rows, vocab]` give a distribution, bool `[rows]`; None if all surely do.
+
+    Those do not where one is NaN or +inf, or all are -inf.
+    """
+    # -inf is a legal logit, so where the sum is no number rows must be looked at.
+    if not transfers.waits(logits.device) and math.isfinite(logits.sum().item()):
+        return None
+    sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
+    return sound if transfers.waits(logits.device) or not sound.all() else None
+
+
+def usable_rows(logits: Tensor, sound: Tensor) -> Tensor:
+    """Logits `[rows, vocab]` with rows that give no distribution, not `sound` `[rows]`, made one-hot at token 0."""
+    usable = logits.masked_fill(~sound[:, None], -torch.inf)
+    usable[:, 0].masked_fill_(~sound, 0.0)
+    return usable
 
 
 def finite_rows(dist: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from truedraft.core.proposal import Draw, DrawKind, Proposal
     from truedraft.core.tree import TokenTree
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
+    from truedraft.drafters.cascade import Cascade
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.medusa import Medusa
     from truedraft.drafters.ngram import NgramDrafter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Budget": "core.budget",
+    "Cascade": "drafters.cascade",
     "DraftModel": "drafters.draft_model",
     "DraftRequest": "drafters.base",
     "Drafter": "drafters.base",
@@ -56,6 +58,7 @@ _HOMES = {
 
 __all__ = [
     "Budget",
+    "Cascade",
     "DraftModel",
     "DraftRequest",
     "Drafter",

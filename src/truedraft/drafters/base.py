@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal, NoReturn, overload
 
@@ -193,6 +193,7 @@ class Drafter(ABC):
             proposes, of the last of them.
         hints_change: whether what `hint` tells changes while it drafts nothing, `behind` apart.
         target_cache: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
+        can_verify: whether its model can check what another drafts, in the middle of a cascade; see `caught_up`.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         prefixes: what requests begin with, of that model; None where nothing is shared.
@@ -205,6 +206,7 @@ class Drafter(ABC):
     told_late: bool = False
     hints_change: bool = False
     target_cache: bool = False
+    can_verify: ClassVar[bool] = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
     prefixes: Prefixes | None = None
@@ -270,6 +272,20 @@ class Drafter(ABC):
             return 0
         return min(tokens, self.model.context_length) + self.limits.nodes
 
+    def model_caches(self, number: int, tokens: int) -> Iterator[tuple[LanguageModel, RequestCache | None, int]]:
+        """Its models, each with its cache of a request, if there is one, and the most tokens that may come there.
+
+        Args:
+            number: of the request, its id.
+            tokens: of the request, at most.
+        """
+        if self.model is not None:
+            yield self.model, self.caches.get(number), self.cache_tokens(tokens)
+
+    def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
+        """Caches of its model that hold all of each text but its last few tokens, at least one; see `can_verify`."""
+        raise NotImplementedError(f"{self.name} has no model that verifies")
+
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
         """What is known of the trees for requests with such options; None where it makes none of ranks."""
         return None
@@ -289,6 +305,14 @@ class Drafter(ABC):
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
         """The step is over; `request.tokens` already holds what it emitted."""
+
+    def rewind(self, request: DraftRequest) -> None:
+        """The text in `request.tokens` lost tokens at its end, as drafted ones are lost in a cascade.
+
+        It is cut, and nothing was added to it yet; what was observed behind is void. Forgets the request and begins
+        anew, where a drafter does not know better."""
+        self.end(replace(request, kept=False))
+        self.begin(request)
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request is over; give back what was held for it. Also called for requests that failed."""

@@ -42,6 +42,7 @@ class DraftModel(Drafter):
 
     name: ClassVar[str] = "draft"
     told_late = True
+    can_verify = True
 
     def __init__(
         self,
@@ -122,8 +123,9 @@ class DraftModel(Drafter):
         for builder in level:
             # A step that failed half-way may have left more in the cache than was committed.
             builder.cache.rollback(min(builder.cache.length, len(builder.request.tokens) - 1))
-        self._share(level)
-        logits = self._catch_up(level) if level else None
+        drafting = [builder.request for builder in level]
+        self._share(drafting)
+        logits = self._catch_up(drafting) if level else None
         while logits is not None:
             level = draw_level(level, logits)
             logits = self._forward_level(level) if level else None
@@ -134,46 +136,49 @@ class DraftModel(Drafter):
         room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # the last token drafted is never fed
         return budget.within(self.limits).cut(room)
 
-    def _share(self, builders: Sequence[TreeBuilder]) -> None:
-        """Copy what others have read already; of several that begin alike one reads before the others copy from it."""
-        readers: list[TreeBuilder] = []
-        followers: list[TreeBuilder] = []
-        for builder in builders:
-            number = builder.request.id
-            if builder.missed <= FEW:
-                continue
-            if self.prefixes.leader(number, [each.request.id for each in readers]) is not None:
-                followers.append(builder)
-            else:
-                self.prefixes.fill(number)
-                readers.append(builder)
-        while followers and any(builder.missed > 1 for builder in readers):  # last tokens are read with the others'
-            self._read(readers, whole=False)
-        for builder in followers:
-            self.prefixes.fill(builder.request.id)
+    def _missed(self, request: DraftRequest) -> int:
+        """Tokens of a text that the draft has not seen."""
+        return len(request.tokens) - self.caches[request.id].length
 
-    def _catch_up(self, builders: Sequence[TreeBuilder]) -> Tensor:
+    def _share(self, batch: Sequence[DraftRequest]) -> None:
+        """Copy what others have read already; of several that begin alike one reads before the others copy from it."""
+        readers: list[DraftRequest] = []
+        followers: list[DraftRequest] = []
+        for request in batch:
+            if self._missed(request) <= FEW:
+                continue
+            if self.prefixes.leader(request.id, [each.id for each in readers]) is not None:
+                followers.append(request)
+            else:
+                self.prefixes.fill(request.id)
+                readers.append(request)
+        while followers and any(self._missed(each) > 1 for each in readers):  # last tokens are read with the others'
+            self._read(readers, whole=False)
+        for request in followers:
+            self.prefixes.fill(request.id)
+
+    def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
         """Feed the committed tokens that the draft has not seen; logits `[requests, vocab]` at the last of each.
 
         After full acceptance these are two: the last drafted token was never fed. A long prompt is fed in parts;
         the last token of every request waits for the last forward, so that all logits come out together.
         """
-        while any(builder.missed > _PREFILL_TOKENS for builder in builders):
-            self._read(builders, whole=False)
-        return self._read(builders, whole=True)
+        while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
+            self._read(batch, whole=False)
+        return self._read(batch, whole=True)
 
-    def _read(self, builders: Sequence[TreeBuilder], *, whole: bool) -> Tensor:
+    def _read(self, batch: Sequence[DraftRequest], *, whole: bool) -> Tensor:
         """Feed one part of the committed tokens; logits at the last of each where they are read whole, else none."""
         segments = []
-        for builder in builders:
-            end = len(builder.request.tokens) - (not whole)
-            ids = builder.request.tokens[builder.cache.length : end][:_PREFILL_TOKENS]
+        for request in batch:
+            cache = self.caches[request.id]
+            ids = request.tokens[cache.length : len(request.tokens) - (not whole)][:_PREFILL_TOKENS]
             if ids:
-                inputs = builder.request.inputs if self._hears and not builder.cache.memory else None
+                inputs = request.inputs if self._hears and not cache.memory else None
                 rows = (len(ids) - 1,) if whole else ()
                 prompt = len(ids) if len(ids) > FEW else 0  # a draft's bits may hang on anything
                 shape = chain_shape(len(ids))
-                segments.append(Segment(builder.cache, torch.tensor(ids), shape, rows, prompt=prompt, inputs=inputs))
+                segments.append(Segment(cache, torch.tensor(ids), shape, rows, prompt=prompt, inputs=inputs))
         output = self.model.forward(segments)
         for segment in segments:
             segment.cache.commit(range(len(segment.shape)))
@@ -188,6 +193,21 @@ class DraftModel(Drafter):
         for request, outcome in zip(batch, outcomes, strict=True):
             cache = self.caches[request.id]
             cache.commit([node for node in outcome.path if node < cache.uncommitted])
+
+    def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
+        """All but the last token of a text are read before anything is drafted below it, or so many that few are
+        left."""
+        for each in batch:
+            cache = self.caches[each.id]
+            cache.rollback(min(cache.length, len(each.tokens) - 1))
+        self._share(batch)
+        while any(self._missed(each) > (FEW if self.caches[each.id].length else 1) for each in batch):
+            self._read(batch, whole=False)
+        return [self.caches[request.id] for request in batch]
+
+    def rewind(self, request: DraftRequest) -> None:
+        cache = self.caches[request.id]
+        cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
         """Give the cache back."""

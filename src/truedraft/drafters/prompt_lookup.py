@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from truedraft.errors import OptionError
 
 _NOTHING = Hint(finds=False)
 _FOUND = tuple(Hint(kind) for kind in range(33))
+_TAKEN_BACK = 4096
+"""Changes to an index that can be taken back without reading the text again."""
 
 
 class PromptLookup(Drafter):
@@ -75,6 +78,9 @@ class PromptLookup(Drafter):
     def _find(self, request: DraftRequest) -> tuple[int | None, int]:
         return self._indexes[request.id].find(request.tokens)
 
+    def rewind(self, request: DraftRequest) -> None:
+        self._indexes[request.id].rewind(request.tokens)
+
     def end(self, request: DraftRequest) -> None:
         self._indexes.pop(request.id, None)
 
@@ -98,6 +104,7 @@ class NgramIndex:
         self._sizes = sizes
         self._places: dict[tuple[int, ...], int] = {}
         self._known = 0
+        self._before: deque[tuple[int, tuple[int, ...], int | None]] = deque(maxlen=_TAKEN_BACK)
         self._found: tuple[int | None, int] = None, 0
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
@@ -120,7 +127,31 @@ class NgramIndex:
             end = place - before
             for size in self._sizes:
                 if size <= end:
-                    places[ids[end - size : end]] = place
+                    ngram = ids[end - size : end]
+                    self._before.append((place, ngram, places.get(ngram)))
+                    places[ngram] = place
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """The text lost tokens at its end, which are forgotten.
+
+        Worked example: 5 6 7 5 6 8 was read, and 5 6 7 5 is left: (5, 6) was last followed at place 2 again.
+        """
+        if self._known <= len(tokens):
+            return
+        before = self._before
+        if len(before) == before.maxlen and before[0][0] >= len(tokens):  # older ones than it remembers
+            self._places.clear()
+            before.clear()
+            self._known = 0
+            self._extend(tokens)
+        while before and before[-1][0] >= len(tokens):
+            _, ngram, place = before.pop()
+            if place is None:
+                del self._places[ngram]
+            else:
+                self._places[ngram] = place
+        self._known = len(tokens)
+        self._found = self._follows(tokens)
 
     def _follows(self, tokens: Sequence[int]) -> tuple[int | None, int]:
         found: tuple[int | None, int] = None, 0

@@ -42,6 +42,7 @@ class SelfDraft(Drafter):
     name: ClassVar[str] = "self"
     told_late = True
     target_cache = True
+    can_verify = True
 
     def __init__(self, target: LanguageModel, bits: int = 8, num_speculative_tokens: int = 4) -> None:
         if bits not in (8, 4):
@@ -120,6 +121,14 @@ class SelfDraft(Drafter):
             self._target.forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), ())])
             cache.commit(range(len(ids)))
         return cache
+
+    def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
+        return [self._cache(request) for request in batch]
+
+    def rewind(self, request: DraftRequest) -> None:
+        cache = self.caches.get(request.id)
+        if cache is not None:
+            cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
         """Give back what was filled for it."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 _COUNTED = "counted"
-_AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
+_AUTO, _PORTFOLIO, _CASCADE, _NONE = "auto", "portfolio", "cascade", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
 
@@ -67,8 +67,9 @@ def from_spec(
 
     `KINDS` has the kinds with their options. `auto` is prompt lookup and all trained drafters that belong to the
     target, see `truedraft.drafters.registry`; `portfolio(A;B;...)` are those that you name; a controller chooses among
-    them at each step. `MODULE:CLASS` is a drafter of the user's own, see `truedraft.drafters.own`. Double quotes keep
-    commas, semicolons and parentheses in a path or a value: `draft:"a,b",num_speculative_tokens=3`.
+    them at each step; `cascade(A;B)` drafts with B, whose own tokens A drafts. `MODULE:CLASS` is a drafter of the
+    user's own, see `truedraft.drafters.own`. Double quotes keep commas, semicolons and parentheses in a path or a
+    value: `draft:"a,b",num_speculative_tokens=3`.
 
     Args:
         spec: the word.
@@ -150,9 +151,13 @@ def drafter_help() -> str:
         "truedraft; a controller chooses among them at each step"
     )
     chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
+    composed = (
+        "cascade(A;B), options num_speculative_tokens=8: B drafts so many tokens, and A drafts those for it, as in "
+        "cascade(prompt-lookup;draft); B has a model that verifies, draft or self, and A may be a cascade"
+    )
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
     kinds = (f"{kind.usage(word)}: {kind.meaning}" for word, kind in KINDS.items())
-    return ".\n\n".join((auto, *kinds, chosen, own)) + "."
+    return ".\n\n".join((auto, *kinds, chosen, composed, own)) + "."
 
 
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
@@ -197,14 +202,41 @@ def _portfolio(words: Words, target: LanguageModel) -> Portfolio:
     return Portfolio([_made(member, target) for member in members])
 
 
+def _cascade(words: Words, target: LanguageModel) -> Drafter:
+    """Of several members the first two make the innermost cascade, and each further one verifies what was before.
+
+    Raises:
+        TruedraftError: one cannot be made, or they do not go together.
+    """
+    from truedraft.drafters.cascade import Cascade
+
+    words.check(("num_speculative_tokens",), takes_members=True)
+    members = [Words.parse("drafter", member) for member in words.members]
+    for member in members:
+        if member.kind in (_AUTO, _PORTFOLIO, _NONE):
+            raise OptionError(
+                f"drafter 'cascade' has {member.kind!r} as a member; name single drafters, as in "
+                "cascade(prompt-lookup;draft): the first one drafts, and the next one verifies before the target does"
+            )
+    if len(members) < 2:
+        raise OptionError("drafter 'cascade' needs two members or more, as in cascade(prompt-lookup;draft)")
+    length = {name: read_whole(name, value) for name, value in words.options.items()}
+    first, *between, last = (_made(member, target) for member in members)
+    for middle in between:
+        first = Cascade(first, middle)
+    return Cascade(first, last, **length)
+
+
 def _made(words: Words, target: LanguageModel) -> Drafter:
+    if words.kind == _CASCADE:
+        return _cascade(words, target)
     kind = KINDS.get(words.kind)
     if kind is None:
         from truedraft.drafters.own import own_drafter
 
         own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
-            valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
+            valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", f"{_CASCADE}(A;B)", "MODULE:CLASS")
             raise UnknownOptionError.nearest("drafter", words.kind, valid)
         return own
     words.check(kind.options, takes_path=kind.path is not None)

@@ -29,6 +29,7 @@ go."""
 
 _AHEAD = 256
 """Tokens that a request is granted beyond those that it has."""
+_NOBODY = -1  # is the number of no request
 _NEAR = 64
 """So many tokens before the end of what it was granted it is granted more, so that drafts are not cut short."""
 
@@ -77,7 +78,8 @@ class CacheMemory:
         self._prefixes = prefixes
         self._reserved = 0  # for running requests and what drafters hold for them
         self._changed = False  # since memory was shared out
-        models = [target, *(each.model for each in members.values() if each.model is not None)]
+        drafts = [model for each in members.values() for model, *_ in each.model_caches(_NOBODY, 0)]
+        models = [target, *drafts]
         self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
         self._distinct_pools = list({id(pool): pool for pool in self._pools.values()}.values())
         if self.limit is not None:
@@ -136,9 +138,9 @@ class CacheMemory:
         request.cache.allow(request.granted)
         request.most_positions = request.cache.most
         for drafter in self._members.values():
-            cache = drafter.caches.get(request.id)
-            if cache is not None:
-                cache.allow(drafter.cache_tokens(request.granted))
+            for _, cache, tokens in drafter.model_caches(request.id, request.granted):
+                if cache is not None:
+                    cache.allow(tokens)
 
     def released(self) -> None:
         """A request is over, and its caches were given back."""
@@ -191,9 +193,8 @@ class CacheMemory:
         for each in held:
             drafter = self._members[each.drafter]
             beside += drafter.request_bytes
-            if drafter.model is not None:
-                own = tokens[id(self._pools[id(drafter.model)])]
-                own.append(drafter.cache_tokens(each.request.granted))
+            for model, _, most in drafter.model_caches(each.request.id, each.request.granted):
+                tokens[id(self._pools[id(model)])].append(most)
         return beside + sum(pool.bytes_for(tokens[id(pool)]) for pool in self._distinct_pools)
 
     def bound(self, request: Request) -> None:
@@ -209,10 +210,9 @@ class CacheMemory:
 
     def bound_drafter(self, request: Request, name: str) -> None:
         """The same for what one drafter holds for it."""
-        drafter = self._members[name]
-        cache = drafter.caches.get(request.id)
-        if cache is not None:
-            cache.limit_to(drafter.cache_tokens(request.granted))
+        for _, cache, tokens in self._members[name].model_caches(request.id, request.granted):
+            if cache is not None:
+                cache.limit_to(tokens)
 
     def settle(self, running: Sequence[Request]) -> None:
         """A step is over, and requests of it may be: give back what there is no room to keep."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from truedraft.core import transfers
 from truedraft.core.logprobs import TokenLogprobs, token_logprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
-from truedraft.core.probs import batch_probs, probs_from_logits
+from truedraft.core.probs import batch_probs, probs_from_logits, sound_rows, usable_rows
 from truedraft.core.proposal import DrawCheck, Proposal
 from truedraft.core.shaping import shaped_trees
 from truedraft.core.verdict import Verdict
@@ -144,9 +143,9 @@ class Verifier:
             shaped: Sequence[Tensor] = logits.split(list(sizes))
         else:
             shaped = own
-        sound = _sound(logits)
+        sound = sound_rows(logits)
         argmax = [self._takes_argmax(item) for item in items]
-        usable = logits if sound is None or all(argmax) else _usable(logits, sound)
+        usable = logits if sound is None or all(argmax) else usable_rows(logits, sound)
         probs: list[Tensor] = []
         first = 0
         for alike, run in itertools.groupby(zip(items, argmax, sizes, strict=True), lambda one: one[1]):
@@ -245,25 +244,6 @@ def _note_prompt(item: StepItem, logits: Tensor) -> None:
     del request.prompt_logprobs[item.context :]  # of a step that failed half-way
     rows = logits[item.rows.start : item.rows.start + len(following)]
     request.prompt_logprobs += token_logprobs(rows, following, request.params.prompt_logprobs or 0)
-
-
-def _sound(logits: Tensor) -> Tensor | None:
-    """Which rows of logits `[rows, vocab]` give a distribution, bool `[rows]`; None if all surely do.
-
-    Those do not where one is NaN or +inf, or all are -inf.
-    """
-    # -inf is a legal logit, so where the sum is no number rows must be looked at.
-    if not transfers.waits(logits.device) and math.isfinite(logits.sum().item()):
-        return None
-    sound = logits.amax(dim=-1).isfinite()  # of a row with NaN the largest entry is NaN
-    return sound if transfers.waits(logits.device) or not sound.all() else None
-
-
-def _usable(logits: Tensor, sound: Tensor) -> Tensor:
-    """Logits `[rows, vocab]` with rows that give no distribution, not `sound` `[rows]`, made one-hot at token 0."""
-    usable = logits.masked_fill(~sound[:, None], -torch.inf)
-    usable[:, 0].masked_fill_(~sound, 0.0)
-    return usable
 
 
 def _asked(parts: Sequence[_Part]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:

@@ -83,6 +83,10 @@ class SuffixDrafter(Drafter):
         if self._own.pop(request.id, None) is not None and request.kept and not request.params.private:
             self.store.add(request.scope, request.tokens)
 
+    def rewind(self, request: DraftRequest) -> None:
+        self._own[request.id].rewind(request.tokens)
+        self._found.pop(request.id, None)
+
     def hint(self, request: DraftRequest) -> Hint:
         """How long the longest match is, and whether all places agree."""
         found = self._matches(request)

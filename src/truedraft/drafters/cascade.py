@@ -1,0 +1,358 @@
+"""Drafts of drafts: a middle model verifies what a cheaper drafter guesses, the target what the middle model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import Prefixes, RequestCache
+from truedraft.core import transfers
+from truedraft.core.budget import MOST_NODES, Budget, Hint
+from truedraft.core.noise import Noise
+from truedraft.core.params import SamplingParams
+from truedraft.core.probs import batch_probs, sound_rows, usable_rows
+from truedraft.core.proposal import DrawCheck, DrawKind, Proposal
+from truedraft.core.shaping import Shaping
+from truedraft.core.tree import TokenTree, TreeShape, shape_of
+from truedraft.core.verdict import Verdict
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
+from truedraft.errors import CompositionError, OptionError
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.verification import CoupledSampling, SpeculativeSampling
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A request as its drafters see it: committed tokens, and behind them what the middle model wrote in this step.
+
+    Attributes:
+        tokens: all of these.
+        request: with `tokens` as its text.
+        committed: how many of them the engine has committed.
+    """
+
+    tokens: list[int]
+    request: DraftRequest
+    committed: int
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """The chain of one request while it is drafted.
+
+    Attributes:
+        text: that it is written behind.
+        cache: of the middle model.
+        first: tokens in that cache that stay there, whatever becomes of the chain.
+        length: that it will have.
+        noise: of the request at this step.
+        shaping: of the request, as the engine knows it: behind its committed tokens.
+        probs: `[tokens of a round, vocab]` that its tokens were drawn from, of each round.
+    """
+
+    text: _Text
+    cache: RequestCache
+    first: int
+    length: int
+    noise: Noise
+    shaping: Shaping | None
+    probs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """So far."""
+        return self.text.tokens[self.text.committed :]
+
+    @property
+    def left(self) -> int:
+        """Tokens that it still lacks."""
+        return self.length - (len(self.text.tokens) - self.text.committed)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the request."""
+        return self.text.request.params
+
+    def proposal(self) -> Proposal:
+        """What the target is given: tokens that are distributed as the middle model's own."""
+        if self.params.greedy:
+            return Proposal.deterministic(TokenTree.chain(self.tokens))
+        kind = DrawKind.COUPLED if self.params.coupled else DrawKind.INDEPENDENT
+        return Proposal.chain(torch.tensor(self.tokens), torch.cat(self.probs), kind)
+
+
+class Cascade(Drafter):
+    """Drafts with a model whose own tokens are drafted: speculative decoding of the draft (hierarchical speculation,
+    Spector and Re 2308.04623; Chen et al. 2312.11462; TriForce, 2404.11912).
+
+    At each step the middle model writes a chain of as many tokens as the budget allows, in rounds: the inner drafter
+    guesses, one forward of the middle model checks, and a lossless rule keeps what leaves the middle model's
+    distribution as it is. So the chain is distributed as one that the middle model had drawn token by token, the stored
+    distributions are its own, and the target judges it like any draft. The inner drafter may be a cascade.
+
+    How long the chain gets is fixed before the first round; a round guesses one token less than are lacking, at most.
+    Each round draws with noise of its own, one level below that of the step.
+
+    Args:
+        drafter: guesses what the middle model writes.
+        middle: a drafter with a model that can verify: a draft model, or the target itself in fewer bits.
+        num_speculative_tokens: length of the chain.
+
+    Raises:
+        OptionError: a length out of range.
+        CompositionError: these do not go together.
+    """
+
+    name: ClassVar[str] = "cascade"
+    told_late = True
+
+    def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
+        if not 1 <= num_speculative_tokens <= MOST_NODES:
+            raise OptionError(
+                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
+            )
+        if not middle.can_verify or middle.model is None:
+            raise CompositionError(
+                f"{middle.name!r} has no model that could verify; the last member of a cascade is a draft model or "
+                "self:int8, as in cascade(prompt-lookup;draft)"
+            )
+        if drafter.features is not None or list(drafter.members.values()) != [drafter]:
+            raise CompositionError(
+                f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, or looks at the target's own "
+                "vectors; use a drafter that reads tokens alone"
+            )
+        if drafter.target_cache and not middle.target_cache:
+            raise CompositionError(
+                f"{drafter.name!r} reads what the target read, and {middle.name!r} keeps a text of its own; put "
+                "another drafter first, or self last"
+            )
+        self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
+        self.model: LanguageModel = middle.model
+        self.prefixes: Prefixes | None = middle.prefixes
+        self.target_cache = middle.target_cache
+        self.drafter = drafter
+        self.middle = middle
+        self._sampling, self._coupled = SpeculativeSampling(), CoupledSampling()
+        self._sampling.check(drafter.kinds, drafter.name)
+        self._hears = middle.model.opening_inputs is not None
+        self._texts: dict[int, _Text] = {}
+
+    @property
+    def caches(self) -> Mapping[int, RequestCache]:  # type: ignore[override]
+        """Of the middle model."""
+        return self.middle.caches
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.INDEPENDENT})
+
+    @property
+    def holding(self) -> set[int]:
+        return {*self._texts, *self.drafter.holding, *self.middle.holding}
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.drafter.cache_bytes + self.middle.cache_bytes
+
+    @property
+    def request_bytes(self) -> int:  # type: ignore[override]
+        return self.drafter.request_bytes + self.middle.request_bytes
+
+    def cache_tokens(self, tokens: int) -> int:
+        return self.middle.cache_tokens(tokens + self.limits.depth + self.drafter.limits.nodes)
+
+    def model_caches(self, number: int, tokens: int) -> Iterator[tuple[LanguageModel, RequestCache | None, int]]:
+        ahead = tokens + self.limits.depth + self.drafter.limits.nodes
+        yield from self.middle.model_caches(number, ahead)
+        yield from self.drafter.model_caches(number, ahead)
+
+    def check(self, target: LanguageModel) -> None:
+        """Refuse a target that the middle model does not fit, or a drafter that does not fit that model."""
+        self.middle.check(target)
+        self.drafter.check(self.model)
+
+    def serves(self, request: DraftRequest) -> bool:
+        return self.middle.serves(request) and self.drafter.serves(request)
+
+    def hint(self, request: DraftRequest) -> Hint:
+        return Hint(behind=self.middle.hint(request).behind)
+
+    def reads(self, request: DraftRequest) -> Sequence[int]:
+        """All that the middle model wrote, too, until it was judged."""
+        return self.middle.reads(self._texts[request.id].request)
+
+    def begin(self, request: DraftRequest) -> None:
+        tokens = list(request.tokens)
+        # Its options look at what is committed, so the drafter inside does without them; the middle model does not.
+        inside = replace(request, tokens=TokenView(tokens), shaping=None)
+        self._texts[request.id] = _Text(tokens, inside, len(tokens))
+        self.middle.begin(inside)
+        self.drafter.begin(inside)
+
+    def end(self, request: DraftRequest) -> None:
+        if request.id in self._texts:
+            text = self._brought_up(request)
+            own = replace(text.request, kept=request.kept)
+            del self._texts[request.id]
+            self.drafter.end(own)
+            self.middle.end(own)
+
+    def rewind(self, request: DraftRequest) -> None:
+        text = self._texts[request.id]
+        self._cut(text, min(text.committed, len(request.tokens)))
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Let the middle model write a chain for each request, all of them in the same rounds."""
+        proposals = [Proposal.empty()] * len(batch)
+        lengths = [self._length(request, budget) for request, budget in zip(batch, budgets, strict=True)]
+        drafting = [place for place, length in enumerate(lengths) if length]
+        if not drafting:
+            return proposals
+        texts = [self._brought_up(batch[place]) for place in drafting]
+        caches = self.middle.caught_up([text.request for text in texts])
+        chains = [
+            _Chain(text, cache, cache.length, lengths[place], noise[place], batch[place].shaping)
+            for place, text, cache in zip(drafting, texts, caches, strict=True)
+        ]
+        try:
+            self._write(chains)
+        finally:
+            if self.target_cache:  # the target computes these positions again, in full
+                for chain in chains:
+                    chain.cache.rollback(chain.first)
+        for place, chain in zip(drafting, chains, strict=True):
+            proposals[place] = chain.proposal()
+        return proposals
+
+    def _length(self, request: DraftRequest, budget: Budget) -> int:
+        """Of the chain: what the budget, the options and the middle model's context allow."""
+        room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # its last token is never fed
+        within = budget.within(self.limits).cut(room)
+        return 0 if within.is_zero else min(within.depth, within.nodes)
+
+    def _brought_up(self, request: DraftRequest) -> _Text:
+        """The text with what was committed since, and without what a step that failed left behind it."""
+        text = self._texts[request.id]
+        self._cut(text, text.committed)
+        if text.request.cache is not request.cache:
+            text.request = replace(text.request, cache=request.cache)
+        new = tuple(request.tokens[text.committed :])
+        if new:
+            text.tokens += new
+            text.committed = len(text.tokens)
+            self.drafter.observe([text.request], [StepOutcome(Proposal.empty(), (), new)])
+        return text
+
+    def _write(self, chains: Sequence[_Chain]) -> None:
+        """Round after round, until each chain has its length."""
+        turn = 0
+        while growing := [chain for chain in chains if chain.left]:
+            noise = [chain.noise.inside(turn, chain.length - chain.left) for chain in growing]
+            budgets = [self.drafter.limits.cut(chain.left - 1) for chain in growing]
+            requests = [chain.text.request for chain in growing]
+            guesses = self._without_unsound(self.drafter.propose(requests, budgets, noise))
+            missed = [chain.text.tokens[chain.cache.length :] for chain in growing]
+            probs = self._forward(growing, missed, guesses)
+            verdicts = self._verdicts(growing, guesses, probs, noise)
+            outcomes = []
+            for chain, fed, guess, own, verdict in zip(growing, missed, guesses, probs, verdicts, strict=True):
+                chain.cache.commit([*range(len(fed)), *(len(fed) + node for node in verdict.path)])
+                chain.text.tokens += verdict.tokens
+                chain.probs.append(own[[0, *(node + 1 for node in verdict.path)]])
+                outcomes.append(StepOutcome(guess, verdict.path, verdict.tokens))
+            self.drafter.observe(requests, outcomes)
+            turn += 1
+
+    def _without_unsound(self, guesses: Sequence[Proposal]) -> list[Proposal]:
+        """The guesses, less draws that were not made as they say: these would bend what the middle model writes."""
+        check = DrawCheck(guesses, self.model.device)
+        unsound = check.unsound(transfers.fetch(check.wanted))
+        return [
+            guess.without_draws(unsound[number]) if number in unsound else guess for number, guess in enumerate(guesses)
+        ]
+
+    def _forward(
+        self, chains: Sequence[_Chain], missed: Sequence[Sequence[int]], guesses: Sequence[Proposal]
+    ) -> list[Tensor]:
+        """One forward of the middle model over what it has not read, and the guesses below that.
+
+        Args:
+            chains: that grow.
+            missed: of each text, the tokens that are not in its cache.
+            guesses: one for each.
+
+        Returns:
+            Its distributions `[rows, vocab]` for each, row 0 behind the text and row i + 1 behind node i; for greedy
+            requests logits, whose order is all that counts.
+        """
+        segments = [
+            Segment(
+                chain.cache,
+                torch.tensor([*fed, *guess.tree.host_ids]),
+                _below(len(fed), guess.tree.shape),
+                range(len(fed) - 1, len(fed) + len(guess.tree)),
+                inputs=chain.text.request.inputs if self._hears and not chain.cache.length else None,
+            )
+            for chain, fed, guess in zip(chains, missed, guesses, strict=True)
+        ]
+        parts = list(self.model.forward(segments).logits.split([len(segment.rows) for segment in segments]))
+        for place, (chain, guess) in enumerate(zip(chains, guesses, strict=True)):
+            if chain.shaping is not None:
+                paths = ((), *map(guess.tree.path_tokens, range(len(guess.tree))))
+                parts[place] = chain.shaping.of_paths(parts[place], [(*chain.tokens, *path) for path in paths])
+        # Where logits are broken, or options leave nothing, token 0 is drawn from a distribution that is one-hot there.
+        parts = [part if (sound := sound_rows(part)) is None else usable_rows(part, sound) for part in parts]
+        drawn = [place for place, chain in enumerate(chains) if not chain.params.greedy]
+        if drawn:
+            made_by = [(chains[place].params, len(parts[place])) for place in drawn]
+            probs = batch_probs(torch.cat([parts[place] for place in drawn]), made_by)
+            for place, own in zip(drawn, probs, strict=True):
+                parts[place] = own
+        return parts
+
+    def _verdicts(
+        self,
+        chains: Sequence[_Chain],
+        guesses: Sequence[Proposal],
+        probs: Sequence[Tensor],
+        noise: Sequence[Noise],
+    ) -> list[Verdict]:
+        """What stays of the guesses, and one more token of the middle model; arguments as of `Rule.verify`."""
+        compared = [chain.params.greedy or chain.params.coupled for chain in chains]
+        verdicts: dict[int, Verdict] = {}
+        for rule, places in (
+            (self._coupled, [place for place, by_comparison in enumerate(compared) if by_comparison]),
+            (self._sampling, [place for place, by_comparison in enumerate(compared) if not by_comparison]),
+        ):
+            asked = [[each[place] for place in places] for each in (guesses, probs, noise)]
+            verdicts.update(zip(places, rule.verify(*asked), strict=True))  # type: ignore[arg-type]
+        return [verdicts[place] for place in range(len(chains))]
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Keep of what was written what the target accepted."""
+        for request, outcome in zip(batch, outcomes, strict=True):
+            text = self._texts[request.id]
+            if len(text.tokens) > text.committed:
+                self._cut(text, len(request.tokens) - len(outcome.tokens) + len(outcome.path))
+
+    def _cut(self, text: _Text, length: int) -> None:
+        """Leave the first `length` tokens of a text; all of these are committed."""
+        text.committed = length
+        if len(text.tokens) > length:
+            del text.tokens[length:]
+            self.drafter.rewind(text.request)
+            self.middle.rewind(text.request)
+
+
+def _below(count: int, shape: TreeShape) -> TreeShape:
+    """A chain of so many tokens, and a tree below its last.
+
+    Worked example: below 2 tokens, a tree with the parents (-1, 0, 0) makes (-1, 0, 1, 2, 2).
+    """
+    return shape_of((*range(-1, count - 1), *(count + parent for parent in shape.parents)))

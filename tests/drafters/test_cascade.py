@@ -1,0 +1,403 @@
+"""Cascades: the distribution of what they write, answers, the caches of all levels, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.noise_cells import CellNoise, every_result
+from support.tiny_models import PROMPTS as TEXTS
+from support.tiny_models import packed
+from truedraft import Engine, SamplingParams
+from truedraft.certify.certificate import Check, Context, Stack, Status
+from truedraft.certify.draft_state import DraftState
+from truedraft.certify.equality import Equality
+from truedraft.certify.invariance import Invariance
+from truedraft.certify.statistics import Statistics
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise, Purpose
+from truedraft.core.proposal import Draw, DrawKind, Proposal
+from truedraft.core.tree import TokenTree, chain_shape
+from truedraft.drafters import Cascade, Drafter, DraftModel, NoDrafter, Portfolio, PromptLookup, from_spec
+from truedraft.drafters.base import DraftRequest, Features, StepOutcome
+from truedraft.drafters.cascade import _below
+from truedraft.drafters.prompt_lookup import NgramIndex
+from truedraft.errors import (
+    CompositionError,
+    IncompatibleRuleError,
+    OptionError,
+    TruedraftError,
+    VocabularyMismatchError,
+)
+from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.verification import SpeculativeSampling
+
+VOCAB = 6
+PROMPTS = [[3, 1, 2], [0], [5, 5, 4, 1], [2, 2], [1, 4, 1, 4, 1]]
+WARM = SamplingParams(temperature=1.0, seed=3)
+TARGET = MarkovModel.random(VOCAB, 1, context_length=128)
+MIDDLE = MarkovModel.random(VOCAB, 1, sharpness=1.2, context_length=128)
+SMALL = MarkovModel.random(VOCAB, 1, sharpness=0.8, context_length=128)
+
+CASCADES: dict[str, Callable[[], Cascade]] = {
+    "model": lambda: Cascade(DraftModel(SMALL, 3), DraftModel(MIDDLE), 8),
+    "lookup": lambda: Cascade(PromptLookup(min_ngram=1), DraftModel(MIDDLE), 8),
+    "tree": lambda: Cascade(DraftModel(SMALL, branching=(2, 2)), DraftModel(MIDDLE), 5),
+    "three levels": lambda: Cascade(Cascade(PromptLookup(min_ngram=1), DraftModel(SMALL), 3), DraftModel(MIDDLE), 8),
+}
+EVERY = pytest.mark.parametrize("make", CASCADES.values(), ids=CASCADES)
+
+
+# ------------------------------------------------------------------------------------------ distributions
+
+
+def watched(drafter: Drafter, seen: list[object]) -> Drafter:
+    """Writes down what a drafter inside proposes, and what becomes of it."""
+    propose, observe = drafter.propose, drafter.observe
+
+    def proposing(*asked):  # type: ignore[no-untyped-def]
+        made = propose(*asked)
+        seen.extend(tuple(each.tree.host_ids) for each in made)
+        return made
+
+    def observing(batch, outcomes):  # type: ignore[no-untyped-def]
+        seen.extend((each.path, each.tokens) for each in outcomes)
+        observe(batch, outcomes)
+
+    drafter.propose, drafter.observe = proposing, observing  # type: ignore[method-assign]
+    return drafter
+
+
+def chains_of(
+    make: Callable[[list[object]], Cascade], text: Sequence[int], length: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every chain that a cascade may write behind a text; its stored distributions are checked."""
+
+    def run(noise: CellNoise) -> tuple[object, tuple[int, ...]]:
+        seen: list[object] = []
+        cascade = make(seen)
+        request = DraftRequest(0, WARM, list(text))
+        cascade.begin(request)
+        (proposal,) = cascade.propose([request], [Budget(length)], [noise])
+        ids = tuple(proposal.tree.host_ids)
+        assert proposal.probs is not None
+        middle = cascade.middle.model
+        assert isinstance(middle, MarkovModel)
+        for place, row in enumerate(proposal.probs):
+            assert torch.allclose(row, middle.probs_after([*text, *ids[:place]]), atol=1e-12)
+        cascade.end(request)
+        return (*seen, ids), ids
+
+    return every_result(run)
+
+
+def assert_is_the_middle_models(found: dict[tuple[int, ...], float], middle: MarkovModel, text: list[int]) -> None:
+    assert math.fsum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    for chain, mass in found.items():
+        expected = math.prod(float(middle.probs_after([*text, *chain[:i]])[token]) for i, token in enumerate(chain))
+        assert mass == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_distribution_of_a_chain_is_the_middle_models(length: int) -> None:
+    """By running it in every cell of its noise: rejections, recovered tokens and further rounds included."""
+    middle, small = MarkovModel.random(2, 5), MarkovModel.random(2, 6)
+
+    def make(seen: list[object]) -> Cascade:
+        return Cascade(watched(DraftModel(small, 2), seen), DraftModel(middle), length)
+
+    assert_is_the_middle_models(chains_of(make, [1, 0], length), middle, [1, 0])
+
+
+def test_so_it_is_of_siblings_and_of_candidates_inside() -> None:
+    middle, small = MarkovModel.random(3, 5), MarkovModel.random(3, 6)
+
+    def siblings(seen: list[object]) -> Cascade:
+        return Cascade(watched(DraftModel(small, branching=(2,)), seen), DraftModel(middle), 2)
+
+    def candidates(seen: list[object]) -> Cascade:
+        return Cascade(watched(ScriptedDrafter(lambda tokens: [[tokens[-1]], [0, 1]]), seen), DraftModel(middle), 2)
+
+    for make in (siblings, candidates):
+        assert_is_the_middle_models(chains_of(make, [1, 2], 2), middle, [1, 2])
+
+
+def test_so_it_is_three_levels_deep() -> None:
+    models = [MarkovModel.random(2, seed) for seed in (5, 6, 7)]
+
+    def make(seen: list[object]) -> Cascade:
+        inside = Cascade(watched(DraftModel(models[2], 1), seen), DraftModel(models[1]), 2)
+        return Cascade(watched(inside, seen), DraftModel(models[0]), 2)
+
+    assert_is_the_middle_models(chains_of(make, [1], 2), models[0], [1])
+
+
+def test_no_number_decides_twice() -> None:
+    """Keys of levels and turns differ even where position, purpose and index are the same."""
+    noise = KeyedNoise(1, 10, 2)
+    levels = [
+        noise,
+        noise.inside(0, 0),
+        noise.inside(1, 0),
+        noise.inside(0, 0).inside(0, 0),
+        noise.inside(0, 0).inside(1, 0),
+    ]
+    levels += [noise.inside(1, 0).inside(0, 0), noise.of_member(1).inside(0, 0), KeyedNoise(1, 10, 3).inside(0, 0)]
+    numbers = [each.uniform(purpose, depth) for each in levels for purpose in Purpose for depth in range(3)]
+    assert len(set(numbers)) == len(numbers)
+    at = noise.inside(4, 2)
+    assert at.uniform(Purpose.DRAFT, 1) == noise.inside(4, 0).uniform(Purpose.DRAFT, 3)
+    ours, theirs = at.gumbel(1, 5, torch.device("cpu")), noise.gumbel(3, 5, torch.device("cpu"))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.equal(theirs)  # the Gumbel noise of a position is that of all levels
+
+
+# ------------------------------------------------------------------------------------------ answers
+
+
+@EVERY
+def test_greedy_and_coupled_answers_are_those_of_plain_decoding(make: Callable[[], Cascade]) -> None:
+    params = [
+        SamplingParams(60, temperature=1.0, seed=seed, coupled=True) if seed % 2 else SamplingParams(60)
+        for seed in range(len(PROMPTS))
+    ]
+    plain = Engine(TARGET).generate(PROMPTS, params)
+    engine = Engine(TARGET, make(), controller="fixed")
+    together = engine.generate(PROMPTS, params)
+    assert [each.token_ids for each in together] == [each.token_ids for each in plain]
+    assert sum(each.stats.accepted_tokens for each in together) > 100
+    assert not any(each.warnings for each in together)
+    assert engine.generate(PROMPTS[2], params[2]).token_ids == plain[2].token_ids
+
+
+@EVERY
+def test_answers_and_caches_are_certified(make: Callable[[], Cascade]) -> None:
+    stack = Stack(TARGET, make(), SpeculativeSampling())
+    greedy = SamplingParams(max_tokens=24)
+    coupled = SamplingParams(max_tokens=24, temperature=1.0, seed=2, coupled=True)
+    warm = SamplingParams(max_tokens=24, temperature=1.0, seed=2)
+    checks: list[tuple[SamplingParams, Check]] = [
+        (greedy, Equality()),
+        (coupled, Equality()),
+        (greedy, Invariance()),
+        (warm, Invariance()),
+        (greedy, DraftState()),
+        (warm, Statistics()),
+    ]
+    for params, check in checks:
+        found = list(check.run(Context(stack, PROMPTS, params, 3, 0.4)))
+        assert Status.HOLDS in {each.status for each in found}, [each.summary for each in found]
+        assert {each.status for each in found} <= {Status.HOLDS, Status.DOES_NOT_APPLY}, [
+            each.summary for each in found
+        ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_answers_of_transformers_are_the_same(family: str) -> None:
+    """With penalties, banned words and a form of the text, too: they change what the middle model gives."""
+    target, middle = packed(family), packed("llama")
+    prompts = [list(text) for text in TEXTS]
+    for params in (
+        SamplingParams(24),
+        SamplingParams(24, temperature=0.9, seed=4, coupled=True, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(24, min_tokens=6, frequency_penalty=0.4),
+    ):
+        plain = Engine(target).generate(prompts, params)
+        for inside in (PromptLookup(min_ngram=1), DraftModel(packed("gpt2"), 2)):
+            engine = Engine(target, Cascade(inside, DraftModel(middle), 6), controller="fixed")
+            assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in plain]
+
+
+def test_seeded_answers_do_not_depend_on_neighbours() -> None:
+    params = [SamplingParams(40, temperature=1.0, seed=seed) for seed in range(len(PROMPTS))]
+    together = Engine(TARGET, CASCADES["model"](), controller="fixed").generate(PROMPTS, params)
+    alone = [
+        Engine(TARGET, CASCADES["model"](), controller="fixed").generate(prompt, own)
+        for prompt, own in zip(PROMPTS, params, strict=True)
+    ]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
+def test_a_middle_model_like_the_target_is_always_right() -> None:
+    engine = Engine(TARGET, Cascade(PromptLookup(min_ngram=1), DraftModel(TARGET), 6), controller="fixed")
+    answer = engine.generate(PROMPTS[0], SamplingParams(43, temperature=1.0, seed=1))
+    assert answer.stats.accepted_tokens == answer.stats.draft_tokens > 30
+
+
+# ------------------------------------------------------------------------------------------ caches and texts
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.data())
+def test_an_index_taken_back_is_a_fresh_one(tokens: list[int], data: st.DataObject) -> None:
+    index = NgramIndex(range(3, 0, -1))
+    for _ in range(3):
+        index.find(tokens)
+        tokens = tokens[: data.draw(st.integers(0, len(tokens)))]
+        index.rewind(tokens)
+        fresh = NgramIndex(range(3, 0, -1))
+        assert index.find(tokens) == fresh.find(tokens)
+        tokens = tokens + data.draw(st.lists(st.integers(0, 2), max_size=10))
+        assert index.find(tokens) == NgramIndex(range(3, 0, -1)).find(tokens)
+
+
+def test_an_index_taken_far_back_reads_the_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truedraft.drafters.prompt_lookup._TAKEN_BACK", 5)
+    index = NgramIndex(range(2, 0, -1))
+    tokens = [1, 2, 1, 2, 3, 1, 2, 1]
+    index.find(tokens)
+    index.rewind(tokens[:5])
+    assert index.find(tokens[:5]) == NgramIndex(range(2, 0, -1)).find(tokens[:5])
+
+
+@torch.inference_mode()
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    """Asked twice without being told between, it proposes the same twice; its middle model's cache is a fresh one."""
+    cascade = CASCADES["three levels"]()
+    request = DraftRequest(0, SamplingParams(), [3, 1, 2, 3, 1])
+    cascade.begin(request)
+    noise = KeyedNoise(0, 5, 1, greedy=True)
+    first, second = (cascade.propose([request], [Budget(8)], [noise])[0] for _ in range(2))
+    assert first.tree.host_ids == second.tree.host_ids
+    assert len(first.tree) == 8
+    text = [*request.tokens, *first.tree.host_ids[:2], 5]
+    later = DraftRequest(0, SamplingParams(), text)
+    cascade.observe([later], [StepOutcome(first, (0, 1), tuple(text[5:]))])
+    assert list(cascade.reads(later)) == text[:7]
+    (again,) = cascade.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2, greedy=True)])
+    fresh = CASCADES["three levels"]()
+    fresh.begin(later)
+    assert (
+        again.tree.host_ids == fresh.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2, greedy=True)])[0].tree.host_ids
+    )
+    cascade.end(later)
+    assert not cascade.holding
+
+
+def test_memory_holds_the_caches_of_all_levels() -> None:
+    cascade = CASCADES["model"]()
+    models = [model for model, *_ in cascade.model_caches(0, 50)]
+    assert models == [MIDDLE, SMALL]
+    plain = Engine(TARGET).generate(PROMPTS[0], SamplingParams(40))
+    for limit in (2**12, 2**14, 2**20):
+        engine = Engine(TARGET, CASCADES["model"](), controller="fixed", max_cache_bytes=limit)
+        most = 0
+
+        def look(_: object, engine: Engine = engine) -> None:
+            nonlocal most
+            most = max(most, engine.cache_bytes)
+
+        engine.listeners.append(look)
+        assert engine.generate(PROMPTS[0], SamplingParams(40)).token_ids == plain.token_ids
+        assert 0 < most <= limit
+
+
+@torch.inference_mode()
+def test_the_context_ends_a_chain_and_a_budget_of_zero_does_no_work() -> None:
+    cascade = CASCADES["model"]()
+    near = DraftRequest(0, SamplingParams(), [1] * 126)
+    cascade.begin(near)
+    nothing, few = (
+        cascade.propose([near], [budget], [KeyedNoise(0, 126, 1, greedy=True)])[0] for budget in (Budget(0), Budget(8))
+    )
+    assert (len(nothing.tree), len(few.tree)) == (0, 3)
+
+
+def test_a_tree_below_a_chain() -> None:
+    assert _below(2, TokenTree.from_paths([[1], [1, 2], [1, 3]]).shape).parents == (-1, 0, 1, 2, 2)
+    assert _below(1, chain_shape(0)).parents == (-1,)
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong
+
+
+class Lying(ScriptedDrafter):
+    """Says that it drew the token 0 from a distribution that gives it nothing."""
+
+    kinds = frozenset({DrawKind.INDEPENDENT})  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(lambda tokens: [[0]], depth=1, nodes=1)
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        probs = torch.zeros(1, 2, dtype=torch.float64)
+        probs[0, 1] = 1.0
+        tree = TokenTree.chain([0])
+        draws = ((Draw(0, 0, DrawKind.INDEPENDENT),), ())
+        return [Proposal.empty() if budget.is_zero else Proposal(tree, draws, probs) for budget in budgets]
+
+
+def test_draws_that_were_not_made_as_they_say_bend_nothing() -> None:
+    middle = MarkovModel.random(2, 5)
+    make = lambda seen: Cascade(watched(Lying(), seen), DraftModel(middle), 2)  # noqa: E731
+    assert_is_the_middle_models(chains_of(make, [1], 2), middle, [1])
+
+
+def test_who_fails_inside_costs_no_answer() -> None:
+    calls = 0
+
+    def failing(tokens: Sequence[int]) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise RuntimeError("the sixth time")
+        return [[1, 2]]
+
+    engine = Engine(TARGET, Cascade(ScriptedDrafter(failing), DraftModel(MIDDLE), 4), controller="fixed")
+    answer = engine.generate(PROMPTS[0], SamplingParams(30))
+    assert answer.token_ids == Engine(TARGET).generate(PROMPTS[0], SamplingParams(30)).token_ids
+    assert "the sixth time" in answer.warnings[0]
+
+
+class Seeing(ScriptedDrafter):
+    features = Features()
+
+
+class Coupling(ScriptedDrafter):
+    kinds = frozenset({DrawKind.COUPLED})  # type: ignore[assignment]
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    middle = DraftModel(MIDDLE)
+    with pytest.raises(CompositionError, match="'prompt-lookup' has no model that could verify"):
+        Cascade(middle, PromptLookup())
+    with pytest.raises(CompositionError, match="'scripted' cannot draft inside a cascade"):
+        Cascade(Seeing(lambda tokens: []), middle)
+    with pytest.raises(CompositionError, match="'portfolio' cannot draft inside a cascade"):
+        Cascade(Portfolio([PromptLookup()]), middle)
+    with pytest.raises(IncompatibleRuleError):
+        Cascade(Coupling(lambda tokens: []), middle)
+    with pytest.raises(OptionError, match="num_speculative_tokens must be 1 or more"):
+        Cascade(NoDrafter(), middle, 0)
+    with pytest.raises(VocabularyMismatchError):
+        Engine(TARGET, Cascade(DraftModel(MarkovModel.random(4, 1)), middle))
+    with pytest.raises(VocabularyMismatchError):
+        Engine(MarkovModel.random(4, 1), Cascade(PromptLookup(), middle))
+
+
+def test_words() -> None:
+    from truedraft import load_model
+
+    embedded = load_model("embedded:target")
+    cascade = from_spec("cascade(prompt-lookup;draft),num_speculative_tokens=5", embedded)
+    assert isinstance(cascade, Cascade)
+    assert (cascade.limits.depth, cascade.drafter.name, cascade.middle.name) == (5, "prompt-lookup", "draft")
+    deep = from_spec("cascade(suffix;draft;draft,num_speculative_tokens=3)", embedded)
+    assert isinstance(deep, Cascade)
+    assert isinstance(deep.drafter, Cascade)
+    for words, told in {
+        "cascade(draft)": "needs two members or more",
+        "cascade": "needs members in parentheses",
+        "cascade(draft;auto)": "has 'auto' as a member",
+        "cascade(draft;prompt-lookup)": "'prompt-lookup' has no model that could verify",
+        "cascade(medusa;draft)": "'medusa' cannot draft inside a cascade",
+        "cascade(prompt-lookup;draft),width=3": "option of drafter 'cascade'",
+        "cascade(prompt-lookup;draft),num_speculative_tokens=0": "must be 1 or more",
+    }.items():
+        with pytest.raises(TruedraftError, match=told.replace("(", r"\(")):
+            from_spec(words, embedded)
