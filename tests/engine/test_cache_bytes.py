@@ -13,7 +13,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.cache import key_span
 from truedraft.control import Goodput
 from truedraft.core.stats import StepRecord
-from truedraft.drafters import DraftModel, Medusa, PromptLookup
+from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.drafters.portfolio import Portfolio
@@ -40,14 +40,20 @@ def allocated(engine: Engine) -> int:
     pools = {id(pool): pool for model in models(engine) if (pool := model.cache_pool) is not None}
     kept = [cache for pool in pools.values() for cache in pool._free]
     running = [request.cache for request in engine._scheduler.running if request.cache is not None]
-    drafted = [cache for member in engine.drafter.members.values() for cache in member.caches.values()]
+    drafted = [
+        cache
+        for member in engine.drafter.members.values()
+        for number in member.holding
+        for _, cache, _ in member.model_caches(number, 0)
+        if cache is not None
+    ]
     held = sum(len(member.holding) * member.request_bytes for member in engine.drafter.members.values())
     return held + sum(cache.n_bytes for cache in (*kept, *running, *drafted))
 
 
 def models(engine: Engine) -> list[LanguageModel]:
-    drafts = [member.model for member in engine.drafter.members.values()]
-    return [engine.target, *(model for model in drafts if model is not None)]
+    drafts = [model for member in engine.drafter.members.values() for model, *_ in member.model_caches(-1, 0)]
+    return [engine.target, *drafts]
 
 
 class Watch:
@@ -77,6 +83,7 @@ def load(seed: int, count: int = 20) -> tuple[list[list[int]], list[SamplingPara
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "chain": lambda: DraftModel(markov(2)),
     "tree": lambda: DraftModel(markov(2), branching=(3, 2, 1)),
+    "cascade": lambda: Cascade(DraftModel(markov(3), 2), DraftModel(markov(2)), 6),
     "portfolio": lambda: Portfolio([DraftModel(markov(2)), DraftModel(markov(3), branching=(4, 4)), PromptLookup()]),
 }
 

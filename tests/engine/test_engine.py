@@ -14,7 +14,7 @@ from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.core.verdict import Origin
-from truedraft.drafters import Drafter, DraftModel, DraftRequest, PromptLookup
+from truedraft.drafters import Cascade, Drafter, DraftModel, DraftRequest, PromptLookup, SuffixDrafter
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 
@@ -44,6 +44,8 @@ DRAFTERS = {
     "chain": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2)),
     "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2, 1)),
     "itself": lambda target: DraftModel(target, num_speculative_tokens=3),
+    "suffix": lambda target: SuffixDrafter(),
+    "cascade": lambda target: Cascade(PromptLookup(min_ngram=1), DraftModel(MarkovModel.random(VOCAB, seed=2)), 5),
     "oracle": oracle,
     "wrong": lambda target: ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % VOCAB] * 3]),
 }
