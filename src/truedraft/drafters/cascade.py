@@ -22,7 +22,7 @@ from truedraft.core.verdict import Verdict
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
 from truedraft.errors import CompositionError, OptionError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.verification import CoupledSampling, SpeculativeSampling
+from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -324,12 +324,12 @@ class Cascade(Drafter):
         noise: Sequence[Noise],
     ) -> list[Verdict]:
         """What stays of the guesses, and one more token of the middle model; arguments as of `Rule.verify`."""
-        compared = [chain.params.greedy or chain.params.coupled for chain in chains]
+        by_rule: dict[Rule, list[int]] = {}
+        for place, chain in enumerate(chains):
+            compared = chain.params.greedy or chain.params.coupled
+            by_rule.setdefault(self._coupled if compared else self._sampling, []).append(place)
         verdicts: dict[int, Verdict] = {}
-        for rule, places in (
-            (self._coupled, [place for place, by_comparison in enumerate(compared) if by_comparison]),
-            (self._sampling, [place for place, by_comparison in enumerate(compared) if not by_comparison]),
-        ):
+        for rule, places in by_rule.items():
             asked = [[each[place] for place in places] for each in (guesses, probs, noise)]
             verdicts.update(zip(places, rule.verify(*asked), strict=True))  # type: ignore[arg-type]
         return [verdicts[place] for place in range(len(chains))]
