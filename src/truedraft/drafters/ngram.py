@@ -26,6 +26,8 @@ from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 
 _HERE = torch.device("cpu")
+_DEPTH, _NODES = 4, 7  # with the token before them eight rows, which cost a forward about as much as one
+_BRANCHING = (3, 1)
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 """Hints are of one kind where the likeliest token is about equally likely."""
@@ -36,15 +38,14 @@ class NgramDrafter(Drafter):
 
     Requests are given a tree of the table's likeliest continuations, chosen anew at each step: a table is seldom sure,
     so several guesses of the next token bring more than a long chain. With `sampled`, requests at a temperature are
-    given draws from its distribution under their own options in place of it. Nothing is kept for a request, so it takes
-    up any text at any place.
+    given draws from its distribution under their own options, and greedy ones a tree of the same size. Nothing is kept
+    for a request, so it takes up any text at any place.
 
     Args:
         table: is read, also by others at the same time.
-        num_speculative_tokens: longest path of a tree, and length of a drawn chain.
-        nodes: most nodes of a tree of likeliest tokens.
-        branching: draws at each node of depth 0, 1, ... in place of a drawn chain; (3, 2, 1) makes 3 + 6 + 6 nodes at
-            most.
+        num_speculative_tokens: longest path; None is 4, or as `branching` says.
+        nodes: most nodes of a tree; None is 7, or as `branching` says.
+        branching: draws at each node of depth 0, 1, ...; (3, 1) makes 3 + 3 nodes.
         order: longest n-grams that are looked at, the drafted token included; None are all of the table's.
         sampled: whether requests at a temperature are given draws.
 
@@ -59,28 +60,27 @@ class NgramDrafter(Drafter):
     def __init__(
         self,
         table: NgramTable,
-        num_speculative_tokens: int = 4,
-        nodes: int = 7,
+        num_speculative_tokens: int | None = None,
+        nodes: int | None = None,
         branching: Sequence[int] | None = None,
         order: int | None = None,
         *,
         sampled: bool = False,
     ) -> None:
         for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
-            if not 1 <= value <= MOST_NODES:
+            if value is not None and not 1 <= value <= MOST_NODES:
                 raise OptionError(f"{option} must be 1 or more and at most {MOST_NODES}, got {value}")
         if order is not None and not 1 <= order <= table.order:
             raise OptionError(f"order must be 1 or more and at most {table.order}, that of the table, got {order}")
         if branching is not None and not sampled:
             raise OptionError("branching says how many tokens are drawn; add sampled=true, or give nodes")
         self.table = table
-        self.branching = tuple(branching) if branching is not None else (1,) * num_speculative_tokens
-        self._tree = Budget(num_speculative_tokens, nodes, nodes)
-        self._drawn = Budget(len(self.branching), max(self.branching, default=0), nodes_of(self.branching))
-        self.limits = self._tree
+        self.branching = _BRANCHING if branching is None else tuple(branching)
+        drawn = nodes_of(self.branching) if sampled else _NODES
+        most, depth = nodes or drawn, num_speculative_tokens or (len(self.branching) if sampled else _DEPTH)
+        self.limits = Budget(depth, most, most)
         if sampled:
-            pairs = zip(*((each.depth, each.width, each.nodes) for each in (self._tree, self._drawn)), strict=True)
-            self.limits = Budget(*map(max, pairs))
+            self.limits = self.limits.within(Budget(len(self.branching), max(self.branching), drawn))
         self._read = (table.order if order is None else order) - 1  # tokens of a context
         self._sampled = sampled
         self._vocab = table.facts.vocab_size
@@ -90,8 +90,8 @@ class NgramDrafter(Drafter):
     def load(
         cls,
         path: str | Path,
-        num_speculative_tokens: int = 4,
-        nodes: int = 7,
+        num_speculative_tokens: int | None = None,
+        nodes: int | None = None,
         branching: Sequence[int] | None = None,
         order: int | None = None,
         *,
@@ -111,7 +111,7 @@ class NgramDrafter(Drafter):
     def kinds(self) -> frozenset[DrawKind]:
         if not self._sampled:
             return frozenset({DrawKind.DETERMINISTIC})
-        return frozenset({DrawKind.INDEPENDENT if self._drawn.width == 1 else DrawKind.WITHOUT_REPLACEMENT})
+        return frozenset({DrawKind.INDEPENDENT if self.limits.width == 1 else DrawKind.WITHOUT_REPLACEMENT})
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target with another tokenizer than the table's.
@@ -146,11 +146,12 @@ class NgramDrafter(Drafter):
         for number, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
             if budget.is_zero:
                 continue
+            within = budget.within(self.limits)
             if self._sampled and not request.params.greedy:
-                within, no_cache = budget.within(self._drawn), RequestCache(0)  # a table reads the text itself
+                no_cache = RequestCache(0)  # a table reads the text itself
                 builders[number] = TreeBuilder(no_cache, request, within, noise[number], self.branching, _HERE)
             else:
-                proposals[number] = self._likeliest(request, budget.within(self._tree))
+                proposals[number] = self._likeliest(request, within)
         level = list(builders.values())
         while level:
             level = draw_level(level, self._logits(level))

@@ -399,10 +399,10 @@ KINDS: Mapping[str, DrafterKind] = {
     ),
     "ngram": DrafterKind(
         "FILE",
-        {"num_speculative_tokens": "4", "nodes": "7", "order": "2", "sampled": "true", "branching": "3-2-1"},
+        {"num_speculative_tokens": "4", "nodes": "7", "order": "2", "sampled": "true", "branching": "3-1"},
         "a table of which token usually follows the last few, as truedraft train ngram counts it: a tree of the "
         "likeliest; order reads n-grams of so many tokens at most, and sampled gives requests at a temperature draws "
-        "in place of that tree, a chain, or by branching a tree",
+        "in place of that tree, so many at each depth",
         _ngram,
         {"nodes": "15"},
     ),

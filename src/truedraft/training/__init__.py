@@ -1,4 +1,4 @@
-"""Training: drafts, tables of n-grams, heads of any kind on a target's own answers, heads with the target, from scratch.
+"""Training: drafts, tables of n-grams, heads of any kind on a target's own answers, with the target, from scratch.
 
 Each name loads on first use: the words for a training need none of it.
 """
