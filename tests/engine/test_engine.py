@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from support.ngram_tables import table_of
 from truedraft import Engine, SamplingParams
 from truedraft.control import FixedBudget
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.core.verdict import Origin
-from truedraft.drafters import Drafter, DraftModel, DraftRequest, PromptLookup
+from truedraft.drafters import Drafter, DraftModel, DraftRequest, NgramDrafter, PromptLookup
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 
@@ -44,6 +45,8 @@ DRAFTERS = {
     "chain": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2)),
     "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2, 1)),
     "itself": lambda target: DraftModel(target, num_speculative_tokens=3),
+    "n-gram tree": lambda target: NgramDrafter(table_of(target)),
+    "n-gram draws": lambda target: NgramDrafter(table_of(target), branching=(2, 1), sampled=True),
     "oracle": oracle,
     "wrong": lambda target: ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % VOCAB] * 3]),
 }
