@@ -194,7 +194,7 @@ def test_text_with_ids_that_the_target_lacks_is_refused(tokenizer):
 
 
 def test_another_target_than_the_embedded_one_needs_text(target_folder, tmp_path):
-    with pytest.raises(DataError, match="there is no text to count for .* with --data FILE"):
+    with pytest.raises(DataError, match=r"there is no text to count for .* with --data FILE"):
         train_ngrams(target_folder, [], tmp_path / "out")
 
 
