@@ -34,6 +34,7 @@ from truedraft.drafters.ngram_table import NgramTable  # noqa: E402
 from truedraft.embedded import heldout_prompts_file  # noqa: E402
 from truedraft.machine import describe_machine  # noqa: E402
 from truedraft.models.base import LanguageModel  # noqa: E402
+from truedraft.models.loading import quiet_transformers  # noqa: E402
 from truedraft.training import count_ngrams  # noqa: E402
 from truedraft.training.options import NgramSizeOptions  # noqa: E402
 from truedraft.training.texts.tokenizer import load_tokenizer  # noqa: E402
@@ -55,10 +56,11 @@ def documents(target: LanguageModel, files: int | None) -> list[np.ndarray[Any, 
     tokenizer = load_tokenizer("embedded:target")
     texts = [source.text for source in load_sources() if not source.held_out][:files]
     found = []
-    for text in texts:
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        assert max(ids) < target.vocab_size
-        found.append(np.array(ids, np.int32))
+    with quiet_transformers():  # which warns of texts longer than the context
+        for text in texts:
+            ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            assert max(ids) < target.vocab_size
+            found.append(np.array(ids, np.int32))
     return found
 
 
@@ -183,7 +185,7 @@ def main() -> int:
     parser.add_argument("--pad-to", default="500M", help="size whose costs the speed-ups are at; none is its own")
     parser.add_argument("--prompts", type=int, default=32, help="held-out prompts for acceptance")
     parser.add_argument("--timed-prompts", type=int, default=6, help="of them for speed-ups")
-    parser.add_argument("--rounds", type=int, default=4, help="seeds of each prompt, for acceptance at a temperature")
+    parser.add_argument("--rounds", type=int, default=2, help="seeds of each prompt, for acceptance at a temperature")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--orders", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--files", type=int, default=None, help="only so many files of the training text")

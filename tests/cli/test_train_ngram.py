@@ -169,12 +169,13 @@ def test_a_table_of_another_tokenizer_is_one_sentence(run: Run, target: str, tab
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 @pytest.mark.parametrize("more", ["", ",sampled=true", ",branching=1-1,sampled=true"], ids=["tree", "drawn", "chain"])
 def test_its_certificate(run: Run, target: str, table: Path, tmp_path: Path, more: str, temperature: str) -> None:
-    """A greedy one is certified; in seconds a sampled one may lack evidence, and has no failure."""
+    """A greedy one is over when all prompts are compared; in seconds a sampled one may lack evidence."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f1(x):\nreturn\nx + 3\n")
+    minutes = "10" if temperature == "0" else "0.05"
     done = run(
         *("certify", "--model", target, "--drafter", f"ngram:{table}{more}", "--prompts", str(prompts), "--json"),
-        *("--temperature", temperature, "--minutes", "0.05", "--max-tokens", "12", "--batch", "2"),
+        *("--temperature", temperature, "--minutes", minutes, "--max-tokens", "12", "--batch", "2"),
     )
     assert done.status in ({0} if temperature == "0" else {0, 3}), done.out
     assert done.record["failures"] == [] and "'ngram'" in json.dumps(done.record)

@@ -185,14 +185,15 @@ def _encoded(
     characters, done, kept = sum(map(len, texts)), 0, 0
     with quiet_transformers():  # which warns of texts longer than the context
         for text in texts:
-            parts: list[list[int]] = []
+            parts: list[NDArray[np.int32]] = []
             for piece in _pieces(text):
                 told.on_progress("reading text", done, characters, f"{kept:,} tokens")
-                parts.append(tokenizer.encode(piece, add_special_tokens=False)[: most - kept])
+                ids = tokenizer.encode(piece, add_special_tokens=False)[: most - kept]
+                parts.append(np.array(ids, np.int32))
                 done, kept = done + len(piece), kept + len(parts[-1])
                 if kept >= most:
                     break
-            documents.append(np.array([*(id_ for part in parts for id_ in part), tokenizer.eos_token_id], np.int32))
+            documents.append(np.concatenate([*parts, np.array([tokenizer.eos_token_id], np.int32)]))
             if kept >= most:
                 break
     told.on_progress("reading text", characters, characters, f"{kept:,} tokens")

@@ -140,5 +140,8 @@ class NgramSizeOptions:
         "256M", "The most bytes of the table; rare n-grams are left out until it is no larger.", "SIZE"
     )
     max_text_tokens: int = option(
-        20_000_000, "Tokens of text that are counted at the most; each takes about 100 bytes of memory.", "N", least=1
+        20_000_000,
+        "Tokens of text that are counted at the most; each takes some 45 bytes of memory, times --order.",
+        "N",
+        least=1,
     )
