@@ -6,13 +6,14 @@ import pytest
 
 from certify.planted_faults import ForgetsTheLast, StaleDraft, markov, slipping_target
 from support.head_models import MarkovWithHead, fitted_heads
+from support.ngram_tables import table_of
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality
-from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup
+from truedraft.drafters import DraftModel, Medusa, NgramDrafter, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.models.base import LanguageModel
@@ -38,8 +39,13 @@ def finding(drafter: Drafter, batch: int = 3, target: LanguageModel | None = Non
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
     "drafter",
-    [draft, lambda: draft(branching=(2, 2, 1)), lambda: PromptLookup(min_ngram=1)],
-    ids=["chain", "tree", "lookup"],
+    [
+        draft,
+        lambda: draft(branching=(2, 2, 1)),
+        lambda: PromptLookup(min_ngram=1),
+        lambda: NgramDrafter(table_of(markov(0))),
+    ],
+    ids=["chain", "tree", "lookup", "table"],
 )
 def test_a_state_that_is_kept_right_is_fresh(drafter: type[Drafter], batch: int) -> None:
     found = finding(drafter(), batch)

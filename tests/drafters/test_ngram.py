@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.shaping import Shaping
 from truedraft.drafters import DraftRequest, NgramDrafter, PromptLookup, from_spec
+from truedraft.drafters.ngram import likeliest_tree
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError, VocabularyMismatchError
 from truedraft.testing import MarkovModel
@@ -53,6 +56,10 @@ def propose(
     return proposal
 
 
+def drawing(*branching: int, order: int | None = None) -> NgramDrafter:
+    return NgramDrafter(TABLE, branching=branching, order=order, sampled=True)
+
+
 def law_after(text: Sequence[int], params: SamplingParams) -> Tensor:
     """What is drawn from behind a text, `[vocab]`."""
     return probs_from_logits(torch.from_numpy(TABLE.probs(text)).log()[None], params)[0]
@@ -62,7 +69,7 @@ def law_after(text: Sequence[int], params: SamplingParams) -> Tensor:
 def test_each_drawn_token_has_the_table_s_distribution_behind_its_own_path(
     params: SamplingParams, kind: DrawKind
 ) -> None:
-    proposal = propose(NgramDrafter(TABLE), params)
+    proposal = propose(drawing(1, 1, 1, 1), params)
     tokens = proposal.tree.host_ids
     assert len(tokens) == 4 and proposal.kinds == {kind}
     assert proposal.probs is not None
@@ -74,7 +81,7 @@ def test_each_drawn_token_has_the_table_s_distribution_behind_its_own_path(
 @pytest.mark.parametrize("branching", [(1, 1), (2, 1)])
 def test_draws_follow_the_distribution_that_is_stored(branching: tuple[int, ...]) -> None:
     """First tokens of 20,000 proposals; a right drafter fails once in a million runs."""
-    drafter = NgramDrafter(TABLE, branching=branching)
+    drafter = drawing(*branching)
     counts = np.zeros(VOCAB, np.int64)
     requests = [DraftRequest(i, WARM, TEXT) for i in range(50)]
     for start in range(0, 20_000, 50):
@@ -82,6 +89,54 @@ def test_draws_follow_the_distribution_that_is_stored(branching: tuple[int, ...]
         for proposal in drafter.propose(requests, [drafter.limits] * 50, noise):
             counts[proposal.tree.host_ids[0]] += 1
     assert p_value(counts, law_after(TEXT, WARM).double().numpy()) > 1e-6
+
+
+SPARSE = count_ngrams([[0, 1, 0, 1, 3], [3, 2, 2]], VOCAB, 3)
+BEHIND = {"known": [0, 1], "backed off": [1, 2], "unseen": [77]}
+"""Texts behind which it knows all that it reads, the last token alone, and nothing, for it has no such id."""
+
+
+def test_these_texts_are_what_they_are_said_to_be() -> None:
+    assert [len(SPARSE._nodes(text)) for text in BEHIND.values()] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("text", BEHIND.values(), ids=BEHIND)
+def test_candidates_leave_the_exact_distribution_of_answers_alone(text: list[int]) -> None:
+    """Trees as the drafter makes them, behind every answer; a step's tree hangs where the last one ended."""
+    drafter = NgramDrafter(SPARSE, 2, 3)
+
+    def scheme(prefix: Sequence[int], drafted: Sequence[int]) -> list[PlannedDraw]:
+        tree = propose(drafter, WARM, [*text, *prefix[: len(prefix) - len(drafted)]]).tree
+        paths = [tree.path_tokens(node) for node in range(len(tree))]
+        assert len(paths) == 3
+        below = [path[-1] for path in paths if path[:-1] == tuple(drafted)]
+        hot = torch.nn.functional.one_hot(torch.tensor(below, dtype=torch.int64), VOCAB).double()
+        return [PlannedDraw(number, q, DrawKind.DETERMINISTIC) for number, q in enumerate(hot)]
+
+    assert (
+        distance(emitted_dist(SpeculativeSampling(), target_behind, scheme, 3), target_dist(target_behind, 3)) < 1e-12
+    )
+
+
+@pytest.mark.parametrize("text", BEHIND.values(), ids=BEHIND)
+def test_draws_leave_the_exact_distribution_of_answers_alone(text: list[int]) -> None:
+    """By exact recursion: two draws without replacement, one below each; some tokens have hardly any mass."""
+
+    def scheme(prefix: Sequence[int], drafted: Sequence[int]) -> list[PlannedDraw]:
+        if len(drafted) == 2:
+            return []
+        logits = torch.from_numpy(SPARSE.probs([*text, *prefix])).log()[None]
+        q = probs_from_logits(logits, WARM)[0].double()
+        width = min((2, 1)[len(drafted)], int((q > 0).sum()))  # no more draws than tokens with mass
+        return [PlannedDraw(len(drafted), q / q.sum(), DrawKind.WITHOUT_REPLACEMENT)] * width
+
+    assert (
+        distance(emitted_dist(SpeculativeSampling(), target_behind, scheme, 3), target_dist(target_behind, 3)) < 1e-12
+    )
+
+
+def target_behind(prefix: Sequence[int]) -> Tensor:
+    return probs_from_logits(TARGET.probs_after([1, *prefix]).log()[None], WARM)[0]
 
 
 @pytest.mark.parametrize("kind", [DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT])
@@ -103,10 +158,13 @@ def test_the_distribution_of_what_is_emitted_is_the_target_s(kind: DrawKind) -> 
     assert distance(dist, target_dist(target, 3)) < 1e-12
 
 
-@pytest.mark.parametrize("branching", [None, (2, 2, 1)], ids=["chain", "tree"])
-@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "likeliest"])
-def test_answers_are_certified(branching: tuple[int, ...] | None, sampled: bool) -> None:
-    stack = Stack(TARGET, NgramDrafter(TABLE, branching=branching, sampled=sampled), SpeculativeSampling())
+@pytest.mark.parametrize(
+    "drafter",
+    [NgramDrafter(TABLE), NgramDrafter(SPARSE, 3, 5), drawing(1, 1, 1), drawing(2, 2, 1)],
+    ids=["tree", "sparse tree", "drawn chain", "drawn tree"],
+)
+def test_answers_are_certified(drafter: NgramDrafter) -> None:
+    stack = Stack(TARGET, drafter, SpeculativeSampling())
     texts = [[1, 2, 3], [4], [4, 4, 0, 2, 1], [3, 1]]
     checks: list[tuple[SamplingParams, Check]] = [
         *((params, check) for params in (GREEDY, COUPLED) for check in (Equality(), Invariance())),
@@ -118,26 +176,57 @@ def test_answers_are_certified(branching: tuple[int, ...] | None, sampled: bool)
         assert {each.status for each in found} <= {Status.HOLDS, Status.DOES_NOT_APPLY}
 
 
-def test_greedy_requests_are_given_the_likeliest_tokens() -> None:
+def best_of(text: Sequence[int], nodes: int, depth: int) -> list[list[int]]:
+    """Paths of the likeliest nodes, by looking at all that there are."""
+    paths = itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=n + 1) for n in range(depth))
+
+    def likely(path: tuple[int, ...]) -> float:
+        found = 1.0
+        for place, token in enumerate(path):
+            found *= float(TABLE.probs([*text, *path[:place]])[token])
+        return found
+
+    return sorted(map(list, sorted(paths, key=likely, reverse=True)[:nodes]))
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, COUPLED], ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (7, 3), (12, 2), (4, 1)])
+def test_a_tree_has_the_likeliest_nodes_the_likeliest_first(params: SamplingParams, nodes: int, depth: int) -> None:
+    drafter = NgramDrafter(TABLE, depth, nodes)
+    proposal = propose(drafter, params)
+    paths = [list(proposal.tree.path_tokens(node)) for node in range(len(proposal.tree))]
+    assert sorted(paths) == best_of(TEXT, nodes, depth) and proposal.kinds == {DrawKind.DETERMINISTIC}
+    for fewer in range(nodes):
+        cut = propose(drafter, params, budget=Budget(depth, nodes, fewer)).tree
+        assert [list(cut.path_tokens(node)) for node in range(len(cut))] == paths[:fewer]
+
+
+def test_a_budget_cuts_width_depth_and_what_lies_below_unlikely_tokens() -> None:
     drafter = NgramDrafter(TABLE, 3)
     text = list(TEXT)
     for _ in range(3):
         text.append(int(TABLE.probs(text).argmax()))
-    proposal = propose(drafter, GREEDY)
-    assert proposal.tree.host_ids == text[len(TEXT) :] and proposal.kinds == {DrawKind.DETERMINISTIC}
-    assert propose(NgramDrafter(TABLE, 3, sampled=False), WARM).tree.host_ids == text[len(TEXT) :]
+    chain = propose(drafter, GREEDY, budget=Budget(3))
+    assert chain.tree.host_ids == text[len(TEXT) :] and chain.kinds == {DrawKind.DETERMINISTIC}
     assert propose(drafter, GREEDY, budget=Budget(2)).tree.host_ids == text[len(TEXT) : -1]
     assert propose(drafter, GREEDY, budget=Budget(0)).tree.host_ids == []
-    assert propose(drafter, GREEDY, budget=Budget(3, min_probability=1.0)).tree.host_ids == text[len(TEXT) : -2]
-    tree = propose(NgramDrafter(TABLE, branching=(2, 1)), GREEDY).tree
-    assert tree.host_ids[:2] == TABLE.probs(TEXT).argsort()[::-1][:2].tolist()
-    assert tree.host_ids[2] == int(TABLE.probs([*TEXT, tree.host_ids[0]]).argmax())
+    for more in ({"min_probability": 1.0}, {"floor": 0.999}):
+        assert propose(drafter, GREEDY, budget=Budget(3, **more)).tree.host_ids == text[len(TEXT) : -2]
+    alone = propose(drawing(1, 1, 1), GREEDY)
+    assert alone.tree.host_ids == chain.tree.host_ids, "greedy requests are drafted for without draws"
+    assert len(propose(drawing(2, 1), GREEDY).tree) == 4
+
+
+def test_likeliest_tree_as_its_example_says() -> None:
+    behind = {(): [(5, 0.6), (6, 0.3)], (5,): [(7, 0.9), (8, 0.1)], (5, 7): [(1, 0.0)], (6,): [(2, 1.0)]}
+    tree = likeliest_tree(lambda path: behind[path], Budget(3, 2, 3))
+    assert [tree.path_tokens(node) for node in range(3)] == [(5,), (5, 7), (6,)]
 
 
 def test_a_shorter_order_reads_less() -> None:
-    chain = propose(NgramDrafter(TABLE, 1, order=2), WARM)
+    chain = propose(drawing(1, order=2), WARM)
     assert chain.probs is not None and chain.probs[0].equal(law_after(TEXT[-1:], WARM))
-    alone = propose(NgramDrafter(TABLE, 1, order=1), GREEDY)
+    alone = propose(NgramDrafter(TABLE, 1, 1, order=1), GREEDY)
     assert alone.tree.host_ids == [int(TABLE.probs([]).argmax())]
 
 
@@ -148,12 +237,23 @@ def test_it_guesses_right_more_often_than_not_at_all() -> None:
     assert answer.token_ids == plain.token_ids
 
 
-def test_penalties_change_its_draws_as_the_target_s() -> None:
+@pytest.mark.parametrize("drafter", [NgramDrafter(TABLE), drawing(1, 1)], ids=["likeliest", "drawn"])
+def test_penalties_change_its_guesses_as_the_target_s(drafter: NgramDrafter) -> None:
     params = SamplingParams(max_tokens=30, presence_penalty=1.5)
-    engine = Engine(TARGET, NgramDrafter(TABLE), controller="fixed")
+    engine = Engine(TARGET, drafter, controller="fixed")
     answer = engine.generate(TEXT, params)
     assert answer.token_ids == Engine(TARGET).generate(TEXT, params).token_ids
     assert answer.stats.accepted_tokens > 0
+
+
+def test_what_options_forbid_is_not_drafted() -> None:
+    best = int(TABLE.probs(TEXT).argmax())
+    params = SamplingParams(max_tokens=8, logit_bias={best: -100.0})
+    engine = Engine(TARGET, NgramDrafter(TABLE, 1, 1), controller="fixed")
+    assert engine.generate(TEXT, params).token_ids == Engine(TARGET).generate(TEXT, params).token_ids
+    request = DraftRequest(0, params, TEXT, Shaping(params, TEXT, len(TEXT), (), (), VOCAB))
+    proposal = NgramDrafter(TABLE, 1, VOCAB).propose([request], [Budget(1, VOCAB, 2)], [KeyedNoise(0, 3, 0)])[0]
+    assert best not in proposal.tree.host_ids and len(proposal.tree) == 2
 
 
 def test_hints_tell_apart_how_sure_it_is() -> None:
@@ -178,24 +278,43 @@ def test_a_target_with_more_ids_is_drafted_for_and_one_with_fewer_refused() -> N
     answers = Engine(more, NgramDrafter(TABLE), controller="fixed").generate([[7], [1]], params)
     assert not any(answer.warnings for answer in answers)
     assert all(answer.stats.draft_tokens for answer in answers)
-    with pytest.raises(VocabularyMismatchError, match="has 5 token ids and target 'markov' has 4; build one"):
+    with pytest.raises(VocabularyMismatchError, match="has 5 token ids and target 'markov' has 4; count one"):
         NgramDrafter(TABLE).check(MarkovModel.random(4, seed=1))
 
 
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 0}, {"order": 0}, {"order": 4}, {"branching": ()}])
-def test_bad_options(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 0},
+        {"nodes": 0},
+        {"nodes": 1025},
+        {"order": 0},
+        {"order": 4},
+        {"branching": (2, 1)},
+        {"branching": (), "sampled": True},
+        {"branching": (0,), "sampled": True},
+    ],
+)
+def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
-        NgramDrafter(TABLE, **options)  # type: ignore[arg-type]
+        NgramDrafter(TABLE, **options)
 
 
 def test_words(tmp_path: Path) -> None:
     file = tmp_path / "code.ngram"
     TABLE.write(file)
-    made = from_spec(f"ngram:{file},branching=3-2,order=2,sampled=false", TARGET)
+    made = from_spec(f"ngram:{file},branching=3-2,order=2,sampled=true", TARGET)
     assert isinstance(made, NgramDrafter)
     assert (made.limits.depth, made.limits.width, made.limits.nodes) == (2, 3, 9)
-    assert made.kinds == {DrawKind.DETERMINISTIC}
-    assert from_spec(f"ngram:{file},num_speculative_tokens=7", TARGET).limits.depth == 7
+    assert made.kinds == {DrawKind.WITHOUT_REPLACEMENT}
+    assert from_spec(f"ngram:{file},branching=1-1,sampled=true", TARGET).kinds == {DrawKind.INDEPENDENT}
+    assert from_spec(f"ngram:{file},sampled=true", TARGET).limits == Budget(2, 3, 6)
+    assert from_spec(f"ngram:{file},sampled=true,nodes=4,num_speculative_tokens=1", TARGET).limits == Budget(1, 3, 4)
+    plain = from_spec(f"ngram:{file}", TARGET)
+    assert plain.limits == Budget(4, 7, 7) and plain.kinds == {DrawKind.DETERMINISTIC}
+    assert from_spec(f"ngram:{file},num_speculative_tokens=7,nodes=9", TARGET).limits == Budget(7, 9, 9)
+    with pytest.raises(OptionError, match="add sampled=true, or give nodes"):
+        from_spec(f"ngram:{file},branching=3-2", TARGET)
     both = from_spec(f"portfolio(ngram:{file};prompt-lookup)", TARGET)
     assert list(both.members) == ["ngram", "prompt-lookup"]
     with pytest.raises(OptionError, match="needs its table: ngram:FILE"):
@@ -208,7 +327,7 @@ def test_words(tmp_path: Path) -> None:
 
 
 def test_every_text_of_few_tokens_has_a_draft() -> None:
-    drafter = NgramDrafter(TABLE, 2)
+    drafter = NgramDrafter(TABLE, 2, 2)
     for tokens in itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=n) for n in (1, 2)):
-        assert len(propose(drafter, WARM, tokens).tree) == 2
         assert len(propose(drafter, GREEDY, tokens).tree) == 2
+        assert len(propose(drawing(1, 1), WARM, tokens).tree) == 2

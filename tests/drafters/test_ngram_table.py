@@ -52,6 +52,24 @@ def test_each_distribution_sums_to_one_and_its_best_is_the_largest(
     assert likely == pytest.approx(float(probs.max()), abs=1e-6)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=20), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.lists(st.integers(-1, 6), max_size=5),
+    st.integers(1, 7),
+)
+def test_the_likeliest_tokens_are_those_of_the_distribution(
+    texts: list[list[int]], order: int, min_count: int, context: list[int], count: int
+) -> None:
+    table = count_ngrams([*texts, [1]], 5, order, min_count=min_count)
+    probs, found = table.probs(context), table.likeliest(context, count)
+    assert [likely for _, likely in found] == sorted(probs.tolist(), reverse=True)[:count], "bit for bit"
+    assert all(float(probs[token]) == likely for token, likely in found)
+    assert len({token for token, _ in found}) == min(count, 5)
+
+
 def test_no_ngram_reaches_from_one_text_into_the_next() -> None:
     table = count_ngrams([[0, 1], [2, 3]], 4, 2)
     assert table.ngrams == (4, 2)
@@ -109,10 +127,10 @@ def test_a_changed_byte_is_noticed_wherever_it_counts(file: Path) -> None:
 def test_other_files_and_versions_are_refused(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:8] + struct.pack("<I", 2) + whole[12:])
-    with pytest.raises(ModelError, match="is of version 2, and this truedraft reads version 1; build it again"):
+    with pytest.raises(ModelError, match="is of version 2, and this truedraft reads version 1; count it again"):
         NgramTable.open(file)
     file.write_text("import this\n")
-    with pytest.raises(ModelError, match=r"begins as no n-gram table does; name a file that NgramTable\.write made"):
+    with pytest.raises(ModelError, match=r"begins as no n-gram table does; name a file or folder that truedraft"):
         NgramTable.open(file)
     with pytest.raises(ModelError, match=r"cannot read the n-gram table .*No such file"):
         NgramTable.open(tmp_path / "nowhere")

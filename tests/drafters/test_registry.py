@@ -13,7 +13,7 @@ import pytest
 
 from truedraft import embedded
 from truedraft.drafters import DraftModel, from_spec, registry
-from truedraft.drafters.registry import Registry, TrainedDrafter, find_drafters, list_drafters, write_record
+from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter, find_drafters, list_drafters, write_record
 from truedraft.errors import ModelError, OptionError
 from truedraft.models import loading
 from truedraft.testing import MarkovModel
@@ -70,6 +70,18 @@ def test_a_folder_says_what_it_is(tmp_path: Path) -> None:
     assert head.figures["served"][0]["mean_acceptance_length"] == 2.0
     assert head.tokens_per_call == {0.0: 2.0}
     assert head.as_dict()["target"] == {"name": "m", "fingerprint": OURS}
+
+
+def test_a_table_needs_no_configuration_and_its_file(tmp_path: Path) -> None:
+    write_record(tmp_path, "ngram", "m", OURS, {"order": 2})
+    assert TrainedDrafter.read(tmp_path) is None, "the table is gone"
+    (tmp_path / TABLE).touch()
+    found = TrainedDrafter.read(tmp_path)
+    assert found is not None
+    assert (found.kind, found.fingerprint, found.figures, found.vocab_size) == ("ngram", OURS, {"order": 2}, None)
+    assert found.modified == (tmp_path / "drafter.json").stat().st_mtime
+    write_record(tmp_path, "draft", "m", OURS, {})
+    assert TrainedDrafter.read(tmp_path) is None, "a draft model has a configuration"
 
 
 def test_figures_are_what_others_wrote() -> None:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from support.ngram_tables import table_of
 from truedraft import Engine, SamplingParams
 from truedraft.control import FixedBudget
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.core.verdict import Origin
-from truedraft.drafters import Cascade, Drafter, DraftModel, DraftRequest, PromptLookup, SuffixDrafter
+from truedraft.drafters import Cascade, Drafter, DraftModel, DraftRequest, NgramDrafter, PromptLookup, SuffixDrafter
 from truedraft.errors import InvalidLogitsError, OptionError, PromptError
 from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 
@@ -46,6 +47,8 @@ DRAFTERS = {
     "itself": lambda target: DraftModel(target, num_speculative_tokens=3),
     "suffix": lambda target: SuffixDrafter(),
     "cascade": lambda target: Cascade(PromptLookup(min_ngram=1), DraftModel(MarkovModel.random(VOCAB, seed=2)), 5),
+    "n-gram tree": lambda target: NgramDrafter(table_of(target)),
+    "n-gram draws": lambda target: NgramDrafter(table_of(target), branching=(2, 1), sampled=True),
     "oracle": oracle,
     "wrong": lambda target: ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % VOCAB] * 3]),
 }

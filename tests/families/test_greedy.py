@@ -25,10 +25,12 @@ from support.tiny_models import (
     stock_logits,
 )
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import Cascade, Drafter, DraftModel, NoDrafter, PromptLookup, SuffixDrafter
+from truedraft.drafters import Cascade, Drafter, DraftModel, NgramDrafter, NoDrafter, PromptLookup, SuffixDrafter
+from truedraft.drafters.ngram_table import NgramTable
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
+from truedraft.training import count_ngrams
 
 COUNT = 128
 GAMMA = 4
@@ -38,9 +40,19 @@ PARAMS = SamplingParams(max_tokens=COUNT)
 target = cache(packed)
 draft = cache(noisy)
 
+
+@cache
+def table(family: str) -> NgramTable:
+    """Counted in half of what the target answers, so that some guesses are right and others are not."""
+    answers = [[*prompt[-1:], *answer] for prompt, answer in zip(PROMPTS, reference(family), strict=True)]
+    return count_ngrams([text[: len(text) // 2] for text in answers], VOCAB, 3)
+
+
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "none": lambda family: NoDrafter(),
     "prompt lookup": lambda family: PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
+    "n-gram tree": lambda family: NgramDrafter(table(family)),
+    "n-gram chain": lambda family: NgramDrafter(table(family), GAMMA, GAMMA, branching=(1,) * GAMMA, sampled=True),
     "draft chain": lambda family: DraftModel(draft(family, NOISE.get(family, 0.03)), num_speculative_tokens=GAMMA),
     "draft tree": lambda family: DraftModel(draft(family, 2 * NOISE.get(family, 0.03)), branching=(3, 2, 1)),
     "suffix": lambda family: SuffixDrafter(),
@@ -86,6 +98,8 @@ def test_greedy_equals_transformers(family: str, drafter: str, monkeypatch: pyte
         assert total.draft_acceptance_rate == 1.0 or drafter == "itself as a tree"
     elif drafter in ("prompt lookup", "suffix"):
         assert total.draft_tokens > 0
+    elif drafter.startswith("n-gram"):
+        assert 0 < total.accepted_tokens < total.draft_tokens
     else:
         # Otherwise the draft tests nothing: some paths are kept in full, some in part, some not at all.
         rate = total.accepted_per_position[0] / total.tried_per_position[0]
@@ -161,9 +175,16 @@ def by_transformers(family: str) -> tuple[list[list[int]], float]:
     return answers, min(leads)
 
 
+@cache
+def fast_table(family: str) -> NgramTable:
+    answers, _ = by_transformers(family)
+    return count_ngrams([answer[: COUNT // 2] for answer in answers], VOCAB, 3)
+
+
 FAST_DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "none": lambda family: NoDrafter(),
     "prompt lookup": lambda family: PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
+    "n-gram tree": lambda family: NgramDrafter(fast_table(family)),
     "draft chain": lambda family: DraftModel(fast(family, NOISE.get(family, 0.03)), num_speculative_tokens=GAMMA),
     "draft tree": lambda family: DraftModel(fast(family, 2 * NOISE.get(family, 0.03)), branching=(3, 2, 1)),
 }
@@ -186,7 +207,7 @@ def test_greedy_by_fast_paths_equals_transformers(family: str, drafter: str) -> 
     assert alone.stats == batch[0].stats, "what is drafted depends on the neighbours"
     drafted = sum(answer.stats.draft_tokens for answer in batch)
     assert (drafted == 0) == (drafter == "none")
-    if drafter.startswith("draft"):
+    if drafter.startswith(("draft", "n-gram")):
         assert 0 < sum(answer.stats.accepted_tokens for answer in batch) < drafted
 
 

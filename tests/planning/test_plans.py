@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support.head_models import MarkovWithEmbedding, random_heads, random_redrafter
+from support.ngram_tables import table_of
 from support.tiny_models import PROMPTS, packed
 from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, StepCosts
@@ -68,6 +69,20 @@ def test_open_sizes_are_all_tried() -> None:
     (chosen,) = candidates_of("prompt-lookup,num_speculative_tokens=2", world, GREEDY)
     assert chosen.words == {2: "prompt-lookup,num_speculative_tokens=2"}
     assert candidates_of("none", world, GREEDY) == []
+
+
+def test_trees_of_likeliest_tokens_are_sized_by_nodes(tmp_path: Path) -> None:
+    """Their lengths are open, too, but what a budget keeps are nodes."""
+    world = MarkovModel.random(6, seed=1)
+    table_of(world).write(tmp_path / "t.ngram")
+    for word, sampled in ((f"ngram:{tmp_path}/t.ngram", DRAWN), ("suffix", GREEDY)):
+        (trees,) = candidates_of(word, world, sampled)
+        assert trees.sizes[-1] == trees.drafter.limits.nodes == 64
+        assert trees.words[4] == f"{word},nodes=4" and from_spec(trees.words[4], world).limits.nodes == 4
+    with pytest.raises(OptionError, match="draws several candidates for one place"):
+        candidates_of(f"ngram:{tmp_path}/t.ngram,sampled=true", world, DRAWN)
+    (chain,) = candidates_of(f"ngram:{tmp_path}/t.ngram,sampled=true,branching=1-1-1", world, DRAWN)
+    assert chain.sizes == (1, 2, 3)
 
 
 def test_heads(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`truedraft train`: draft models, Medusa heads and recurrent heads."""
+"""`truedraft train`: draft models, Medusa heads, recurrent heads and tables of n-grams."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from truedraft.training.options import (
     DraftSizeOptions,
     MedusaRunOptions,
     MedusaSizeOptions,
+    NgramSizeOptions,
     RedrafterRunOptions,
     RedrafterSizeOptions,
     TextOptions,
@@ -95,6 +96,20 @@ class DraftJobOptions(JobOptions):
 
     data: tuple[Path, ...] = option((), 'Text, or .jsonl with "text", to train on; may be repeated. Needed.', "FILE")
     held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")
+
+
+@dataclass(frozen=True)
+class NgramJobOptions(JobOptions):
+    """The same for a table of n-grams."""
+
+    data: tuple[Path, ...] = option(
+        (),
+        'Text, or .jsonl with "text", to count; may be repeated. Without it, for embedded:target, the standard library '
+        "of this Python.",
+        "FILE",
+    )
+    held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")
+    answers: bool = flag("Count what the target answers to prompts cut from the text, in place of the text.")
 
 
 @dataclass(frozen=True)
@@ -188,6 +203,20 @@ class RedrafterOptions:
     learning: RedrafterRunOptions = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """Options of `truedraft train ngram`."""
+
+    job: NgramJobOptions = group(_WHAT)
+    size: NgramSizeOptions = group("Size of the table")
+    text: TextOptions = group("Text by the target, with --answers")
+    writing: WritingOptions = group("Text by the target, with --answers")
+    run: RunOptions = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+    seed: int = option(0, "Decides what the target writes.", "S", heading="Text by the target, with --answers", least=0)
 
 
 def draft(options: DraftOptions) -> int:
@@ -318,9 +347,37 @@ def _train_heads(
     return _run(kind, options, train)
 
 
+def ngram(options: NgramOptions) -> int:
+    """Count a table of which token follows the last few, in text or in what the target writes; measures what it brings.
+
+    It replaces a table that is in --out, which whoever drafts with it keeps until it ends.
+    """
+    job = options.job
+    if job.clean:
+        return _clean(job, options.report)
+    budget = _time_budget(options.run)
+    _check_folder(job, job.out / _WORK)
+
+    def train(told: Callbacks) -> Any:
+        from truedraft.machine import pick_device
+        from truedraft.training.ngrams import NgramConfig, train_ngrams
+        from truedraft.training.texts.answer_writer import WritingConfig
+
+        config = NgramConfig(
+            **dataclasses.asdict(options.size),
+            **dataclasses.asdict(options.text),
+            answers=WritingConfig(**dataclasses.asdict(options.writing), seed=options.seed) if job.answers else None,
+            seed=options.seed,
+            device=str(pick_device(options.machine.device)),
+        )
+        return train_ngrams(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
+
+    return _run("ngram", options, train)
+
+
 def _run(
     kind: str,
-    options: DraftOptions | MedusaOptions | RedrafterOptions,
+    options: DraftOptions | MedusaOptions | RedrafterOptions | NgramOptions,
     train: Callable[[Callbacks], Any],
 ) -> int:
     """Train, report, and give the exit status.

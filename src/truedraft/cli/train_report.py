@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from truedraft.machine import machine_facts
-from truedraft.training.workspace import duration
+from truedraft.training.workspace import duration, in_bytes
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.training.drafts import DraftResult
+    from truedraft.training.ngrams import NgramResult
     from truedraft.training.report import Effort, HeadReport, HeadResult
 
 _LOG = Path("work") / "log.jsonl"
@@ -21,7 +22,7 @@ _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
 _TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
 
 
-def record_of(kind: str, model: str, result: DraftResult | HeadResult) -> dict[str, Any]:
+def record_of(kind: str, model: str, result: DraftResult | HeadResult | NgramResult) -> dict[str, Any]:
     """For JSON."""
     fixed = {"command": f"train {kind}", "model": model, "out": str(result.folder)}
     return fixed | result.as_dict() | {"machine": machine_facts()}
@@ -114,6 +115,23 @@ def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
     _try_it(terminal, model, f"redrafter:{result.folder}")
 
 
+def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
+    table = result.table
+    numbers = ", ".join(f"{number:,} of {length}" for length, number in enumerate(table.ngrams, start=1))
+    _say(
+        terminal,
+        f"counted {table.facts.counted_tokens:,} tokens of {result.source} in {duration(result.elapsed_s)}: n-grams by "
+        f"their tokens {numbers}; {in_bytes(result.bytes)} on disk, which are mapped and not read",
+    )
+    for each in result.evaluations:
+        _say(
+            terminal,
+            f"tokens per target call, measured in the engine at temperature {each.temperature:g} with trees of "
+            f"{each.about['nodes']} nodes: {each.stats.mean_acceptance_length:.2f}",
+        )
+    _try_it(terminal, model, f"ngram:{result.folder}")
+
+
 def _effort(terminal: Terminal, effort: Effort, log: Path) -> None:
     _say(
         terminal,
@@ -135,5 +153,6 @@ PRINT: Mapping[str, Callable[[Terminal, str, Any], None]] = {
     "draft": _draft,
     "medusa": _medusa,
     "redrafter": _redrafter,
+    "ngram": _ngram,
 }
 """What prints the result of each kind, for a model of this name."""

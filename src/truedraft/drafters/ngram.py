@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.cache import RequestCache
 from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree
+from truedraft.core.tree import TokenTree, shape_of
 from truedraft.drafters.base import Drafter, DraftRequest
-from truedraft.drafters.draws import TOP_TOKENS
 from truedraft.drafters.ngram_table import NgramTable
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 
 _HERE = torch.device("cpu")
+_DEPTH, _NODES = 4, 7  # with the token before them eight rows, which cost a forward about as much as one
+_BRANCHING = (3, 1)
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 """Hints are of one kind where the likeliest token is about equally likely."""
@@ -32,18 +36,21 @@ _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 class NgramDrafter(Drafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
-    Sampled requests are given draws from the table's distribution under their own options, greedy ones its likeliest
-    tokens. Nothing is kept for a request, so it takes up any text at any place.
+    Requests are given a tree of the table's likeliest continuations, chosen anew at each step: a table is seldom sure,
+    so several guesses of the next token bring more than a long chain. With `sampled`, requests at a temperature are
+    given draws from its distribution under their own options, and greedy ones a tree of the same size. Nothing is kept
+    for a request, so it takes up any text at any place.
 
     Args:
         table: is read, also by others at the same time.
-        num_speculative_tokens: length of a chain; ignored when `branching` is given.
-        branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
+        num_speculative_tokens: longest path; None is 4, or as `branching` says.
+        nodes: most nodes of a tree; None is 7, or as `branching` says.
+        branching: draws at each node of depth 0, 1, ...; (3, 1) makes 3 + 3 nodes.
         order: longest n-grams that are looked at, the drafted token included; None are all of the table's.
-        sampled: whether sampled requests are given draws; otherwise the likeliest tokens as candidates.
+        sampled: whether requests at a temperature are given draws.
 
     Raises:
-        OptionError: an option is out of range.
+        OptionError: an option is out of range, or branching is given where nothing is drawn.
     """
 
     name: ClassVar[str] = "ngram"
@@ -53,21 +60,27 @@ class NgramDrafter(Drafter):
     def __init__(
         self,
         table: NgramTable,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int | None = None,
+        nodes: int | None = None,
         branching: Sequence[int] | None = None,
         order: int | None = None,
         *,
-        sampled: bool = True,
+        sampled: bool = False,
     ) -> None:
-        if not 1 <= num_speculative_tokens <= MOST_NODES:
-            raise OptionError(
-                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
-            )
+        for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
+            if value is not None and not 1 <= value <= MOST_NODES:
+                raise OptionError(f"{option} must be 1 or more and at most {MOST_NODES}, got {value}")
         if order is not None and not 1 <= order <= table.order:
             raise OptionError(f"order must be 1 or more and at most {table.order}, that of the table, got {order}")
+        if branching is not None and not sampled:
+            raise OptionError("branching says how many tokens are drawn; add sampled=true, or give nodes")
         self.table = table
-        self.branching = tuple(branching) if branching is not None else (1,) * num_speculative_tokens
-        self.limits = Budget(len(self.branching), max(self.branching, default=0), nodes_of(self.branching))
+        self.branching = _BRANCHING if branching is None else tuple(branching)
+        drawn = nodes_of(self.branching) if sampled else _NODES
+        most, depth = nodes or drawn, num_speculative_tokens or (len(self.branching) if sampled else _DEPTH)
+        self.limits = Budget(depth, most, most)
+        if sampled:
+            self.limits = self.limits.within(Budget(len(self.branching), max(self.branching), drawn))
         self._read = (table.order if order is None else order) - 1  # tokens of a context
         self._sampled = sampled
         self._vocab = table.facts.vocab_size
@@ -77,19 +90,22 @@ class NgramDrafter(Drafter):
     def load(
         cls,
         path: str | Path,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int | None = None,
+        nodes: int | None = None,
         branching: Sequence[int] | None = None,
         order: int | None = None,
         *,
-        sampled: bool = True,
+        sampled: bool = False,
     ) -> NgramDrafter:
-        """The drafter of a table in a file; further arguments are the constructor's.
+        """The drafter of a table in a file, or in a folder that `truedraft train ngram` wrote.
+
+        Further arguments are the constructor's.
 
         Raises:
             ModelError: the table cannot be read.
             OptionError: an option is out of range.
         """
-        return cls(NgramTable.open(path), num_speculative_tokens, branching, order, sampled=sampled)
+        return cls(NgramTable.open(path), num_speculative_tokens, nodes, branching, order, sampled=sampled)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -107,12 +123,12 @@ class NgramDrafter(Drafter):
         if theirs is not None and facts.tokenizer and facts.tokenizer != theirs.fingerprint:
             raise VocabularyMismatchError(
                 f"the n-gram table {self.table.name!r} was counted with another tokenizer than that of target "
-                f"{target.name!r}; build one for it with truedraft.training.count_ngrams"
+                f"{target.name!r}; count one for it with truedraft train ngram"
             )
         if facts.vocab_size > target.vocab_size:
             raise VocabularyMismatchError(
                 f"the n-gram table {self.table.name!r} has {facts.vocab_size} token ids and target {target.name!r} has "
-                f"{target.vocab_size}; build one for it with truedraft.training.count_ngrams"
+                f"{target.vocab_size}; count one for it with truedraft train ngram"
             )
         self._vocab, self._device = target.vocab_size, target.device
 
@@ -124,17 +140,18 @@ class NgramDrafter(Drafter):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        """A chain or a tree for each request."""
+        """A tree of likeliest tokens, or draws, for each request."""
         proposals = [Proposal.empty()] * len(batch)
         builders: dict[int, TreeBuilder] = {}
         for number, (request, budget) in enumerate(zip(batch, budgets, strict=True)):
             if budget.is_zero:
                 continue
             within = budget.within(self.limits)
-            if self._is_plain(request, within):
-                proposals[number] = self._likeliest_chain(request.tokens, min(within.depth, within.nodes))
+            if self._sampled and not request.params.greedy:
+                no_cache = RequestCache(0)  # a table reads the text itself
+                builders[number] = TreeBuilder(no_cache, request, within, noise[number], self.branching, _HERE)
             else:
-                builders[number] = self._builder(request, within, noise[number])
+                proposals[number] = self._likeliest(request, within)
         level = list(builders.values())
         while level:
             level = draw_level(level, self._logits(level))
@@ -142,24 +159,20 @@ class NgramDrafter(Drafter):
             proposals[number] = self._moved(builder.proposal())
         return proposals
 
-    def _is_plain(self, request: DraftRequest, within: Budget) -> bool:
-        """Whether a look-up for each token does: nothing is drawn, changed by options, compared or cut."""
-        drawn = self._sampled and not request.params.greedy
-        return within.width == 1 and not drawn and request.shaping is None and not within.looks
+    def _likeliest(self, request: DraftRequest, within: Budget) -> Proposal:
+        context, most = self._context(request.tokens), min(within.width, within.nodes)
 
-    def _likeliest_chain(self, tokens: Sequence[int], length: int) -> Proposal:
-        text = list(self._context(tokens))
-        first = len(text)
-        for _ in range(length):
-            text.append(self.table.best(self._context(text))[0])
-        return Proposal.deterministic(TokenTree.chain(text[first:]))
+        def following(path: tuple[int, ...]) -> list[tuple[int, float]]:
+            behind = self._context([*context, *path])
+            if request.shaping is None:
+                return self.table.likeliest(behind, most)
+            logits = torch.from_numpy(self._probs([behind])).log_()
+            shaped = request.shaping.of_paths(logits, [path])[0].softmax(dim=-1)  # [vocab]
+            largest = shaped.topk(min(most, len(shaped)))
+            return list(zip(largest.indices.tolist(), largest.values.tolist(), strict=True))
 
-    def _builder(self, request: DraftRequest, within: Budget, noise: Noise) -> TreeBuilder:
-        no_cache = RequestCache(0)  # a table reads the text itself
-        builder = TreeBuilder(no_cache, request, within, noise, self.branching, _HERE)
-        if not self._sampled:
-            builder.drawing = TOP_TOKENS
-        return builder
+        tree = likeliest_tree(following, within)
+        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
 
     def _logits(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Logarithms `[open nodes, vocab]` of the table's distributions behind all open nodes."""
@@ -168,10 +181,14 @@ class NgramDrafter(Drafter):
             for builder in builders
             for path in builder.open_paths()
         ]
+        return torch.from_numpy(self._probs(contexts)).log_()
+
+    def _probs(self, contexts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """The table's distributions `[contexts, vocab]`, over all ids of the target."""
         probs = np.zeros((len(contexts), self._vocab), np.float32)
         for row, context in zip(probs, contexts, strict=True):
             row[: self.table.facts.vocab_size] = self.table.probs(context)
-        return torch.from_numpy(probs).log_()
+        return probs
 
     def _context(self, tokens: Sequence[int]) -> Sequence[int]:
         """The end of a text, as much as is looked at."""
@@ -182,3 +199,34 @@ class NgramDrafter(Drafter):
         if proposal.probs is None or self._device == _HERE:
             return proposal
         return replace(proposal, probs=proposal.probs.to(self._device))
+
+
+def likeliest_tree(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
+    """The likeliest nodes of a tree, the likeliest first: a node is as likely as all the tokens of its path together.
+
+    Worked example: 5 has 0.6 and 6 has 0.3, and behind 5 come 7 with 0.9 and 8 with 0.1. The three likeliest nodes are
+    5 (0.6), 5 7 (0.54) and 6 (0.3).
+
+    Args:
+        following: tokens behind a path and their probabilities, the likeliest ones; those without any are left out.
+        within: limits. Nothing is drafted below a token that is less likely than they say.
+    """
+    order = count()
+    waiting: list[tuple[float, int, int, tuple[int, ...], float]] = []  # -likely, order, parent, path, chance
+    ids: list[int] = []
+    parents: list[int] = []
+
+    def branch(parent: int, path: tuple[int, ...], likely: float, chance: float) -> None:
+        for token, probability in following(path):
+            if probability > 0.0:
+                last = chance * within.chance(probability) if probability >= within.min_probability else -1.0
+                heappush(waiting, (-likely * probability, next(order), parent, (*path, token), last))
+
+    branch(-1, (), 1.0, 1.0)
+    while waiting and len(ids) < within.nodes:
+        likely, _, parent, path, chance = heappop(waiting)
+        ids.append(path[-1])
+        parents.append(parent)
+        if len(path) < within.depth and len(ids) < within.nodes and chance >= within.floor:
+            branch(len(ids) - 1, path, -likely, chance)
+    return TokenTree.of_ids(ids, shape_of(tuple(parents)))

@@ -21,16 +21,16 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from truedraft.drafters.registry import TABLE
 from truedraft.errors import ModelError
 
-TABLE = "table.ngram"
-"""Name of a table in the folder that a training writes."""
 VERSION = 1
 MOST_ORDER = 8
 """Longest n-grams of a table."""
@@ -38,7 +38,7 @@ MOST_ORDER = 8
 _MAGIC = b"tdngram\0"
 _PREFIX = struct.Struct("<8sIII")  # magic, version, bytes of the header, its checksum
 _ALIGNED = 64
-_AGAIN = "build it again with truedraft.training.count_ngrams"
+_AGAIN = "count it again with truedraft train ngram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,17 @@ _FIELDS: Mapping[str, str] = {
 }
 
 
+def table_bytes(ngrams: Sequence[int]) -> int:
+    """Bytes of the arrays of a table.
+
+    Args:
+        ngrams: how many there are of 1, 2, ... tokens; of one token as many as ids.
+    """
+    child, context = 4 + 4, 4 + 4 + 4 + 8  # probs and tokens; backoff, best, its probability, and where children start
+    longest = len(ngrams) - 1
+    return sum(number * (child + context * (length < longest)) for length, number in enumerate(ngrams))
+
+
 @dataclass(frozen=True, slots=True)
 class TableFacts:
     """What a table says of itself.
@@ -81,11 +92,13 @@ class TableFacts:
         vocab_size: ids that it knows.
         tokenizer: `Tokenizer.fingerprint` of those ids; empty where nobody said what they mean.
         counted_tokens: of the text that it was counted in.
+        min_count: how often an n-gram of three tokens and more occurred at the least, to be in it.
     """
 
     vocab_size: int
     tokenizer: str = ""
     counted_tokens: int = 0
+    min_count: int = 1
 
 
 class NgramTable:
@@ -104,6 +117,7 @@ class NgramTable:
         self._unigrams = self.levels[0].probs
         top = int(np.argmax(self._unigrams))
         self._top = top, float(self._unigrams[top])
+        self._ranked = np.argsort(-self._unigrams, kind="stable").astype(np.int32)
         # A number of a memoryview costs a third of one of an array, and a chain looks at some dozens of them.
         self._tokens = [level.tokens.data for level in self.levels]
         self._first = [level.first.data for level in self.levels]
@@ -137,6 +151,29 @@ class NgramTable:
             return self._top
         length = len(nodes) - 1
         return self._best[length][nodes[-1]], self._best_probs[length][nodes[-1]]
+
+    def likeliest(self, context: Sequence[int], count: int) -> list[tuple[int, float]]:
+        """The `count` likeliest tokens after a context, or all of the vocabulary, and how likely each is, falling.
+
+        A token has what the longest context that knows it says, and shorter contexts, backed off to, say less: so the
+        likeliest ones are among the likeliest of each context, and no distribution is spread over the vocabulary.
+        """
+        ranked = self._ranked[:count]
+        pieces = [(ranked, self._unigrams[ranked])]
+        for length, node in enumerate(self._nodes(context), start=1):
+            level, first = self.levels[length], self._first[length]
+            start, end = first[node], first[node + 1]
+            tokens, probs = level.tokens[start:end], level.probs[start:end]
+            if end - start > count:
+                largest = np.argpartition(probs, -count)[-count:]
+                tokens, probs = tokens[largest], probs[largest]
+            backoff = self.levels[length - 1].backoff[node]
+            pieces = [(own, backoff * shares) for own, shares in pieces]
+            pieces.append((tokens, probs))
+        best: dict[int, float] = {}
+        for tokens, probs in pieces:  # longer contexts come last and stay
+            best.update(zip(tokens.tolist(), probs.tolist(), strict=True))
+        return nsmallest(count, best.items(), key=lambda each: (-each[1], each[0]))
 
     def _nodes(self, context: Sequence[int]) -> list[int]:
         """The last token, the last two, ... as nodes of level 1, 2, ...; as many as are known."""
@@ -180,8 +217,8 @@ class NgramTable:
             _refuse(file, "is empty", _AGAIN)
         except OSError as error:
             raise ModelError(
-                f"cannot read the n-gram table {str(path)!r} ({error.strerror or error}); name a file that "
-                "NgramTable.write made"
+                f"cannot read the n-gram table {str(path)!r} ({error.strerror or error}); name a file "
+                "or folder that truedraft train ngram wrote"
             ) from error
         header, start = _header(file, content)
         facts = TableFacts(**header["facts"])
@@ -226,7 +263,7 @@ def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
         ModelError: it is none, or not one that this version reads.
     """
     if content[: len(_MAGIC)] != _MAGIC[: len(content)]:
-        _refuse(file, "begins as no n-gram table does", "name a file that NgramTable.write made")
+        _refuse(file, "begins as no n-gram table does", "name a file or folder that truedraft train ngram wrote")
     if len(content) < _PREFIX.size:
         _refuse(file, f"is cut off after {len(content)} bytes", f"copy it again, or {_AGAIN}")
     _, version, length, checksum = _PREFIX.unpack_from(content)

@@ -1,7 +1,7 @@
 """Trained drafters on disk: which there are, for which target each was trained, and those that belong to one.
 
-A drafter says what it is in its own folder: heads in `config.json`, a draft model, whose `config.json` is that of an
-ordinary model, in `drafter.json`. Nothing is loaded to look for them.
+A drafter says what it is in its own folder: heads in `config.json`; a draft model, whose `config.json` is that of an
+ordinary model, and a table of n-grams, which has none, in `drafter.json`. Nothing is loaded to look for them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
-ORDER = ("draft", "redrafter", "medusa")
+ORDER = ("draft", "redrafter", "medusa", "ngram")
 """Kinds of trained drafters, in the order in which `auto` lists them."""
 RECORD = "drafter.json"
-"""In the folder of a draft model: which target it was trained for."""
+"""In the folder of a draft model or a table: which target it was trained for."""
+TABLE = "table.ngram"
+"""Name of a table of n-grams in the folder that a training writes."""
 
 _CONFIG = "config.json"
 _FACTS = ("facts.json", "trees.json")  # of heads: what was measured of them
@@ -69,7 +71,9 @@ class TrainedDrafter:
         kind, name, fingerprint = about.get("kind"), None, None
         if isinstance(target, dict):
             name, fingerprint = target.get("name"), target.get("fingerprint")
-        if not config or kind not in ORDER or not isinstance(fingerprint, str):
+        if kind not in ORDER or not isinstance(fingerprint, str):
+            return None
+        if not ((folder / TABLE).is_file() if kind == "ngram" else config):
             return None
         vocab, width = (
             each if isinstance(each, int) else None for each in (config.get("vocab_size"), config.get("width"))
@@ -104,7 +108,7 @@ class TrainedDrafter:
 
 
 def write_record(folder: Path, kind: str, target_name: str, fingerprint: str, figures: Mapping[str, Any]) -> None:
-    """Let the folder of a draft model say which target it was trained for, and what was measured of it.
+    """Let the folder of a draft model or a table say which target it was trained for, and what was measured of it.
 
     Raises:
         ModelError: it cannot be written.

@@ -316,11 +316,11 @@ def _ngram(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.ngram import NgramDrafter
 
     if words.path is None:
-        raise OptionError("drafter 'ngram' needs its table: ngram:FILE, as NgramTable.write made it")
+        raise OptionError("drafter 'ngram' needs its table: ngram:FILE, as truedraft train ngram wrote it")
     options = dict(words.options)
     branching = options.pop("branching", None)
     widths = None if branching is None else _widths(branching)
-    sampled = _is_sampled(options.pop("sampled", "true"))
+    sampled = _is_sampled(options.pop("sampled", "false"))
     sizes = {name: read_whole(name, value) for name, value in options.items()}
     return NgramDrafter.load(words.path, branching=widths, sampled=sampled, **sizes)
 
@@ -431,12 +431,12 @@ KINDS: Mapping[str, DrafterKind] = {
     ),
     "ngram": DrafterKind(
         "FILE",
-        {"num_speculative_tokens": "4", "branching": "3-2-1", "order": "2", "sampled": "true"},
-        "a table of which token usually follows the last few, as truedraft.training.count_ngrams counts it: a chain, "
-        "or by branching a tree; order reads n-grams of so many tokens at most, and sampled=false gives requests at a "
-        "temperature the likeliest tokens in place of draws",
+        {"num_speculative_tokens": "4", "nodes": "7", "order": "2", "sampled": "true", "branching": "3-1"},
+        "a table of which token usually follows the last few, as truedraft train ngram counts it: a tree of the "
+        "likeliest; order reads n-grams of so many tokens at most, and sampled gives requests at a temperature draws "
+        "in place of that tree, so many at each depth",
         _ngram,
-        {"num_speculative_tokens": "8"},
+        {"nodes": "15"},
     ),
     "medusa": DrafterKind(
         "DIR",

@@ -87,17 +87,17 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
         if chosen & {_BEAMS, _PATHS, _NODES}:
             return [_whole(typed, base)]
         return _beams(words, typed, cast("Redrafter", base), target, params)
+    if _NODES in known and _NODES not in chosen:
+        largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
+        most = largest.limits.nodes
+        trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
+        return [Candidate(typed, largest, largest, trees)]
     if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:
         longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
         lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
         widths = _TREES if _BRANCHING in known and not is_drawn(params) else ()
         spelt = [spelled(words, {_BRANCHING: each}) for each in widths]
         return [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
-    if _NODES in known and _NODES not in chosen:
-        largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
-        most = largest.limits.nodes
-        trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
-        return [Candidate(typed, largest, largest, trees)]
     return [_whole(typed, base)]
 
 

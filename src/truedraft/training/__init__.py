@@ -1,4 +1,4 @@
-"""Training: draft models, heads of any kind on a target's own answers, both together with the target, and from scratch.
+"""Training: drafts, tables of n-grams, heads of any kind on a target's own answers, with the target, from scratch.
 
 Each name loads on first use: the words for a training need none of it.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from truedraft.training.losses import distill, loss_from_spec
     from truedraft.training.medusa import MedusaTrainingConfig
     from truedraft.training.ngram_counts import count_ngrams
+    from truedraft.training.ngrams import NgramConfig, NgramResult, train_ngrams
     from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
     from truedraft.training.redrafter import RedrafterTrainingConfig
     from truedraft.training.report import HeadReport, HeadResult
@@ -33,6 +34,8 @@ _HOMES = {
     "HeadTrainingConfig": "head_config",
     "JointConfig": "head_config",
     "MedusaTrainingConfig": "medusa",
+    "NgramConfig": "ngrams",
+    "NgramResult": "ngrams",
     "OptimizerConfig": "optimizer",
     "PretrainConfig": "drafts",
     "PromptSets": "texts.prompts",
@@ -46,6 +49,7 @@ _HOMES = {
     "pretraining_loop": "drafts",
     "train_draft": "drafts",
     "train_heads": "heads",
+    "train_ngrams": "ngrams",
 }
 
 __all__ = [
@@ -58,6 +62,8 @@ __all__ = [
     "HeadTrainingConfig",
     "JointConfig",
     "MedusaTrainingConfig",
+    "NgramConfig",
+    "NgramResult",
     "OptimizerConfig",
     "PretrainConfig",
     "PromptSets",
@@ -71,6 +77,7 @@ __all__ = [
     "pretraining_loop",
     "train_draft",
     "train_heads",
+    "train_ngrams",
 ]
 
 

@@ -12,14 +12,16 @@ what the n-grams in the table leave of 1, so that P is a distribution, whatever 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from truedraft.drafters.ngram_table import Level, NgramTable, TableFacts
+from truedraft.drafters.ngram_table import MOST_ORDER, Level, NgramTable, TableFacts, table_bytes
+from truedraft.errors import DataError, OptionError
 
 _LEAST_DISCOUNT, _MOST_DISCOUNT = 0.1, 0.9
 _ALWAYS_KEPT = 2  # tokens of n-grams that are never left out: without a node nothing can hang below
@@ -45,19 +47,42 @@ class _Counted:
 
 
 def count_ngrams(
-    texts: Sequence[Sequence[int]], vocab_size: int, order: int, *, min_count: int = 1, tokenizer: str = ""
+    texts: Sequence[Sequence[int] | NDArray[np.integer[Any]]],
+    vocab_size: int,
+    order: int,
+    *,
+    min_count: int = 1,
+    max_bytes: int | None = None,
+    tokenizer: str = "",
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NgramTable:
     """Make a table of texts.
 
     Args:
-        texts: token ids below `vocab_size`; no n-gram reaches from one into the next. At least one token in all.
+        texts: token ids below `vocab_size`; no n-gram reaches from one into the next.
         vocab_size: ids.
         order: tokens of the longest n-grams.
         min_count: n-grams of three tokens and more that occur less often are left out, and their mass is backed off.
+        max_bytes: of the table's arrays; where they would take more, `min_count` is raised until they do not.
         tokenizer: fingerprint of the ids.
+        on_progress: called with how many passes over the n-grams are done, and of how many.
+
+    Raises:
+        DataError: there is no token, or n-grams of one and two tokens alone take more bytes.
+        OptionError: the order is out of range.
     """
-    counted = _count(texts, vocab_size, order)
-    facts = TableFacts(vocab_size, tokenizer, int(counted[0].times.sum()))
+    if not 1 <= order <= MOST_ORDER:
+        raise OptionError(f"must be 1 or more and at most {MOST_ORDER}, got {order}", field="order")
+    if not any(len(text) for text in texts):
+        raise DataError("the text has no token; give more text")
+    passes = itertools.count(1)
+
+    def done() -> None:
+        on_progress(next(passes), 2 * order)
+
+    counted = _count(texts, vocab_size, order, done)
+    min_count = _fitting(counted, min_count, max_bytes)
+    facts = TableFacts(vocab_size, tokenizer, int(counted[0].times.sum()), min_count)
     weights = counted[0].weights.astype(np.float64)
     probs = [weights / weights.sum()]
     kept = [np.ones(vocab_size, bool)]
@@ -70,7 +95,37 @@ def count_ngrams(
         backoffs.append(np.clip(1.0 - np.bincount(own.prefixes, seen, contexts), 0.0, 1.0))
         probs.append(seen + backoffs[-1][own.prefixes] * probs[-1][own.suffixes])
         kept.append(keep)
-    return NgramTable(facts, _levels(counted, probs, kept, backoffs))
+        done()
+    levels = _levels(counted, probs, kept, backoffs)
+    done()
+    return NgramTable(facts, levels)
+
+
+def _fitting(counted: Sequence[_Counted], min_count: int, max_bytes: int | None) -> int:
+    """The smallest count, `min_count` at the least, from which on n-grams fit.
+
+    Raises:
+        DataError: those that are always kept do not.
+    """
+    if max_bytes is None:
+        return min_count
+    times = [np.sort(own.times) for own in counted]
+
+    def size(least: int) -> int:
+        return table_bytes(
+            [
+                len(own) if length <= _ALWAYS_KEPT else len(own) - int(np.searchsorted(own, least))
+                for length, own in enumerate(times, start=1)
+            ]
+        )
+
+    none_left = max(min_count, *(int(own[-1]) for own in times)) + 1
+    if size(none_left) > max_bytes:
+        raise DataError(
+            f"n-grams of up to {min(_ALWAYS_KEPT, len(counted))} tokens alone take {size(none_left):,} bytes, and "
+            f"{max_bytes:,} are allowed; allow more, or give less text"
+        )
+    return bisect_left(range(none_left + 1), True, lo=min_count, key=lambda least: size(least) <= max_bytes)
 
 
 def _discount(weights: NDArray[np.int64]) -> float:
@@ -79,7 +134,9 @@ def _discount(weights: NDArray[np.int64]) -> float:
     return min(max(share, _LEAST_DISCOUNT), _MOST_DISCOUNT)
 
 
-def _count(texts: Sequence[Sequence[int]], vocab_size: int, order: int) -> list[_Counted]:
+def _count(
+    texts: Sequence[Sequence[int] | NDArray[np.integer[Any]]], vocab_size: int, order: int, done: Callable[[], None]
+) -> list[_Counted]:
     """Occurrences and weights of all n-grams; those of one token are all ids, whether they occur or not."""
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
     depth = np.concatenate([np.arange(len(text)) for text in texts])  # tokens before each in its text
@@ -87,6 +144,7 @@ def _count(texts: Sequence[Sequence[int]], vocab_size: int, order: int) -> list[
     times = np.bincount(ids, minlength=vocab_size)
     counted = [_Counted(times, np.arange(vocab_size), none, none, times)]
     nodes = ids  # of the n-gram that ends at each place
+    done()
     for length in range(2, order + 1):
         ends = np.flatnonzero(depth >= length - 1)
         keys, places, numbers, times = np.unique(
@@ -97,6 +155,7 @@ def _count(texts: Sequence[Sequence[int]], vocab_size: int, order: int) -> list[
         counted.append(_Counted(times, keys % vocab_size, keys // vocab_size, suffixes, times))
         nodes = np.full(len(ids), -1)
         nodes[ends] = numbers
+        done()
     return counted
 
 

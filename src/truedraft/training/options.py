@@ -126,3 +126,22 @@ class RedrafterSizeOptions(HeadSizeOptions):
         "",
         name="--recurrent/--summed",
     )
+
+
+@dataclass(frozen=True)
+class NgramSizeOptions:
+    """How large a table of n-grams is."""
+
+    order: int = option(3, "Tokens of the longest n-grams, at most 8; 2 counts pairs alone.", "N", least=1)
+    min_count: int = option(
+        2, "How often an n-gram of three tokens and more must occur, or it is left out.", "N", least=1
+    )
+    max_bytes: str = option(
+        "256M", "The most bytes of the table; rare n-grams are left out until it is no larger.", "SIZE"
+    )
+    max_text_tokens: int = option(
+        20_000_000,
+        "Tokens of text that are counted at the most; each takes some 45 bytes of memory, times --order.",
+        "N",
+        least=1,
+    )

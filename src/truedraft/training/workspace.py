@@ -25,7 +25,17 @@ WRITTEN, TRAINED = 0.4, 0.75
 _MARGIN = 0.9  # of the time for steps: now and then something is measured between them
 _LOCK, _OWNER = "lock", "pid"  # of who trains in a folder
 _PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the folder that a training writes
-_WORKING = ("checkpoint.pt*", "log.jsonl*", "run.json", "train.*", "tree.*", "tree-*.*", "held_out.*", _OWNER)
+_WORKING = (
+    "checkpoint.pt*",
+    "log.jsonl*",
+    "run.json",
+    "train.*",
+    "tree.*",
+    "tree-*.*",
+    "held_out.*",
+    "answers.*",
+    _OWNER,
+)
 
 
 @contextlib.contextmanager

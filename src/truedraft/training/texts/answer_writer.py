@@ -72,6 +72,7 @@ def write_answers(
     name: str,
     config: WritingConfig,
     *,
+    width: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_forecast: Callable[[float], None] = lambda left_s: None,
     time_is_up: Callable[[], bool] = lambda: False,
@@ -84,6 +85,7 @@ def write_answers(
         folder: where the files lie.
         name: of the files, see `AnswerFiles`.
         config: how it writes.
+        width: entries of each vector that are kept; None are all that heads read, 0 keeps none.
         on_progress: called with the number of answers that are on disk, and of all.
         on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
         time_is_up: asked after each step; where it says so, what is written then is all, an answer at each temperature
@@ -95,10 +97,11 @@ def write_answers(
     """
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
     about.pop("batch")
-    files = AnswerFiles(folder, name, target.head_width, about)
+    width = target.head_width if width is None else width
+    files = AnswerFiles(folder, name, width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
-    writer = _Writer(target, _fitting(prompts, target, config), config, files)
+    writer = _Writer(target, _fitting(prompts, target, config), config, files, width)
     trial, pace = ThreadTrial(target.device), _Pace(on_forecast)
     on_progress(len(files.records), len(prompts))
     try:
@@ -214,9 +217,14 @@ class _Writer:
     """Keeps a batch full, and writes answers in the order of their prompts."""
 
     def __init__(
-        self, target: LanguageModel, prompts: Sequence[Sequence[int]], config: WritingConfig, files: AnswerFiles
+        self,
+        target: LanguageModel,
+        prompts: Sequence[Sequence[int]],
+        config: WritingConfig,
+        files: AnswerFiles,
+        width: int,
     ) -> None:
-        self._keeper = _VectorKeeper(target.head_width)
+        self._keeper = _VectorKeeper(width)
         self._engine = Engine(target, self._keeper, max_batch=config.batch, controller="fixed")
         self._prompts = prompts
         self._config = config

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,8 @@ def split_prompts(
         DataError: there is too little text.
     """
     if not held_out:
-        texts, held_out = _keep_back(texts, counts)
+        share = min(0.2, counts.held_out / (counts.train + counts.held_out))
+        texts, held_out = keep_back(texts, share)
     middle = _characters(held_out) * counts.tree // counts.held_out
     tree_texts, test_texts = _divide(held_out, middle)
     train = cut_prompts(texts, tokenizer, counts.train, length)
@@ -166,9 +167,8 @@ def _line_start(text: str, place: int) -> int:
     return text.rfind("\n", 0, place) + 1
 
 
-def _keep_back(texts: Sequence[str], counts: PromptCounts) -> tuple[list[str], list[str]]:
-    """The first texts to train on, and the last, in the proportion of the prompts, but a fifth at the most."""
-    share = min(0.2, counts.held_out / (counts.train + counts.held_out))
+def keep_back(texts: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """The first texts to train on, and a share of them, a fraction, that is held out: the last."""
     return _divide(texts, int(_characters(texts) * (1 - share)))
 
 
@@ -204,15 +204,8 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
     Raises:
         DataError: this interpreter comes without the sources of its standard library.
     """
-    shipped = shipped_prompts()
-    names = {str(record["file"]) for record in shipped}
-    library = _library()
-    texts = [text for name, text in library.items() if name not in names]
-    if not texts:
-        raise DataError(
-            "this Python comes without the sources of its standard library, which the prompts for the embedded target "
-            "are cut from; name text of your own with --data FILE"
-        )
+    shipped, library = shipped_prompts(), _library()
+    texts, names = _others(library, shipped), {str(record["file"]) for record in shipped}
     pieces = [str(record["text"]) for record in shipped]
     held_out = [part for name in sorted(names) if name in library for part in without_pieces(library[name], pieces)]
     if not held_out:  # another Python, which lacks those files
@@ -225,6 +218,28 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
         as_stream(held_out, tokenizer),
         source="Python's standard library",
     )
+
+
+def standard_library_texts() -> tuple[list[str], list[str]]:
+    """What drafters of the embedded target learn from, and the shipped prompts, cut from other files.
+
+    Raises:
+        DataError: this interpreter comes without the sources of its standard library.
+    """
+    shipped = shipped_prompts()
+    return _others(_library(), shipped), [str(record["text"]) for record in shipped]
+
+
+def _others(library: Mapping[str, str], shipped: Sequence[Mapping[str, object]]) -> list[str]:
+    """The files of a library that no shipped prompt was cut from."""
+    names = {str(record["file"]) for record in shipped}
+    texts = [text for name, text in library.items() if name not in names]
+    if not texts:
+        raise DataError(
+            "this Python comes without the sources of its standard library, which drafters of the embedded target "
+            "learn from; name text of your own with --data FILE"
+        )
+    return texts
 
 
 def shipped_prompts() -> list[dict[str, object]]:

@@ -158,7 +158,8 @@ class AnswerFiles:
         rows = sum(len(record.answer) for record in self.records)
         shape = (rows, self._width)
         empty = np.zeros(shape, dtype=np.uint16)
-        return SelfDistillationData(self.records, np.memmap(self._bits, np.uint16, "r", shape=shape) if rows else empty)
+        bits = np.memmap(self._bits, np.uint16, "r", shape=shape) if empty.size else empty
+        return SelfDistillationData(self.records, bits)
 
     def _whole_lines(self) -> list[WrittenAnswer]:
         """The answers in whole lines; a torn last line is cut off."""

@@ -1,0 +1,328 @@
+"""Tables of n-grams for a target: counted in texts, or in its own answers to prompts cut from them, and measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truedraft.drafters.ngram import NgramDrafter
+from truedraft.drafters.registry import TABLE, write_record
+from truedraft.errors import DataError, ModelError, UnsupportedModelError
+from truedraft.machine import describe_machine
+from truedraft.models.loading import load_model, quiet_transformers
+from truedraft.options import check_whole, read_bytes
+from truedraft.planning import TREE_TEMPERATURES
+from truedraft.training.evaluate import EngineEvaluation, EngineRound, measure_in_engine
+from truedraft.training.loop import Callbacks
+from truedraft.training.ngram_counts import count_ngrams
+from truedraft.training.options import NgramSizeOptions, TextOptions
+from truedraft.training.report import Card, base_name, evaluation_facts, made_by
+from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.prompts import cut_prompts, keep_back, shuffled, standard_library_texts
+from truedraft.training.texts.tokenizer import load_tokenizer
+from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, in_bytes, writing
+
+if TYPE_CHECKING:
+    from truedraft.drafters.ngram_table import NgramTable
+    from truedraft.models.base import LanguageModel
+    from truedraft.training.texts.data import Encoder
+
+_EMBEDDED_TARGET = "embedded:target"
+_ANSWERS = "answers"  # name of the files that the target's answers are in
+_HELD_OUT = 0.05  # of the text, where no other is given
+_TEST_PROMPTS, _TEST_TOKENS = 32, 64
+_PIECE = 1 << 18  # characters that are encoded at once
+_PROMPTS_SHORT = 0.95  # of the answers that are asked for is as good as all
+
+
+@dataclass(frozen=True)
+class NgramConfig(NgramSizeOptions, TextOptions):
+    """What decides a table, but for the target and the data.
+
+    Attributes:
+        answers: how the target writes what is counted; None counts the data.
+        seed: of the order of prompts where time is limited.
+        device: where the target runs.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    answers: WritingConfig | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Refuse what counts nothing, before anything is loaded."""
+        for name in ("order", "min_count", "max_text_tokens", "tokens", "prompt_tokens"):
+            check_whole(name, getattr(self, name), 1)
+        read_bytes("max_bytes", self.max_bytes)
+
+
+@dataclass(frozen=True)
+class NgramResult:
+    """A counted table.
+
+    Attributes:
+        folder: where it lies.
+        table: that was counted.
+        bytes: of its file.
+        source: what it was counted in, in words.
+        elapsed_s: seconds from the first token read to the table on disk.
+        evaluations: what it brings in the engine, on held-out text; empty where there is none.
+    """
+
+    folder: Path
+    table: NgramTable
+    bytes: int
+    source: str
+    elapsed_s: float
+    evaluations: Sequence[EngineEvaluation] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For records."""
+        facts = self.table.facts
+        return {
+            "order": self.table.order,
+            "ngrams": list(self.table.ngrams),
+            "bytes": self.bytes,
+            "counted_tokens": facts.counted_tokens,
+            "min_count": facts.min_count,
+            "elapsed_s": self.elapsed_s,
+            "served": [each.as_dict() for each in self.evaluations],
+        }
+
+
+def train_ngrams(
+    target: str | Path,
+    data: Sequence[Path],
+    out: Path,
+    config: NgramConfig | None = None,
+    *,
+    held_out: Sequence[Path] = (),
+    callbacks: Callbacks | None = None,
+    budget: TimeBudget | None = None,
+) -> NgramResult:
+    """Count a table for the target into the folder `out`, in place of one that is there, and measure what it brings.
+
+    Called again after an interruption, it goes on behind the answers that are written; texts are counted anew.
+
+    Args:
+        target: an embedded name, a folder, or a name on the Hugging Face hub.
+        data: text files, and .jsonl files with a "text" field. None at all means, for the embedded target, the
+            standard library of the running interpreter.
+        out: the folder to write.
+        config: sizes, and whether the target's answers are counted.
+        held_out: files to measure on; without them the last twentieth of the data is kept back for it.
+        callbacks: who is told, and of what.
+        budget: the time for all of it, measuring included; None is as long as it takes.
+
+    Raises:
+        ModelError: the target cannot be loaded or has no tokenizer.
+        DataError: the data cannot be read or is too short, or no table of the allowed size can be made of it.
+        OptionError: a size is out of range, `out` holds answers that were written otherwise, or another process counts
+            there.
+        TrainingError: the target failed, or files cannot be written.
+    """
+    config, told, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
+    texts, others, source = _sides(target, data, held_out)
+    tokenizer = load_tokenizer(target)
+    with alone_in(out / WORK):
+        model, began = load_model(target, device=config.device), time.perf_counter()
+        if config.answers is None:
+            documents = _encoded(texts, tokenizer, model.vocab_size, config.max_text_tokens, told)
+        else:
+            documents = _answers(model, texts, tokenizer, out / WORK, config, config.answers, told, budget)
+            source = f"what the target answers to prompts cut from {source}"
+        table = _counted(documents, model, config, told)
+        with writing(out / TABLE):
+            out.mkdir(parents=True, exist_ok=True)
+            table.write(out / TABLE)
+        took = time.perf_counter() - began
+        prompts = cut_prompts(others, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
+        found = _measured(table, model, prompts, told, budget)
+        result = NgramResult(out, table, (out / TABLE).stat().st_size, source, took, found)
+        try:
+            write_record(out, "ngram", str(target), model.fingerprint, result.as_dict())
+        except (ModelError, UnsupportedModelError) as error:
+            told.on_note(f"the table does not say which target it is for: {error}")
+        _card(target, result, config.device).write(out)
+    return result
+
+
+def _sides(
+    target: str | Path, data: Sequence[Path], held_out: Sequence[Path]
+) -> tuple[Sequence[str], Sequence[str], str]:
+    """Texts to count, texts to measure on, and what the first are, in words."""
+    if data:
+        names, texts = ", ".join(path.name for path in data), read_texts(data)
+        return (texts, read_texts(held_out), names) if held_out else (*keep_back(texts, _HELD_OUT), names)
+    if str(target) != _EMBEDDED_TARGET:
+        raise DataError(
+            f"there is no text to count for {str(target)!r}; name at least one file like what it will be used for with "
+            "--data FILE"
+        )
+    texts, pieces = standard_library_texts()
+    return texts, read_texts(held_out) if held_out else pieces, "the standard library of Python"
+
+
+def _encoded(
+    texts: Sequence[str], tokenizer: Encoder, vocab_size: int, most: int, told: Callbacks
+) -> list[NDArray[np.int32]]:
+    """Each text's token ids, and one that ends it; cut where there are more than `most`, which is said.
+
+    Raises:
+        DataError: the text writes ids that the target has not.
+    """
+    documents: list[NDArray[np.int32]] = []
+    characters, done, kept = sum(map(len, texts)), 0, 0
+    with quiet_transformers():  # which warns of texts longer than the context
+        for text in texts:
+            parts: list[NDArray[np.int32]] = []
+            for piece in _pieces(text):
+                told.on_progress("reading text", done, characters, f"{kept:,} tokens")
+                ids = tokenizer.encode(piece, add_special_tokens=False)[: most - kept]
+                parts.append(np.array(ids, np.int32))
+                done, kept = done + len(piece), kept + len(parts[-1])
+                if kept >= most:
+                    break
+            documents.append(np.concatenate([*parts, np.array([tokenizer.eos_token_id], np.int32)]))
+            if kept >= most:
+                break
+    told.on_progress("reading text", characters, characters, f"{kept:,} tokens")
+    if done < characters:
+        told.on_note(f"the first {kept:,} tokens of the text are counted, {done / characters:.0%} of it")
+    largest = max((int(document.max()) for document in documents), default=-1)
+    if largest >= vocab_size:
+        raise DataError(
+            f"the text has the token id {largest}, and the target has {vocab_size} ids; leave out what writes it"
+        )
+    return documents
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in parts that end at lines' ends where they can, so that one long text is not encoded at once."""
+    start = 0
+    while start < len(text):
+        end = min(start + _PIECE, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def _answers(
+    model: LanguageModel,
+    texts: Sequence[str],
+    tokenizer: Encoder,
+    work: Path,
+    config: NgramConfig,
+    how: WritingConfig,
+    told: Callbacks,
+    budget: TimeBudget,
+) -> list[NDArray[np.int32]]:
+    """What the target answers to prompts that are cut from texts."""
+    wanted = -(-config.tokens // how.answer_tokens)
+    prompts: Sequence[Sequence[int]] = cut_prompts(texts, tokenizer, wanted, config.prompt_tokens)
+    if not prompts:
+        raise DataError("there is no text to cut prompts from: give more text")
+    if len(prompts) < _PROMPTS_SHORT * wanted:
+        told.on_note(f"the text gives {len(prompts):,} prompts, and {wanted:,} are asked for with --tokens")
+    if budget.limited:
+        prompts = shuffled(prompts, config.seed)
+    written = write_answers(
+        model,
+        prompts,
+        work,
+        _ANSWERS,
+        how,
+        width=0,
+        on_progress=lambda done, total: told.on_progress("writing text", done, total, f"answers by {model.name}"),
+        on_forecast=lambda left_s: told.on_plan(f"writing takes about {duration(left_s)}"),
+        time_is_up=lambda: budget.over(WRITTEN),
+    )
+    if len(written.records) < len(prompts):
+        told.on_note(f"in the time given the target wrote {len(written.tokens):,} of about {config.tokens:,} tokens")
+    return [np.array(record.answer, np.int32) for record in written.records]
+
+
+def _counted(
+    documents: Sequence[NDArray[np.int32]], model: LanguageModel, config: NgramConfig, told: Callbacks
+) -> NgramTable:
+    """The table, of no more bytes than allowed.
+
+    Raises:
+        DataError: the text is shorter than its n-grams, or none of that size can be made.
+    """
+    longest = max(map(len, documents), default=0)
+    if longest < config.order or longest < 2:
+        raise DataError(
+            f"the longest text has {longest} tokens, its end included, and n-grams of {config.order} are asked for; "
+            "give more text, or a smaller --order"
+        )
+    most, vocabulary = read_bytes("max_bytes", config.max_bytes), model.tokenizer
+    table = count_ngrams(
+        documents,
+        model.vocab_size,
+        config.order,
+        min_count=config.min_count,
+        max_bytes=most,
+        tokenizer="" if vocabulary is None else vocabulary.fingerprint,
+        on_progress=lambda done, total: told.on_progress("counting", done, total, "passes over the n-grams"),
+    )
+    if table.facts.min_count > config.min_count:
+        told.on_note(
+            f"n-grams of three tokens and more that occur less than {table.facts.min_count} times are left out, so "
+            f"that the table takes no more than {in_bytes(most)}"
+        )
+    return table
+
+
+def _measured(
+    table: NgramTable, model: LanguageModel, prompts: Sequence[Sequence[int]], told: Callbacks, budget: TimeBudget
+) -> list[EngineEvaluation]:
+    """What the tree that is the default brings, in answering held-out prompts."""
+    if not prompts:
+        told.on_note("the text is too short to keep some of it back, so what the table brings was not measured")
+        return []
+    drafter = NgramDrafter(table)
+    about = {"num_speculative_tokens": drafter.limits.depth, "nodes": drafter.limits.nodes}
+    new: Callable[[], NgramDrafter] = lambda: drafter  # noqa: E731
+    rounds = [EngineRound(temperature, new, about) for temperature in TREE_TEMPERATURES.values()]
+    return measure_in_engine(
+        model,
+        rounds,
+        prompts,
+        on_progress=lambda done, total: told.on_progress("measuring", done, total, "rounds over held-out prompts"),
+        within_s=budget.left_s() if budget.limited else None,
+    )
+
+
+def _card(target: str | Path, result: NgramResult, device: str) -> Card:
+    name, facts = base_name(str(target)), result.table.facts
+    rows = {
+        "n-grams of 1, 2, ... tokens": ", ".join(f"{number:,}" for number in result.table.ngrams),
+        "counted tokens": f"{facts.counted_tokens:,}",
+        "data": result.source,
+        "file": in_bytes(result.bytes),
+        "counting": f"{duration(result.elapsed_s)} on {describe_machine(device)}",
+        "finished": time.strftime("%Y-%m-%d"),
+    }
+    return Card(
+        title=f"A table of n-grams for {name}",
+        summary=f"Proposes tokens that {name} verifies (speculative decoding): `--drafter ngram:FOLDER`. Counted with "
+        "truedraft.",
+        facts=rows | evaluation_facts(each.as_dict() for each in result.evaluations),
+        license="other",
+        notes=made_by(),
+        base_model=name,
+        tags=("speculative-decoding", "ngram", "truedraft"),
+        library="truedraft",
+    )
