@@ -25,7 +25,7 @@ from support.tiny_models import (
     stock_logits,
 )
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import Drafter, DraftModel, NoDrafter, PromptLookup
+from truedraft.drafters import Drafter, DraftModel, Lookahead, NoDrafter, PromptLookup
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
@@ -41,6 +41,7 @@ draft = cache(noisy)
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "none": lambda family: NoDrafter(),
     "prompt lookup": lambda family: PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
+    "lookahead": lambda family: Lookahead(window=4, ngram=3, candidates=3),
     "draft chain": lambda family: DraftModel(draft(family, NOISE.get(family, 0.03)), num_speculative_tokens=GAMMA),
     "draft tree": lambda family: DraftModel(draft(family, 2 * NOISE.get(family, 0.03)), branching=(3, 2, 1)),
     "itself": lambda family: DraftModel(target(family), num_speculative_tokens=GAMMA),
@@ -81,12 +82,14 @@ def test_greedy_equals_transformers(family: str, drafter: str, monkeypatch: pyte
         assert total.draft_acceptance_rate == 1.0 or drafter == "itself as a tree"
     elif drafter == "prompt lookup":
         assert total.draft_tokens > 0
+    elif drafter == "lookahead":
+        assert total.accepted_tokens > 0
     else:
         # Otherwise the draft tests nothing: some paths are kept in full, some in part, some not at all.
         rate = total.accepted_per_position[0] / total.tried_per_position[0]
         assert 0.15 < rate < 0.97
         assert total.accepted_per_position[-1] > 0
-    if drafter == "draft tree":
+    if drafter in ("draft tree", "lookahead"):
         assert moved, "no path through a later sibling was accepted, so nothing was moved in the cache"
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from truedraft.core.tree import TokenTree
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.draft_model import DraftModel
+    from truedraft.drafters.lookahead import Lookahead
     from truedraft.drafters.medusa import Medusa
     from truedraft.drafters.ngram import NgramDrafter
     from truedraft.drafters.portfolio import Portfolio
@@ -35,6 +36,7 @@ _HOMES = {
     "Draw": "core.proposal",
     "DrawKind": "core.proposal",
     "Features": "drafters.base",
+    "Lookahead": "drafters.lookahead",
     "Medusa": "drafters.medusa",
     "NgramDrafter": "drafters.ngram",
     "NoDrafter": "drafters.base",
@@ -62,6 +64,7 @@ __all__ = [
     "Draw",
     "DrawKind",
     "Features",
+    "Lookahead",
     "Medusa",
     "NgramDrafter",
     "NoDrafter",
