@@ -246,7 +246,10 @@ class Lookahead(Drafter):
             # Without the rows of that very proposal nothing is learnt: of a rehearsal, or where it was taken back.
             if ends is not None and logits is not None and len(logits) == state.nodes + 1:
                 states.append(state)
-                following.append(most_likely(logits[[node + 1 for node in ends]]))
+                rows = transfers.upload([node + 1 for node in ends], logits.device)
+                following.append(most_likely(logits.index_select(0, rows)))
+        if not states:
+            return
         for state, tokens in zip(states, transfers.fetch(following), strict=True):
             assert state.window is not None
             for ngram in state.window.advance(state.root, [int(token) for token in tokens]):
