@@ -87,7 +87,8 @@ def acceptance(asked: argparse.Namespace) -> dict[str, Any]:
                 found.setdefault(f"{name}, temperature {temperature:g}", {})[word] = {
                     "mean_acceptance_length": round(tokens / calls, 2), "nodes": round(nodes / calls, 1),
                 }  # fmt: skip
-    return {"prompts": asked.prompts, "max_tokens": asked.max_tokens, "greedy_identical": True} | found
+    sizes = {"prompts": asked.prompts, "max_tokens": asked.max_tokens, "temperatures": TEMPERATURES}
+    return sizes | {"greedy_identical": True} | found
 
 
 def speed(asked: argparse.Namespace) -> dict[str, Any]:
