@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.trees import ancestor_mask
-from truedraft.core.tree import TokenTree, TreeShape, chain_shape
+from truedraft.core.tree import TokenTree, TreeShape, chain_shape, merged_paths
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -123,7 +123,9 @@ paths_of_tokens = st.lists(st.lists(st.integers(0, 3), max_size=5).map(tuple), m
 @quick
 @given(paths_of_tokens)
 def test_paths_that_share_prefixes_become_one(paths: list[tuple[int, ...]]) -> None:
-    tree = TokenTree.from_paths(paths)
+    tree, ends = merged_paths(paths)
+    assert [tree.path_tokens(end) for end in ends] == list(paths)
+    assert TokenTree.from_paths(paths).host_ids == tree.host_ids
     prefixes = {path[:i] for path in paths for i in range(1, len(path) + 1)}
     found = [tree.path_tokens(node) for node in range(len(tree))]
     assert len(found) == len(set(found))  # no path twice

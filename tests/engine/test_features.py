@@ -12,7 +12,9 @@ from support.backends import fused_backend
 from support.head_models import MarkovWithHead
 from support.tiny_models import stock
 from truedraft import Engine, SamplingParams
+from truedraft.control import Controller, Decision, RequestView
 from truedraft.drafters import DraftRequest, Features, StepOutcome
+from truedraft.drafters.portfolio import Portfolio, joint_features
 from truedraft.errors import CompositionError
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
@@ -46,6 +48,21 @@ class Last(Watching):
 
 class All(Watching):
     features: ClassVar[Features | None] = Features(rows="all", logits=True)
+
+
+class Both(Controller):
+    """Merges what all drafters propose."""
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        found = []
+        for view in views:
+            first, *others = (Decision(name, limits) for name, limits in view.limits.items())
+            found.append(Decision(first.drafter, first.budget, tuple(others)))
+        return found
+
+
+class OfTrees(Watching):
+    features: ClassVar[Features | None] = Features(rows="tree", logits=True)
 
 
 PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=1.0, seed=2)]
@@ -93,6 +110,27 @@ def test_a_part_of_a_prompt_shows_its_own_rows(target: MarkovWithHead) -> None:
     for last, rows in zip(first, every, strict=True):
         assert last.hidden is not None and rows.hidden is not None and last.hidden.equal(rows.hidden[-1:])
         assert last.tokens == () and last.path == ()
+
+
+def test_rows_of_trees_are_all_of_a_tree_and_the_last_of_a_part_of_a_prompt(target: MarkovWithHead) -> None:
+    """Alone, and where another drafter sees all rows of prompts and proposes the same nodes."""
+    alone, every = OfTrees(), All()
+    run(target, alone)
+    run(target, every)
+    pairs = [(alone, every)]
+    pairs.append((OfTrees(), All()))
+    engine = Engine(target, Portfolio({"all": pairs[1][1], "trees": pairs[1][0]}), controller=Both())
+    engine._scheduler.chunk = 4
+    engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)
+    for own, other in pairs:
+        assert len(own.seen) == len(other.seen) > 10
+        assert any(outcome.partial for _, outcome in own.seen)
+        for (before, mine), (_, theirs) in zip(own.seen, other.seen, strict=True):
+            assert mine.logits is not None and theirs.logits is not None, before
+            drafted = len(mine.proposal.tree) > 0
+            assert mine.logits.equal(theirs.logits if drafted else theirs.logits[-1:])
+            assert len(mine.logits) == len(mine.proposal.tree) + 1
+    assert joint_features(Portfolio([Last(), OfTrees()])) == OfTrees.features
 
 
 def test_who_declares_nothing_is_given_nothing_and_answers_are_the_same(target: MarkovWithHead) -> None:

@@ -25,7 +25,7 @@ from truedraft.core.probs import nucleus_by_sorting
 from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TokenTree
-from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
+from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
 from truedraft.engine.step import Step
@@ -83,7 +83,13 @@ class Standin:
         self._in_step = self._at_the_door = False
         self._allowed = (*self.HOST_BLOCKS, *lenient)
         patch.setattr(transfers, "waits", lambda device: True)
-        for module in ("core.probs", "verification.coupled", "verification.lossy", "drafters.draws"):
+        for module in (
+            "core.probs",
+            "verification.coupled",
+            "verification.lossy",
+            "drafters.draws",
+            "drafters.lookahead",
+        ):
             patch.setattr(f"truedraft.{module}.most_likely", lambda scores: scores.argmax(dim=-1))
         patch.setattr("truedraft.core.probs.keep_nucleus", nucleus_by_sorting)
         fetch, run = transfers.fetch, Step.run
@@ -205,6 +211,19 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
         assert told(answers_of(engine, BATCHES[batch])) == expected
     assert standin.fetches == [2 if nodes else 1 for nodes in drafted]
     assert sum(nodes > 0 for nodes in drafted) > len(drafted) // 2
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_windows_wait_once_more_for_what_the_target_says_behind_them(batch: str) -> None:
+    """Of all requests together; a step without a window waits once."""
+    target = model()
+    expected = told(answers_of(Engine(target, Lookahead(3, 3, 2), controller="fixed"), BATCHES[batch]))
+    with standing_in() as standin:
+        answers = answers_of(Engine(target, Lookahead(3, 3, 2), controller="fixed"), BATCHES[batch])
+    assert told(answers) == expected
+    assert not any(answer.warnings for answer in answers)
+    assert set(standin.fetches) == {1, 2}
+    assert standin.fetches.count(2) > len(standin.fetches) // 2
 
 
 @pytest.mark.parametrize(("max_batch", "fetches"), [(1, {0, 1}), (2, {1})])

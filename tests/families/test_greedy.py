@@ -25,7 +25,16 @@ from support.tiny_models import (
     stock_logits,
 )
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import Cascade, Drafter, DraftModel, NgramDrafter, NoDrafter, PromptLookup, SuffixDrafter
+from truedraft.drafters import (
+    Cascade,
+    Drafter,
+    DraftModel,
+    Lookahead,
+    NgramDrafter,
+    NoDrafter,
+    PromptLookup,
+    SuffixDrafter,
+)
 from truedraft.drafters.ngram_table import NgramTable
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
@@ -53,6 +62,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "prompt lookup": lambda family: PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
     "n-gram tree": lambda family: NgramDrafter(table(family)),
     "n-gram chain": lambda family: NgramDrafter(table(family), GAMMA, GAMMA, branching=(1,) * GAMMA, sampled=True),
+    "lookahead": lambda family: Lookahead(window=4, ngram=3, candidates=3),
     "draft chain": lambda family: DraftModel(draft(family, NOISE.get(family, 0.03)), num_speculative_tokens=GAMMA),
     "draft tree": lambda family: DraftModel(draft(family, 2 * NOISE.get(family, 0.03)), branching=(3, 2, 1)),
     "suffix": lambda family: SuffixDrafter(),
@@ -100,12 +110,14 @@ def test_greedy_equals_transformers(family: str, drafter: str, monkeypatch: pyte
         assert total.draft_tokens > 0
     elif drafter.startswith("n-gram"):
         assert 0 < total.accepted_tokens < total.draft_tokens
+    elif drafter == "lookahead":
+        assert total.accepted_tokens > 0
     else:
         # Otherwise the draft tests nothing: some paths are kept in full, some in part, some not at all.
         rate = total.accepted_per_position[0] / total.tried_per_position[0]
         assert 0.15 < rate < 0.97
         assert total.accepted_per_position[-1] > 0
-    if drafter == "draft tree":
+    if drafter in ("draft tree", "lookahead"):
         assert moved, "no path through a later sibling was accepted, so nothing was moved in the cache"
 
 

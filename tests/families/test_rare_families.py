@@ -12,7 +12,7 @@ from families.test_packed_forward import TOLERANCE, worst_difference
 from support.rare_families import RARE, SMALL, config
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, stock_greedy, stock_logits
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import DraftModel
+from truedraft.drafters import DraftModel, Lookahead
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
@@ -77,6 +77,17 @@ def test_greedy_equals_transformers(family: str, drafted: dict[str, object]) -> 
     assert not any(answer.warnings for answer in (alone, *batch))
     accepted = sum(answer.stats.accepted_tokens for answer in batch)
     assert 0 < accepted < sum(answer.stats.draft_tokens for answer in batch)
+
+
+@pytest.mark.parametrize("family", RARE)
+def test_greedy_equals_transformers_beside_windows_of_guesses(family: str) -> None:
+    """Also where layers carry a state along each path of the tree."""
+    expected, _ = by_transformers(family)
+    engine = Engine(loaded(family, "fastest"), Lookahead(window=4, ngram=3, candidates=2), controller="fixed")
+    batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
+    assert [answer.token_ids for answer in batch] == expected
+    assert not any(answer.warnings for answer in batch)
+    assert sum(answer.stats.draft_tokens for answer in batch) > len(PROMPTS) * COUNT
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

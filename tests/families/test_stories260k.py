@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.drafters import Drafter, DraftModel, Lookahead, PromptLookup
 from truedraft.models.huggingface import HuggingFaceModel
 
 HOME = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "models" / "stories260K"
@@ -34,6 +34,7 @@ def golden() -> list[int]:
 DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
     "none": lambda model: None,
     "prompt lookup": lambda model: PromptLookup(),
+    "lookahead": lambda model: Lookahead(window=5, ngram=4, candidates=4),
     "itself": lambda model: DraftModel(model, num_speculative_tokens=4),
     "itself as a tree": lambda model: DraftModel(model, branching=(3, 2, 1)),
 }
@@ -47,7 +48,7 @@ def test_golden_ids(drafter: str, model: HuggingFaceModel, golden: list[int]) ->
     answer = engine.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
     assert answer.token_ids == golden
     assert not answer.warnings
-    if drafter == "prompt lookup":
+    if drafter in ("prompt lookup", "lookahead"):
         assert answer.stats.accepted_tokens > 0
     if drafter.startswith("itself"):
         depth = 4 if drafter == "itself" else 3

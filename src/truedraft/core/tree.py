@@ -129,19 +129,7 @@ class TokenTree:
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TokenTree:
         """Merge paths that share prefixes: equal prefixes become one path of nodes, in order of first appearance."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        known: dict[tuple[int, int], int] = {}
-        for path in paths:
-            node = -1
-            for token in path:
-                child = known.get((node, token))
-                if child is None:
-                    child = known[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                node = child
-        return cls.of_ids(tokens, TreeShape(tuple(parents)))
+        return merged_paths(paths)[0]
 
     @classmethod
     def of_ids(cls, ids: Sequence[int], shape: TreeShape) -> TokenTree:
@@ -178,6 +166,29 @@ class TokenTree:
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`."""
         return tuple(self.host_ids[i] for i in self.shape.path(node))
+
+
+def merged_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, tuple[int, ...]]:
+    """The tree of `TokenTree.from_paths`, and the node where each path ends; -1 of a path without tokens.
+
+    Worked example: the paths 5 6, 5 and 5 7 are the nodes 5, 6 and 7, of which the last two hang on the first; they end
+    at nodes 1, 0 and 2.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    ends: list[int] = []
+    for path in paths:
+        node = -1
+        for token in path:
+            child = known.get((node, token))
+            if child is None:
+                child = known[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = child
+        ends.append(node)
+    return TokenTree.of_ids(tokens, TreeShape(tuple(parents))), tuple(ends)
 
 
 def narrowed(tree: TokenTree, width: int) -> TokenTree:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.cascade import Cascade
     from truedraft.drafters.draft_model import DraftModel
+    from truedraft.drafters.lookahead import Lookahead
     from truedraft.drafters.medusa import Medusa
     from truedraft.drafters.ngram import NgramDrafter
     from truedraft.drafters.portfolio import Portfolio
@@ -37,6 +38,7 @@ _HOMES = {
     "Draw": "core.proposal",
     "DrawKind": "core.proposal",
     "Features": "drafters.base",
+    "Lookahead": "drafters.lookahead",
     "Medusa": "drafters.medusa",
     "NgramDrafter": "drafters.ngram",
     "NoDrafter": "drafters.base",
@@ -65,6 +67,7 @@ __all__ = [
     "Draw",
     "DrawKind",
     "Features",
+    "Lookahead",
     "Medusa",
     "NgramDrafter",
     "NoDrafter",

@@ -99,13 +99,14 @@ class Features:
     """What a drafter needs to see of the target's forward, beside the tokens: the vectors that enter the LM head.
 
     Attributes:
-        rows: "last" is the row where the next token was drawn, and at a part of a prompt its last; "all" are all rows
-            that were fed: those of a tree, or of the part of the prompt.
+        rows: "last" is the row where the next token was drawn, and at a part of a prompt its last; "tree" are all rows
+            of a tree, and at a part of a prompt its last; "all" are all rows that were fed: those of a tree, or of the
+            part of the prompt.
         logits: whether the logits of these rows are wanted, too.
         layers: numbers of layers, 0 the first, whose output at these rows is wanted, too.
     """
 
-    rows: Literal["last", "all"] = "last"
+    rows: Literal["last", "tree", "all"] = "last"
     logits: bool = False
     layers: tuple[int, ...] = ()
 

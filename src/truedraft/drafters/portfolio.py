@@ -92,8 +92,8 @@ def joint_features(drafter: Drafter) -> Features | None:
     if not wanted:
         return None
     layers = sorted({layer for each in wanted for layer in each.layers})
-    rows = "all" if any(each.rows == "all" for each in wanted) else "last"
-    return Features(rows, any(each.logits for each in wanted), tuple(layers))  # type: ignore[arg-type]
+    rows = max((each.rows for each in wanted), key=("last", "tree", "all").index)
+    return Features(rows, any(each.logits for each in wanted), tuple(layers))
 
 
 @dataclass(frozen=True)

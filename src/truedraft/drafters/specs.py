@@ -270,6 +270,12 @@ def _suffix(words: Words, target: LanguageModel) -> Drafter:
     return SuffixDrafter(SuffixStore(most, file), **sizes)
 
 
+def _lookahead(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.lookahead import Lookahead
+
+    return Lookahead(**{name: read_whole(name, value) for name, value in words.options.items()})
+
+
 def _draft_of(words: Words, target: LanguageModel) -> LanguageModel:
     """The draft model that a word names, loaded as the target was."""
     from truedraft.machine import dtype_name
@@ -404,6 +410,13 @@ KINDS: Mapping[str, DrafterKind] = {
         "latest max_tokens are kept, between runs in FILE",
         _suffix,
         {"num_speculative_tokens": "16", "nodes": "32"},
+    ),
+    "lookahead": DrafterKind(
+        None,
+        {"window": "2", "ngram": "5", "candidates": "2"},
+        "n-grams that the target itself turns up while it guesses ahead in a window of so many columns, beside what it "
+        "judges; no second model and no training, and more rows in each forward",
+        _lookahead,
     ),
     "draft": DrafterKind(
         "MODEL",

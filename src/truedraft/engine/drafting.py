@@ -356,7 +356,7 @@ def _outcome_for(
             return outcome
         return StepOutcome(proposal, path, outcome.tokens, partial=outcome.partial)
     rows: slice | list[int] = item.rows
-    if features.rows == "last":
+    if features.rows == "last" or (features.rows == "tree" and not len(item.proposal.tree)):
         # Of a tree where the next token was drawn, else the last of what was fed.
         end = (
             item.judged_rows.start + (outcome.path[-1] + 1 if outcome.path else 0)

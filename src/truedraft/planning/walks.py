@@ -117,6 +117,11 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     name, limits = drafter.name, drafter.limits
     if list(drafter.members.values()) != [drafter]:
         raise OptionError(f"{name!r} is made of several drafters, and a plan is of each alone; name them one by one")
+    if drafter.features is not None and drafter.features.rows == "tree":
+        raise OptionError(
+            f"drafter {name!r} learns from what the target says behind its own guesses, which answers alone do not "
+            "show; measure it with truedraft bench"
+        )
     if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
         return
     how = "plan with --temperature 0 or --coupled"

@@ -1,0 +1,268 @@
+"""Lookahead decoding: the target's own Jacobi iterations turn up n-grams, which later steps propose."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from truedraft.core import transfers
+from truedraft.core.budget import MOST_NODES, Budget, Hint
+from truedraft.core.noise import Noise
+from truedraft.core.probs import most_likely
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree, merged_paths
+from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.errors import OptionError
+
+MOST_KEYS = 1024
+"""Tokens of which a request's pool knows continuations."""
+_KEY_BYTES, _NGRAM_BYTES, _TOKEN_BYTES = 384, 64, 40  # at most, of a pool's Python objects
+_FOUND = tuple(Hint(kind) for kind in range(1, 34))
+
+
+class NgramPool:
+    """The latest n-grams that begin with each token; bounded in n-grams of one token, and in tokens.
+
+    Args:
+        most: n-grams of one token; the one that was seen again longest ago goes first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rests: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()  # by first token, that used last behind
+
+    def __len__(self) -> int:
+        """How many n-grams there are."""
+        return sum(map(len, self._rests.values()))
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Take an n-gram in, as the latest."""
+        first, rest = ngram[0], tuple(ngram[1:])
+        own = self._rests.setdefault(first, [])
+        if rest in own:
+            own.remove(rest)
+        own.append(rest)
+        del own[: -self._most]
+        self._rests.move_to_end(first)
+        if len(self._rests) > MOST_KEYS:
+            self._rests.popitem(last=False)
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """What followed a token, the latest first."""
+        return self._rests.get(token, [])[::-1]
+
+
+class JacobiWindow:
+    """Guesses of the tokens ahead, from several iterations; each forward makes one more (2402.02057, section 3).
+
+    Level 0 is the oldest iteration, a chain behind the text's last token. The window's columns hang on that token and
+    on each of the chain's; a further level has one token for each column, guessed in the iteration after the level
+    before. So a column is a trajectory along the diagonal, what the target says behind it is its next token, and both
+    together are an n-gram: the token that the column hangs on, its own tokens, and the new one.
+
+    Worked example, three columns of n-grams of 3: behind the text ... r, with level 0 = (a, b) and level 1 = (p, q, s),
+    the paths are p, a q and a b s. If the target says x, y and z behind them, the n-grams are r p x, a q y and b s z,
+    and the window becomes level 0 = (q, s) and level 1 = (x, y, z).
+
+    Args:
+        columns: of the full window.
+        ngram: tokens of an n-gram, 2 or more.
+        text: what the first chain is taken from.
+    """
+
+    def __init__(self, columns: int, ngram: int, text: Sequence[int]) -> None:
+        self._levels = ngram - 1
+        length = chain_length(columns, ngram)  # it loses a token with each further level
+        chain = itertools.islice(itertools.cycle(text[-length:] if length else ()), length)
+        self._guesses: list[list[int]] = [list(chain)]
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The tokens behind the text's last one up to the end of each column."""
+        chain, further = self._guesses[0], self._guesses[1:]
+        return [(*chain[:column], *(level[column] for level in further)) for column in range(len(chain) + 1)]
+
+    def advance(self, root: int, following: Sequence[int]) -> list[tuple[int, ...]]:
+        """One more iteration; returns the n-grams of a full window.
+
+        The window moves by one place, however many tokens were accepted: columns that come to stand too near are soon
+        corrected, new ones in their place would have to be made up (the published code does so by default; moving by
+        as many as were accepted was measured to bring less).
+
+        Args:
+            root: the token that column 0 hung on.
+            following: what the target says behind each column.
+        """
+        chain, further = self._guesses[0], self._guesses[1:]
+        if len(self._guesses) < self._levels:
+            self._guesses = [level[1:] for level in (*self._guesses, list(following))]
+            return []
+        self._guesses = [*further, list(following)]
+        self._guesses[0] = self._guesses[0][1:]
+        return list(zip((root, *chain), *further, following, strict=True))
+
+
+def chain_length(columns: int, ngram: int) -> int:
+    """Tokens of a window's first chain, which is its longest path."""
+    return columns + ngram - 3 if columns else 0
+
+
+def window_nodes(columns: int, ngram: int) -> int:
+    """The most nodes of a window: at each level that it gains it has one column less, until it is full."""
+    if not columns:
+        return 0
+    return max((columns + ngram - 1 - levels) * levels - 1 for levels in range(1, ngram))
+
+
+@dataclass(slots=True)
+class _State:
+    """What is kept of a request.
+
+    Attributes:
+        pool: of its n-grams.
+        window: None before its first proposal.
+        known: tokens of its text whose n-grams are in the pool.
+        ends: nodes of the running proposal where columns end; None where the window is not in it.
+        root: the text's last token then.
+        nodes: of that proposal.
+    """
+
+    pool: NgramPool
+    window: JacobiWindow | None = None
+    known: int = 0
+    ends: tuple[int, ...] | None = None
+    root: int = 0
+    nodes: int = 0
+
+
+class Lookahead(Drafter):
+    """Lookahead decoding (Fu et al. 2402.02057): no training, no second model, and more rows in each forward.
+
+    A proposal is a tree of the latest n-grams that begin with the text's last token, and of a window in which the
+    target guesses ahead by Jacobi iteration. What it says behind the window's columns makes new n-grams; those of the
+    text go into the pool too. A window's column is a path of a token tree, so the ordinary mask and positions are the
+    paper's. Its tokens are judged as well: they are candidates, and cost no more for it.
+
+    Candidates were chosen, not drawn, so every rule judges them exactly. The window guesses by argmax at any
+    temperature. It takes part where the budget has room for all of it beside the candidates. On a device the host waits
+    once more in a step, for what the target says behind the window.
+
+    Args:
+        window: its columns; 0 leaves it out, and the pool has n-grams of the text alone.
+        ngram: tokens of an n-gram, of which one less are proposed.
+        candidates: most n-grams that are proposed, and kept of one token.
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "lookahead"
+    features: ClassVar[Features | None] = Features("tree", logits=True)
+    told_late = True
+    hints_change = True
+
+    def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2) -> None:
+        for option, value, least in (("window", window, 0), ("ngram", ngram, 2), ("candidates", candidates, 1)):
+            if not least <= value <= MOST_NODES:
+                raise OptionError(f"{option} must be {least} or more and at most {MOST_NODES}, got {value}")
+        rest = ngram - 1
+        nodes = window_nodes(window, ngram) + candidates * rest
+        if nodes > MOST_NODES:
+            raise OptionError(
+                f"a window of {window} and {candidates} candidates, of n-grams of {ngram}, are {nodes} nodes, and at "
+                f"most {MOST_NODES} go; take fewer or shorter ones"
+            )
+        # A window's nodes have at most two children, the chain's next token and a column's first.
+        self.limits = Budget(max(chain_length(window, ngram), rest), candidates + 2 * (window > 0), nodes)
+        self.request_bytes = MOST_KEYS * (_KEY_BYTES + candidates * (_NGRAM_BYTES + _TOKEN_BYTES * rest))
+        self._columns = window
+        self._ngram = ngram
+        self._candidates = candidates
+        self._states: dict[int, _State] = {}
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        return frozenset({DrawKind.DETERMINISTIC})
+
+    @property
+    def holding(self) -> frozenset[int]:
+        return frozenset(self._states)
+
+    def begin(self, request: DraftRequest) -> None:
+        """Start an empty pool; the text is read at the first proposal."""
+        self._states[request.id] = _State(NgramPool(self._candidates))
+
+    def end(self, request: DraftRequest) -> None:
+        self._states.pop(request.id, None)
+
+    def hint(self, request: DraftRequest) -> Hint:
+        """How many candidates there are makes the kind."""
+        return _FOUND[min(len(self._found(request)), len(_FOUND) - 1)]
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Candidates first, then the window, merged into one tree."""
+        return [self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)]
+
+    def _propose(self, request: DraftRequest, budget: Budget) -> Proposal:
+        state = self._states[request.id]
+        state.ends = None
+        if budget.is_zero:
+            return Proposal.empty()
+        paths = [rest[: budget.depth] for rest in self._found(request)[: budget.width]]
+        tree = TokenTree.from_paths(paths).first(budget.nodes)
+        if self._columns:
+            if state.window is None:
+                state.window = JacobiWindow(self._columns, self._ngram, request.tokens)
+            whole, ends = merged_paths([*paths, *state.window.paths])
+            if _fits(whole, budget):
+                tree, state.ends = whole, ends[len(paths) :]
+                state.root, state.nodes = request.tokens[-1], len(tree)
+        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
+
+    def _found(self, request: DraftRequest) -> list[tuple[int, ...]]:
+        """The candidates; n-grams of the text that are new go into the pool before."""
+        state, tokens, length = self._states[request.id], request.tokens, self._ngram
+        if state.known != len(tokens):
+            first = max(state.known - length + 1, 0)
+            text = tokens[first:]
+            for ngram in _ngrams(text, length):
+                state.pool.add(ngram)
+            state.known = len(tokens)
+        return state.pool.after(tokens[-1])
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Take what the target says behind the windows' columns: new guesses, and n-grams for the pools."""
+        states = []
+        following = []
+        for request, outcome in zip(batch, outcomes, strict=True):
+            state = self._states[request.id]
+            ends, logits = state.ends, outcome.logits
+            state.ends = None
+            # Without the rows of that very proposal nothing is learnt: of a rehearsal, or where it was taken back.
+            if ends is not None and logits is not None and len(logits) == state.nodes + 1:
+                states.append(state)
+                rows = transfers.upload([node + 1 for node in ends], logits.device)
+                following.append(most_likely(logits.index_select(0, rows)))
+        if not states:
+            return
+        for state, tokens in zip(states, transfers.fetch(following), strict=True):
+            assert state.window is not None
+            for ngram in state.window.advance(state.root, [int(token) for token in tokens]):
+                state.pool.add(ngram)
+
+
+def _ngrams(text: Sequence[int], length: int) -> Iterable[Sequence[int]]:
+    """All n-grams of a text, in order."""
+    return (text[start : start + length] for start in range(len(text) - length + 1))
+
+
+def _fits(tree: TokenTree, budget: Budget) -> bool:
+    """Whether a tree is within a budget."""
+    shape = tree.shape
+    width = max(map(len, shape.children))
+    return len(shape) <= budget.nodes and shape.depth <= budget.depth and width <= budget.width
