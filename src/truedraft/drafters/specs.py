@@ -134,7 +134,7 @@ def draft_from_spec(
 
 def _unbranched(words: Words) -> None:
     words.check(KINDS["draft"].options, takes_path=True)
-    for name in ("branching", "min_probability"):
+    for name in ("branching", "chains", "min_probability"):
         if name in words.options:
             raise OptionError(
                 f"{name} is of drafted trees, and a beam search drafts by beams of its own; leave it out and give "
@@ -375,9 +375,10 @@ KINDS: Mapping[str, DrafterKind] = {
     ),
     "draft": DrafterKind(
         "MODEL",
-        {"num_speculative_tokens": "4", "branching": "3-2-1", "min_probability": "0"},
-        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, or by branching a "
-        "tree of so many guesses at each depth; no further below a token of less than min_probability",
+        {"num_speculative_tokens": "4", "chains": "1", "branching": "3-2-1", "min_probability": "0"},
+        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, several chains that "
+        "are merged where they agree, or by branching a tree of so many guesses at each depth; no further below a "
+        "token of less than min_probability",
         _draft,
         {"num_speculative_tokens": "12"},
     ),
