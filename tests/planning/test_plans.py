@@ -83,7 +83,7 @@ def test_heads(tmp_path: Path) -> None:
     coupled = candidates_of(f"redrafter:{tmp_path / 'r'}", world, dataclasses.replace(DRAWN, coupled=True))
     assert all(len(each.sizes) == 1 for each in coupled) and len(coupled) > len(beams)
     assert len(candidates_of(f"redrafter:{tmp_path / 'r'},beams=2", world, GREEDY)) == 1
-    with pytest.raises(OptionError, match="several candidates"):
+    with pytest.raises(OptionError, match="best of several paths"):
         candidates_of(f"redrafter:{tmp_path / 'r'},sampled=true", world, DRAWN)
 
 

@@ -197,10 +197,12 @@ class Drafter(ABC):
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         prefixes: what requests begin with, of that model; None where nothing is shared.
         request_bytes: that it holds for each request beside these caches.
+        branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
     """
 
     name: ClassVar[str]
     limits: Budget
+    branching: tuple[int, ...] = ()
     features: ClassVar[Features | None] = None
     told_late: bool = False
     hints_change: bool = False

@@ -73,6 +73,10 @@ class DraftModel(Drafter):
         self.prefixes: Prefixes = Prefixes()
         self._hears = model.opening_inputs is not None
 
+    def with_chains(self, chains: int, length: int) -> DraftModel:
+        """The same model with so many chains of one length; the new drafter has no requests of the old one."""
+        return DraftModel(self.model, length, min_probability=self.limits.min_probability, chains=chains)
+
     @property
     def kinds(self) -> frozenset[DrawKind]:
         """Independent draws where every node has one, and of several chains; else without replacement."""
