@@ -21,8 +21,8 @@ from truedraft.drafters import Redrafter
 from truedraft.embedded import embedded_heads, heldout_prompts_file
 from truedraft.models.base import LanguageModel
 
-TEMPERATURES = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
-SIZES = ((8, 4, 16), (4, 5, 16), (4, 4, 8))
+TEMPERATURES = (0.3, 0.5, 0.7, 0.8, 1.0)
+SIZES = ((8, 4, 16), (4, 5, 16))
 """Beams, their length, and nodes; the second are those that are drafted where nobody chose."""
 _PROMPT_CHARACTERS = 1200
 

@@ -81,6 +81,7 @@ class DraftRequest:
         kept: whether a drafter may keep what it wrote for later ones; not of a rehearsal.
         cache: the target's, while the request runs in an engine, for drafts made of the target itself: what they write
             behind its committed tokens they roll back, and they never commit.
+        judged: the kinds of draws that its rule judges, for drafters that can draft in several ways; None: all.
     """
 
     id: int
@@ -92,6 +93,7 @@ class DraftRequest:
     inputs: Mapping[str, Tensor] | None = None
     kept: bool = True
     cache: RequestCache | None = None
+    judged: frozenset[DrawKind] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,10 @@ class Drafter(ABC):
     @abstractmethod
     def kinds(self) -> frozenset[DrawKind]:
         """The kinds of draws that it makes for sampled requests."""
+
+    def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
+        """Those that it makes for requests whose rule judges `judged`; others too, where it has no choice."""
+        return self.kinds
 
     def hint(self, request: DraftRequest) -> Hint:
         """What it knows of its next proposal for a request before it makes it; asked at any time, and cheap."""

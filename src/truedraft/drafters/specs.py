@@ -318,7 +318,7 @@ def _redrafter(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.redrafter import Redrafter
 
     sizes = {name: read_whole(name, value) for name, value in words.options.items() if name != "sampled"}
-    sampled = _is_sampled(words.options.get("sampled", "false"))
+    sampled = _is_sampled(words.options["sampled"]) if "sampled" in words.options else None
     return Redrafter.load(_heads_folder("redrafter", words.path), sampled=sampled, **sizes)
 
 
@@ -420,7 +420,8 @@ KINDS: Mapping[str, DrafterKind] = {
         "DIR",
         {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
         "one recurrent head on that vector, without DIR the embedded one: beams, merged and cut to the likeliest "
-        "nodes, in sizes that pay here, or as you say; sampled draws them, for requests at a temperature",
+        "nodes, in sizes that pay here, or as you say; from temperature 0.8 on they are drawn, at every one with "
+        "sampled=true and at none with sampled=false",
         _redrafter,
         {"beams": "4", "nodes": "16"},
     ),

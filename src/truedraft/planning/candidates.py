@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -26,7 +27,7 @@ LONGEST = 12
 """Longest chain that is tried where nobody chose a length."""
 _LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
 _BEAMS, _PATHS = "beams", "length"
-_CHAINS = "chains"
+_CHAINS, _SAMPLED = "chains", "sampled"
 _COUNTS = (2, 3, 4)
 _TREES = ("2-1-1-1", "2-2-1-1", "3-2-1")
 _WIDTHS = (1, 2, 4, 8)
@@ -81,14 +82,16 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
     """
     words = Words.parse("drafter", typed)
     base = from_spec(typed, target)
-    check_walkable(base, is_drawn(params))
     known = KINDS[words.kind].options if words.kind in KINDS else {}
     chosen = set(words.options)
+    if _BEAMS in known and is_drawn(params):
+        base, words = _settled(words, cast("Redrafter", base), target, params)
+    check_walkable(base, is_drawn(params))
     if base.limits.is_zero:
         return []
     if _BEAMS in known:
         if chosen & {_BEAMS, _PATHS, _NODES}:
-            return [_whole(typed, base)]
+            return [_whole(typed, base, spelled(words, {}))]
         return _beams(words, typed, cast("Redrafter", base), target, params)
     if _CHAINS in chosen and not chosen & {_LENGTH, _BRANCHING}:
         return [_chains(words, typed, cast("DraftModel", base), int(words.options[_CHAINS]), target)]
@@ -119,6 +122,16 @@ def _chains(words: Words, typed: str, base: DraftModel, count: int, target: Lang
     drafter.check(target)
     lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
     return Candidate(typed, drafter, drafter, lengths)
+
+
+def _settled(words: Words, base: Redrafter, target: LanguageModel, params: SamplingParams) -> tuple[Redrafter, Words]:
+    """A head that is known to draw or not; where nobody chose, it does not, for drawn beams cannot be replayed."""
+    made = base.settled(params)
+    if base.sampled is None and made.sampled:
+        words = dataclasses.replace(words, options=dict(words.options) | {_SAMPLED: "false"})
+        made = cast("Redrafter", from_spec(spelled(words, {}), target))
+    made.check(target)
+    return made, words
 
 
 def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
