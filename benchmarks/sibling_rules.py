@@ -17,6 +17,7 @@ object a line.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -43,7 +44,7 @@ CHAINS = (2, 3, 4, 6)
 LENGTHS = (2, 4, 6)
 TREES = ((2, 2, 1, 1), (3, 2, 1), (3, 2, 1, 1))
 _EVERY = 6  # of the places nodes are counted at one
-_HALVINGS = 60
+_HALVINGS = 40
 
 
 def main() -> None:
@@ -251,45 +252,65 @@ def _binomial(count: int, chance: float) -> list[float]:
 
 def chain_rows(answers: Answers) -> list[dict[str, Any]]:
     """Tokens per target call and nodes of a step, for chains and trees of several sizes."""
-    longest = max(LENGTHS)
-    drawn = drawn_chains(answers, longest)
-    rows = []
-    for length in LENGTHS:
-        rows.append(_row(answers, "one chain", (1, length), float(length), lambda: ChainDraws(1)))
-        for count in CHAINS:
-            nodes = float(np.mean([len({c[:n] for c in of[:count] for n in range(1, length + 1)}) for of in drawn]))
-            rows.append(_row(answers, "independent chains", (count, length), nodes, _made(ChainDraws, count)))
-            rows.append(_row(answers, "independent chains, K-SEQ", (count, length), nodes, _made(KSeqDraws, count)))
-            branching = (count, *(1,) * (length - 1))
-            made = _made(TreeDraws, branching, 1)
-            rows.append(_row(answers, "chains without replacement", (count, length), float(nodes_of(branching)), made))
+    drawn = drawn_chains(answers, max(LENGTHS))
+
+    def merged(count: int, length: int) -> float:
+        return float(np.mean([len({c[:n] for c in of[:count] for n in range(1, length + 1)}) for of in drawn]))
+
+    rows = _rows(answers, "one chain", 1, lambda count, length: float(length), lambda: ChainDraws(1))
+    for count in CHAINS:
+        rows += _rows(answers, "independent chains", count, merged, functools.partial(ChainDraws, count))
+        rows += _rows(answers, "independent chains, K-SEQ", count, merged, functools.partial(KSeqDraws, count))
+        made = functools.partial(TreeDraws, (count, *(1,) * (max(LENGTHS) - 1)), 1)
+        rows += _rows(answers, "chains without replacement", count, lambda n, length: float(n * length), made)
     for branching in TREES:
-        name = "tree without replacement"
-        rows.append(_row(answers, name, branching, float(nodes_of(branching)), _made(TreeDraws, branching, 1)))
+        tokens = tokens_per_call(noted(answers, functools.partial(TreeDraws, branching, 1)), len(branching))
+        row = {"what": "steps", "temperature": answers.temperature, "way": "tree without replacement"}
+        rows.append(row | {"sizes": list(branching), "nodes": float(nodes_of(branching)), "tokens_per_call": tokens})
     return rows
 
 
-def _made(kind: Callable[..., Draws], *arguments: Any) -> Callable[[], Draws]:
-    return lambda: kind(*arguments)
+def _rows(
+    answers: Answers, way: str, count: int, nodes: Callable[[int, int], float], make: Callable[[], Draws]
+) -> list[dict[str, Any]]:
+    """For every length."""
+    made = noted(answers, make)
+    row = {"what": "steps", "temperature": answers.temperature, "way": way}
+    return [
+        row
+        | {
+            "sizes": [count, length],
+            "nodes": nodes(count, length),
+            "tokens_per_call": tokens_per_call(made, length),
+        }
+        for length in LENGTHS
+    ]
 
 
-def _row(answers: Answers, way: str, sizes: tuple[int, ...], nodes: float, make: Callable[[], Draws]) -> dict[str, Any]:
-    depth = sizes[1] if "chain" in way else len(sizes)
-    calls = tokens = 0.0
+def noted(answers: Answers, make: Callable[[], Draws]) -> list[tuple[Draws, int]]:
+    """The draws of each answer, all its places looked at, and how many these are."""
+    found = []
     for places in answers.places:
         draws = make()
         for p, q, token in places:
             draws.note(float(p[token]), torch.from_numpy(p), torch.from_numpy(q), token)
-        starts = np.zeros(len(places) + depth + 2)
+        found.append((draws, len(places)))
+    return found
+
+
+def tokens_per_call(noted: Sequence[tuple[Draws, int]], depth: int) -> float:
+    """Of decoding all answers with steps of some depth."""
+    calls = tokens = 0.0
+    for draws, places in noted:
+        starts = np.zeros(places + depth + 2)
         starts[0] = 1.0
-        for place in range(len(places)):
+        for place in range(places):
             reach = np.concatenate([[1.0], draws.survival(place, depth), [0.0]])
             exactly = reach[:-1] - reach[1:]
             starts[place + 1 : place + 1 + len(exactly)] += starts[place] * exactly
-        calls += float(starts[: len(places)].sum())
-        tokens += len(places)
-    row = {"what": "steps", "temperature": answers.temperature, "way": way, "sizes": list(sizes)}
-    return row | {"nodes": nodes, "tokens_per_call": tokens / calls}
+        calls += float(starts[:places].sum())
+        tokens += places
+    return tokens / calls
 
 
 def drawn_chains(answers: Answers, length: int) -> list[list[tuple[int, ...]]]:
