@@ -48,7 +48,7 @@ def ways(medusa: Path, redrafter: Path, nodes: int) -> Iterator[tuple[str, str, 
         yield (
             "redrafter",
             way,
-            Redrafter(found.with_record(replace(found.record, facts=facts)), beams=beams, nodes=nodes),
+            Redrafter(found.with_record(replace(found.record, facts=facts)), beams=beams, nodes=nodes, sampled=False),
         )
 
 

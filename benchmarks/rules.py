@@ -41,7 +41,7 @@ DRAFTERS = (
     "draft,num_speculative_tokens=4",
     "draft,branching=2-2-1",
     *(f"medusa,nodes={nodes}" for nodes in MEDUSA_NODES),
-    REDRAFTER,
+    f"{REDRAFTER},sampled=false",
     f"{REDRAFTER},sampled=true",
 )
 BLOCKS = ("draft,num_speculative_tokens=4", "draft,num_speculative_tokens=8")
@@ -79,7 +79,7 @@ def comparisons() -> dict[str, list[tuple[Way, Way]]]:
     coupling, hearing, block = [], [], []
     for drafter, temperature in itertools.product(DRAFTERS, TEMPERATURES):
         # Coupled requests get the same beams whether those of other requests are drawn or not.
-        coupled = Way(drafter.removesuffix(",sampled=true"), temperature, "coupled")
+        coupled = Way(drafter.partition(",sampled=")[0], temperature, "coupled")
         coupling.append((coupled, Way(drafter, temperature)))
     for nodes, temperature in itertools.product(MEDUSA_NODES, TEMPERATURES):
         coupled = Way(f"medusa,nodes={nodes}", temperature, "coupled")

@@ -152,6 +152,13 @@ def test_draft_tree(params: SamplingParams | None) -> None:
     assert min(drafter.kept_in_full, drafter.kept_in_part, drafter.kept_none, drafter.moved) > 0
 
 
+@pytest.mark.parametrize("params", [None, SAMPLED, COUPLED], ids=["greedy", "sampled", "coupled"])
+def test_draft_chains(params: SamplingParams | None) -> None:
+    drafter = Watched(draft(FAMILY, 0.12), num_speculative_tokens=3, chains=3)
+    run(drafter, params=params)
+    assert min(drafter.kept_in_full, drafter.kept_in_part, drafter.kept_none) > 0
+
+
 @pytest.mark.parametrize("branching", [(1, 1, 1, 1), (2, 2)])
 def test_full_acceptance(branching: tuple[int, ...]) -> None:
     """The target as its own draft: the last drafted token was never fed, and is the one that is easily forgotten."""

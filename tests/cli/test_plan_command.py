@@ -103,6 +103,26 @@ def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, 
     assert {option["nodes"] for option in options} >= {1, 8, 14, 15}
 
 
+def test_chains_and_trees_are_weighed_at_a_temperature(
+    quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
+) -> None:
+    words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
+    more = ("--max-tokens", "6", "--temperature", "1", "--out", str(tmp_path / "plan.json"), "--json")
+    result = run("plan", *words, *more)
+    assert result.status == 0, result.err
+    drafters = json.loads((tmp_path / "plan.json").read_text())["drafters"]
+    options = {option["drafter"] for each in drafters for option in each["options"]}
+    tried = {f"draft:{draft},chains={count},num_speculative_tokens={n}" for count in (2, 3, 4) for n in (1, LONGEST)}
+    assert options >= tried | {f"draft:{draft},branching=3-2-1", f"draft:{draft},num_speculative_tokens=1"}
+    ways = result.record["ways"]
+    assert len(ways) == 1 + 3 + 3 and [each["speedup"]["value"] for each in ways] == sorted(
+        (each["speedup"]["value"] for each in ways), reverse=True
+    )
+    assert ways[0]["drafter"] == result.record["predicted"][0]["drafter"]
+    seen = run("plan", *words, *more[:4])
+    assert "the best of each way to draft it" in seen.out and "chains=3,num_speculative_tokens=" in seen.out
+
+
 def test_generate_and_bench_draft_as_planned(
     run: Run, target: str, prompts: str, written: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +208,7 @@ def test_formulas_where_nothing_pays(run: Run) -> None:
         (["--limit", "3"], "prompts", "there are 3"),
         (["--drafter", "nobody"], "drafter", "unknown drafter"),
         (["--drafter", "none"], "drafter", "no drafter to plan with"),
-        (["--drafter", "draft,branching=2-2", "--temperature", "1"], None, "several candidates"),
+        (["--drafter", "draft,min_probability=0.5", "--temperature", "1"], None, "stops by min_probability"),
     ],
 )
 def test_what_cannot_be_planned(

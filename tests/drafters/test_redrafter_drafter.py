@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from support.head_models import SHARPENED, MarkovWithEmbedding, MarkovWithHead, random_redrafter
-from truedraft import SamplingParams
+from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.drafters import Redrafter, from_spec
+from truedraft.drafters import Portfolio, PromptLookup, Redrafter, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.redrafter import DRAWN_FROM
 from truedraft.errors import (
     CompositionError,
     DrafterError,
+    IncompatibleRuleError,
     ModelNotFoundError,
     OptionError,
     UnknownOptionError,
@@ -27,6 +31,7 @@ from truedraft.errors import (
 )
 from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.testing import MarkovModel
+from truedraft.verification import BlockVerification, SpeculativeSampling
 
 VOCAB = 6
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
@@ -120,6 +125,53 @@ def test_budgets_are_kept(
     assert proposal.kinds == ({DrawKind.DETERMINISTIC} if chosen else drawn)
 
 
+def test_paths_are_drawn_from_the_measured_temperature_on(target: MarkovWithEmbedding, head: RedrafterHead) -> None:
+    """Unless somebody says so, or the rule cannot judge them; greedy and coupled requests never mind."""
+    below, at = (dataclasses.replace(SAMPLED, temperature=each) for each in (DRAWN_FROM - 0.01, DRAWN_FROM))
+    chosen, drawn = {DrawKind.DETERMINISTIC}, {DrawKind.WITHOUT_REPLACEMENT}
+    for sampled, expected in ((None, (chosen, drawn)), (True, (drawn, drawn)), (False, (chosen, chosen))):
+        drafter = drafter_of(head, target, beams=4, length=2, nodes=6, sampled=sampled)
+        for params, kinds in zip((below, at), expected, strict=True):
+            request = begun(drafter, 0, params, target.vector_after([1]))
+            assert propose(drafter, [request], Budget(2, 4))[0].kinds == kinds <= drafter.kinds
+            assert drafter.settled(params).kinds == kinds
+            assert (drafter.acceptance_curve(params) is None) or kinds == chosen
+        for params, kinds in ((GREEDY, chosen), (COUPLED, {DrawKind.COUPLED})):
+            request = begun(drafter, 0, params, target.vector_after([1]))
+            assert propose(drafter, [request], Budget(2, 4))[0].kinds == kinds
+    drafter = drafter_of(head, target, beams=4, length=2, nodes=6)
+    request = begun(drafter, 0, at, target.vector_after([1]))
+    blocks = BlockVerification().judges
+    judged = dataclasses.replace(request, judged=blocks)
+    assert propose(drafter, [judged], Budget(2, 4))[0].kinds == chosen == drafter.kinds_for(blocks)
+    assert drafter.kinds_for(SpeculativeSampling().judges) == chosen | drawn
+    forced = drafter_of(head, target, sampled=True)
+    assert forced.kinds_for(blocks) == drawn  # which that rule refuses
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+def test_an_engine_draws_where_its_rule_can_judge_it(
+    target: MarkovWithEmbedding, head: RedrafterHead, rule: str
+) -> None:
+    made: list[frozenset[DrawKind]] = []
+
+    class Seen(Redrafter):
+        def propose(self, batch: Any, budgets: Any, noise: Any) -> list[Proposal]:
+            proposals = super().propose(batch, budgets, noise)
+            made.extend(each.kinds for each in proposals if len(each.tree))
+            return proposals
+
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    for drafter in (Seen(head, beams=3, length=2), Portfolio([Seen(head, beams=3, length=2), PromptLookup()])):
+        made.clear()
+        Engine(target, drafter, rule, controller="fixed").generate([1, 2], params)
+        assert set(made) == {
+            frozenset({DrawKind.WITHOUT_REPLACEMENT if rule == "speculative" else DrawKind.DETERMINISTIC})
+        }
+    with pytest.raises(IncompatibleRuleError, match="without replacement"):
+        Engine(target, Redrafter(head, sampled=True), "block")
+
+
 def test_nothing_is_drafted_without_a_vector_or_a_budget(target: MarkovWithEmbedding, head: RedrafterHead) -> None:
     drafter = drafter_of(head, target)
     requests = [begun(drafter, 0, GREEDY, None), begun(drafter, 1, GREEDY, target.vector_after([1]))]
@@ -168,7 +220,7 @@ def test_words_make_drafters(target: MarkovWithEmbedding, head: RedrafterHead, t
     head.save(tmp_path, HeadRecord("first", target.fingerprint))
     made = from_spec(f"redrafter:{tmp_path},beams=3,length=2,nodes=5", target)
     assert isinstance(made, Redrafter)
-    assert (made.beams, made.length, made.nodes, made.sampled, made.sizes_chosen) == (3, 2, 5, False, True)
+    assert (made.beams, made.length, made.nodes, made.sampled, made.sizes_chosen) == (3, 2, 5, None, True)
     made = from_spec(f"redrafter:{tmp_path},sampled=true", target)
     assert isinstance(made, Redrafter)
     assert (made.sampled, made.sizes_chosen, made.length) == (True, False, 3)

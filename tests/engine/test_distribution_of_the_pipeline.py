@@ -9,6 +9,7 @@ least; that is shown below. Seeds are fixed, so a run repeats."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,11 +109,15 @@ def test_the_exact_distribution_is_a_distribution_with_room_to_be_wrong(dist: np
     assert (dist > 0.001).sum() >= 12
 
 
-@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "options",
+    [{"branching": (1, 1, 1)}, {"branching": (2, 2)}, {"num_speculative_tokens": 3, "chains": 3}],
+    ids=["chain", "tree", "chains"],
+)
 def test_sampled_answers_follow_the_target(
-    target: LanguageModel, draft: LanguageModel, dist: np.ndarray, branching: tuple[int, ...]
+    target: LanguageModel, draft: LanguageModel, dist: np.ndarray, options: dict[str, Any]
 ) -> None:
-    engine = Engine(target, DraftModel(draft, branching=branching), max_batch=BATCH + 3, controller="fixed")
+    engine = Engine(target, DraftModel(draft, **options), max_batch=BATCH + 3, controller="fixed")
     counts = counts_of(engine, ANSWERS)
     assert counts.sum() == ANSWERS
     assert p_value(counts, dist) > FALSE_ALARM

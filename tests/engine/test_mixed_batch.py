@@ -67,6 +67,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "prompt lookup": lambda: PromptLookup(min_ngram=1),
     "chain": lambda: DraftModel(model(0.1), 3),
     "tree": lambda: DraftModel(model(0.1), branching=(3, 2, 1)),
+    "chains": lambda: DraftModel(model(0.1), 3, chains=3),
     "medusa": lambda: Medusa(random_heads(model(), heads=3, spread=0.05), LikeliestTrees(3), nodes=9),
     "fixed tree": lambda: Medusa(random_heads(model(), heads=2), {"greedy": RankTree.cartesian((3, 2))}, nodes=9),
     "redrafter": lambda: Redrafter(random_redrafter(model()), beams=3),

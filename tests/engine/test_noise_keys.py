@@ -41,6 +41,7 @@ DRAFTERS: dict[str, Callable[[MarkovWithEmbedding], Drafter | None]] = {
     "prompt lookup": lambda target: PromptLookup(min_ngram=1),
     "chain": lambda target: DraftModel(draft(), 4),
     "tree": lambda target: DraftModel(draft(), branching=(3, 2, 1)),
+    "chains": lambda target: DraftModel(draft(), 3, chains=3),
     "scripted": lambda target: ScriptedDrafter(lambda tokens: [[tokens[-1], 1], [2, 3, 4], [2, 0]]),
     "medusa": lambda target: Medusa(random_heads(target, heads=3), LikeliestTrees(3), nodes=6),
     "redrafter": lambda target: Redrafter(random_redrafter(target), beams=3),

@@ -165,7 +165,7 @@ def likeliest(target: HuggingFaceModel) -> Medusa:
 
 def beams(target: HuggingFaceModel) -> Redrafter:
     """Beams of a recurrent head; drawn ones, as for coupled requests, are looked at once a level."""
-    return Redrafter(random_redrafter(target, state=24, spread=0.5), beams=4, nodes=8)
+    return Redrafter(random_redrafter(target, state=24, spread=0.5), beams=4, nodes=8, sampled=False)
 
 
 def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:

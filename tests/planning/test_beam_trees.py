@@ -71,7 +71,9 @@ def test_so_it_does_for_calibrated_beams() -> None:
         for nodes, tokens, without in zip(each.nodes, each.tokens, other.tokens, strict=True):
             if tokens != without:  # elsewhere nothing would show
                 sizes = {"beams": each.beams, "length": each.length, "nodes": nodes}
-                drafter = Redrafter(head(4).with_record(HeadRecord(facts={"survival": {"greedy": SHARPENED}})), **sizes)
+                drafter = Redrafter(
+                    head(4).with_record(HeadRecord(facts={"survival": {"greedy": SHARPENED}})), **sizes, sampled=False
+                )
                 assert tokens == pytest.approx(measured(drafter, params)), sizes
                 parted += 1
     assert parted > 1
@@ -91,7 +93,7 @@ def test_the_engine_keeps_the_promise(count: int, steps: int, monkeypatch: pytes
         assert each.nodes == tuple(nodes for nodes in CURVE_NODES if nodes <= each.beams * each.length)
         points = list(zip(each.nodes, each.tokens, strict=True))
         for nodes, tokens in points if count < 60 else points[-2:]:
-            drafter = Redrafter(head(steps), beams=each.beams, length=each.length, nodes=nodes)
+            drafter = Redrafter(head(steps), beams=each.beams, length=each.length, nodes=nodes, sampled=False)
             assert tokens == pytest.approx(measured(drafter, params)), (each.beams, each.length, nodes)
             found.add(tokens)
     assert found == {1.0} if count == 2 else len(found) > 4  # one token more, and nothing to draft
@@ -101,7 +103,7 @@ def test_so_it_does_along_sampled_answers() -> None:
     """The rule draws from the target and follows, so no chance is left along what it drew itself."""
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
     for width, length, nodes in ((4, 3, 8), (8, 4, 3), (8, 4, 32)):
-        drafter = Redrafter(head(), beams=width, length=length, nodes=nodes)
+        drafter = Redrafter(head(), beams=width, length=length, nodes=nodes, sampled=False)
         answers = Engine(target(), drafter, controller="fixed").generate(PROMPTS, params)
         stats = sum((answer.stats for answer in answers), Counters())
         promise = promises_for(traces_of(target(), PROMPTS, answers), (width,))[length - 1]
@@ -119,7 +121,7 @@ def test_a_stop_ends_a_step_and_counts() -> None:
     traces = traces_of(target(), PROMPTS, answers, stop)
     assert any(trace.stopped and trace.steps > 1 for trace in traces)
     for each in promises_for(traces, (2, 8)):
-        drafter = Redrafter(head(), beams=each.beams, length=each.length, nodes=each.nodes[-1])
+        drafter = Redrafter(head(), beams=each.beams, length=each.length, nodes=each.nodes[-1], sampled=False)
         assert each.tokens[-1] == pytest.approx(measured(drafter, params))
 
 
@@ -144,7 +146,7 @@ def test_fewer_token_ids_than_beams() -> None:
     )
     assert said == [(0, 2), (1, 2), (2, 2)]
     for each in promises:
-        drafter = Redrafter(small, beams=each.beams, length=each.length, nodes=each.nodes[-1])
+        drafter = Redrafter(small, beams=each.beams, length=each.length, nodes=each.nodes[-1], sampled=False)
         answers = Engine(world, drafter, controller="fixed").generate([[1], [2, 0]], params)
         stats = sum((answer.stats for answer in answers), Counters())
         assert each.tokens[-1] == pytest.approx(stats.mean_acceptance_length)

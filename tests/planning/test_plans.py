@@ -98,7 +98,14 @@ def test_heads(tmp_path: Path) -> None:
     coupled = candidates_of(f"redrafter:{tmp_path / 'r'}", world, dataclasses.replace(DRAWN, coupled=True))
     assert all(len(each.sizes) == 1 for each in coupled) and len(coupled) > len(beams)
     assert len(candidates_of(f"redrafter:{tmp_path / 'r'},beams=2", world, GREEDY)) == 1
-    with pytest.raises(OptionError, match="several candidates"):
+    # Drawn beams are not replayed, so where they would be drawn the plan is of chosen ones, and its words say so.
+    for temperature, said in ((0.5, ""), (1.0, ",sampled=false")):
+        params = dataclasses.replace(DRAWN, temperature=temperature)
+        planned = candidates_of(f"redrafter:{tmp_path / 'r'}", world, params)
+        assert all(words.count(",sampled=false") == bool(said) for each in planned for words in each.words.values())
+        (whole,) = candidates_of(f"redrafter:{tmp_path / 'r'},beams=2,nodes=3", world, params)
+        assert list(whole.words.values()) == [f"redrafter:{tmp_path / 'r'},beams=2,nodes=3{said}"]
+    with pytest.raises(OptionError, match="best of several paths"):
         candidates_of(f"redrafter:{tmp_path / 'r'},sampled=true", world, DRAWN)
 
 

@@ -235,8 +235,11 @@ def test_what_cannot_be_replayed() -> None:
     unsure = DraftModel(draft(), 3, min_probability=0.3)
     both = Portfolio([PromptLookup(2), DraftModel(draft(), 2)])
     traces = traced(target(), PROMPTS[:1], DRAWN, PromptLookup(2))
-    with pytest.raises(OptionError, match="several candidates"):
+    with pytest.raises(OptionError, match="give trace_answers this drafter"):
         walk_along(tree, target(), traces)
+    drawn = Redrafter(fitted_redrafter(world(), texts()), beams=2, length=2, nodes=4, sampled=True)
+    with pytest.raises(OptionError, match="best of several paths"):
+        walk_along(drawn, world(), traces)
     with pytest.raises(OptionError, match="min_probability"):
         walk_along(unsure, target(), traces)
     with pytest.raises(OptionError, match="several drafters"):

@@ -109,7 +109,8 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     assert rounds == {(t, n) for t in (0, 1) for n in (8, 32)}
     for served in result.report.evaluations:
         params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature, seed=0)
-        drafter = Redrafter.load(out, **{name: served.about[name] for name in ("nodes", "beams", "length")})
+        sizes = {name: served.about[name] for name in ("nodes", "beams", "length")}
+        drafter = Redrafter.load(out, **sizes, sampled=False)  # chosen beams, which are those that are replayed
         answers = Engine(target, drafter, controller="fixed").generate(list(prompts.test), params)
         counts = [(answer.stats.emitted_tokens, answer.stats.target_calls) for answer in answers]
         emitted, calls = map(sum, zip(*counts, strict=True))

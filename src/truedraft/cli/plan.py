@@ -435,6 +435,16 @@ def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> N
     titles = ("drafter, best size", "tokens per call", "predicted speed-up", "no gain from batch")
     print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal.out)
     terminal.out.print(f"recommended: {made.recommended()}", style="bold", soft_wrap=True)
+    ways = made.ways(best[0].drafting.words)
+    if len(ways) > 1:
+        told = "; ".join(
+            f"{each.option.words} {each.option.tokens.value:.2f}, {each.speedup.value:.2f}" for each in ways
+        )
+        terminal.out.print(
+            f"the best of each way to draft it, tokens per call and predicted speed-up: {told}",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
@@ -485,6 +495,7 @@ def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) 
         "tokens_per_s": checked["decode_tokens_per_s"],
         "identical": checked["identical"],
         "predicted": predicted,
+        "ways": [prediction_record(each) for each in made.ways(best[0].drafting.words)],
         "check": dict(checked),
         "model": dict(made.model),
         "machine": dict(made.machine),

@@ -81,6 +81,7 @@ class DraftRequest:
         kept: whether a drafter may keep what it wrote for later ones; not of a rehearsal.
         cache: the target's, while the request runs in an engine, for drafts made of the target itself: what they write
             behind its committed tokens they roll back, and they never commit.
+        judged: the kinds of draws that its rule judges, for drafters that can draft in several ways; None: all.
     """
 
     id: int
@@ -92,6 +93,7 @@ class DraftRequest:
     inputs: Mapping[str, Tensor] | None = None
     kept: bool = True
     cache: RequestCache | None = None
+    judged: frozenset[DrawKind] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +201,12 @@ class Drafter(ABC):
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         prefixes: what requests begin with, of that model; None where nothing is shared.
         request_bytes: that it holds for each request beside these caches.
+        branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
     """
 
     name: ClassVar[str]
     limits: Budget
+    branching: tuple[int, ...] = ()
     features: ClassVar[Features | None] = None
     told_late: bool = False
     hints_change: bool = False
@@ -222,6 +226,10 @@ class Drafter(ABC):
     @abstractmethod
     def kinds(self) -> frozenset[DrawKind]:
         """The kinds of draws that it makes for sampled requests."""
+
+    def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
+        """Those that it makes for requests whose rule judges `judged`; others too, where it has no choice."""
+        return self.kinds
 
     def hint(self, request: DraftRequest) -> Hint:
         """What it knows of its next proposal for a request before it makes it; asked at any time, and cheap."""

@@ -15,6 +15,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.sibling_chains import SiblingChains
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel, Segment
@@ -26,15 +27,17 @@ class DraftModel(Drafter):
     """Drafts with a smaller model that shares the target's tokenizer (Leviathan et al. 2211.17192).
 
     A level of the tree is one packed forward over the nodes of the level above, for all requests at once. A chain
-    is the tree with one draw at each node. On a device, the host does not wait for a chain while it is drafted; it
-    waits once for each level of a tree with several draws at a node, or with `min_probability`, for their shapes
-    depend on what was drawn.
+    is the tree with one draw at each node. Where there are several chains, sampled requests get as many that are drawn
+    side by side (`SiblingChains`), and others the likeliest first tokens with a chain below each. On a device, the host
+    does not wait for a chain while it is drafted; it waits once for each level of a tree with several draws at a node,
+    or with `min_probability`, for their shapes depend on what was drawn.
 
     Args:
         model: the draft model.
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the draft itself gave less than this; the token stays.
+        chains: how many chains; 1 where `branching` is given.
 
     Raises:
         OptionError: an option is out of range.
@@ -50,12 +53,19 @@ class DraftModel(Drafter):
         num_speculative_tokens: int = 4,
         branching: Sequence[int] | None = None,
         min_probability: float = 0.0,
+        chains: int = 1,
     ) -> None:
         if not 1 <= num_speculative_tokens <= MOST_NODES:
             raise OptionError(
                 f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
             )
-        self.branching = tuple(branching) if branching is not None else (1,) * num_speculative_tokens
+        if not 1 <= chains <= MOST_NODES:
+            raise OptionError(f"chains must be 1 or more and at most {MOST_NODES}, got {chains}")
+        if branching is not None and chains > 1:
+            raise OptionError("a draft model takes branching or chains, not both; branching=3-1-1 is 3 chains of 3")
+        single = (chains, *(1,) * (num_speculative_tokens - 1))
+        self.branching = tuple(branching) if branching is not None else single
+        self.chains = chains
         self.limits = Budget(
             len(self.branching), max(self.branching, default=0), nodes_of(self.branching), min_probability
         )
@@ -64,10 +74,15 @@ class DraftModel(Drafter):
         self.prefixes: Prefixes = Prefixes()
         self._hears = model.opening_inputs is not None
 
+    def with_chains(self, chains: int, length: int) -> DraftModel:
+        """The same model with so many chains of one length; the new drafter has no requests of the old one."""
+        return DraftModel(self.model, length, min_probability=self.limits.min_probability, chains=chains)
+
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        """Independent draws where every node has one, else without replacement."""
-        return frozenset({DrawKind.INDEPENDENT if self.limits.width == 1 else DrawKind.WITHOUT_REPLACEMENT})
+        """Independent draws where every node has one, and of several chains; else without replacement."""
+        independent = self.limits.width == 1 or self.chains > 1
+        return frozenset({DrawKind.INDEPENDENT if independent else DrawKind.WITHOUT_REPLACEMENT})
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target with another tokenizer; vocabularies are compared by tokenizer, not by size.
@@ -115,10 +130,7 @@ class DraftModel(Drafter):
     ) -> list[Proposal]:
         """Catch up with the tokens emitted since the last proposal, then draw level by level."""
         within = [self._within(budget, request) for request, budget in zip(batch, budgets, strict=True)]
-        builders = [
-            TreeBuilder(self.caches[request.id], request, budget, each, self.branching, self.model.device)
-            for request, budget, each in zip(batch, within, noise, strict=True)
-        ]
+        builders = [self._builder(*each) for each in zip(batch, within, noise, strict=True)]
         level = [builder for builder in builders if not builder.budget.is_zero]
         for builder in level:
             # A step that failed half-way may have left more in the cache than was committed.
@@ -130,6 +142,12 @@ class DraftModel(Drafter):
             level = draw_level(level, logits)
             logits = self._forward_level(level) if level else None
         return [builder.proposal() for builder in builders]
+
+    def _builder(self, request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
+        cache, device = self.caches[request.id], self.model.device
+        if self.chains > 1 and not (request.params.greedy or request.params.coupled):
+            return SiblingChains(cache, request, budget, noise, self.chains, device)
+        return TreeBuilder(cache, request, budget, noise, self.branching, device)
 
     def _within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget cut to the options, and to what fits the draft model's own context."""

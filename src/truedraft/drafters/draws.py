@@ -77,8 +77,7 @@ class TopTokens(Drawing):
 
 
 class SampledTokens(Drawing):
-    """Draws from the draft's distribution: an independent one at a node, without replacement where there are
-    several."""
+    """Draws from the draft's distribution: several at a node are without replacement, or independent of each other."""
 
     def __init__(self, kind: DrawKind) -> None:
         self.kind = kind
@@ -86,9 +85,9 @@ class SampledTokens(Drawing):
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = left = probs_from_logits(logits, params)  # [nodes, vocab]
         last = max(node.width for node in nodes) - 1
-        # Known beforehand, so the numbers of all draws go up in one copy.
+        # Known beforehand, so the numbers of all draws go up in one copy; 0 where a node has no such draw.
         numbers = [
-            node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child + number)
+            node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child + number) if number < node.width else 0.0
             for number in range(last + 1)
             for node in nodes
         ]
@@ -97,7 +96,7 @@ class SampledTokens(Drawing):
             return draw(probs, uniforms)[:, None], probs
         chosen: list[Tensor] = []  # [nodes] each
         for uniform in uniforms.split(len(nodes)):
-            if chosen:
+            if chosen and self.kind is DrawKind.WITHOUT_REPLACEMENT:
                 left = left.scatter(-1, chosen[-1].clamp_max(probs.shape[-1] - 1)[:, None], 0.0)
             chosen.append(draw(left, uniform))
         return torch.stack(chosen, dim=-1), probs
@@ -115,8 +114,8 @@ class CoupledTokens(Drawing):
 
 
 TOP_TOKENS = TopTokens()
+INDEPENDENT_DRAWS = SampledTokens(DrawKind.INDEPENDENT)
 _COUPLED = CoupledTokens()
-_INDEPENDENT = SampledTokens(DrawKind.INDEPENDENT)
 _WITHOUT_REPLACEMENT = SampledTokens(DrawKind.WITHOUT_REPLACEMENT)
 
 
@@ -126,7 +125,7 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
         return TOP_TOKENS
     if params.coupled:
         return _COUPLED
-    return _INDEPENDENT if width == 1 else _WITHOUT_REPLACEMENT
+    return INDEPENDENT_DRAWS if width == 1 else _WITHOUT_REPLACEMENT
 
 
 def fetch_children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[list[Child]]:

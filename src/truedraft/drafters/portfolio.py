@@ -54,6 +54,9 @@ class Portfolio(Drafter):
     def kinds(self) -> frozenset[DrawKind]:
         return frozenset().union(*(member.kinds for member in self._members.values()))
 
+    def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
+        return frozenset().union(*(member.kinds_for(judged) for member in self._members.values()))
+
     def check(self, target: LanguageModel) -> None:
         for member in self._members.values():
             member.check(target)

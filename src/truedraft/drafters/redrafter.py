@@ -29,8 +29,12 @@ from truedraft.theory import AcceptanceCurve
 
 DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
 """Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""
+DRAWN_FROM = 0.8
+"""The temperature from which on drawn paths brought more than chosen ones, where both were measured
+(benchmarks/drawn_beams.py, docs/redrafter.md)."""
 
 
+_CHOSEN, _DRAWN = frozenset({DrawKind.DETERMINISTIC}), frozenset({DrawKind.WITHOUT_REPLACEMENT})
 _LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
 """Least and most; a search grows with beams times length, and merging with the square of it."""
 
@@ -45,8 +49,9 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
     rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
     (Accepting beams as if they had been drawn, as the published code does, is not.)
 
-    With `sampled`, requests at a temperature get paths drawn without replacement from the head's distribution instead,
-    judged by recursive rejection, exact too. Coupled requests get the paths that their noise makes likeliest.
+    Requests at a temperature of `DRAWN_FROM` or more get paths drawn without replacement from the head's distribution
+    instead, judged by recursive rejection, exact too, if their rule judges such draws; with `sampled` all requests at a
+    temperature do, or none. Coupled requests get the paths that their noise makes likeliest.
 
     On a device the host waits once a step for the shape of the merged tree; for drawn paths, once a level.
 
@@ -55,7 +60,8 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         beams: continuations that are kept; None takes 8 until measuring says better.
         length: newly drafted tokens of each; None takes what the head was trained for.
         nodes: most nodes of a proposal, the likeliest; None takes 16 until measuring says better.
-        sampled: whether requests at a temperature get drawn paths.
+        sampled: whether requests at a temperature get drawn paths; None: from `DRAWN_FROM` on, and where their rule
+            can judge them.
 
     Attributes:
         beams: as given, or chosen.
@@ -77,7 +83,7 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         beams: int | None = None,
         length: int | None = None,
         nodes: int | None = None,
-        sampled: bool = False,
+        sampled: bool | None = None,
     ) -> None:
         super().__init__(head)
         self.sizes_chosen = not (beams is None and length is None and nodes is None)
@@ -100,7 +106,7 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         beams: int | None = None,
         length: int | None = None,
         nodes: int | None = None,
-        sampled: bool = False,
+        sampled: bool | None = None,
     ) -> Redrafter:
         """The head of a folder that `truedraft train redrafter` wrote, or of Apple's `Drafter`; see `Redrafter`.
 
@@ -117,9 +123,23 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         """
         return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self.sampled)
 
+    def settled(self, params: SamplingParams) -> Redrafter:
+        """The same head and sizes, and it is said whether it draws for requests with such options."""
+        if self.sampled is not None:
+            return self
+        sizes = (self.beams, self.length, self.nodes) if self.sizes_chosen else (None, None, None)
+        beams, length, nodes = sizes
+        return Redrafter(self.head, beams=beams, length=length, nodes=nodes, sampled=self._draws(params))
+
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.WITHOUT_REPLACEMENT if self.sampled else DrawKind.DETERMINISTIC})
+        if self.sampled is None:
+            return _CHOSEN | _DRAWN
+        return _DRAWN if self.sampled else _CHOSEN
+
+    def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
+        """Chosen paths alone where drawn ones cannot be judged, unless somebody asked for drawn ones."""
+        return self.kinds if self.sampled is not None or judged >= _DRAWN else _CHOSEN
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
         """Every width and length of beams that were replayed; drawn paths were not."""
@@ -151,8 +171,8 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         """A tree for each request; those whose beams are chosen, and those whose beams are drawn, all at once."""
         proposals = [Proposal.empty()] * len(batch)
         asked = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
-        drawn = [place for place in asked if self._draws(batch[place].params)]
-        chosen = [place for place in asked if not self._draws(batch[place].params)]
+        drawn = [place for place in asked if self._draws(batch[place].params, batch[place].judged)]
+        chosen = [place for place in asked if place not in drawn]
         for places, propose in ((chosen, self._choose), (drawn, self._draw)):
             if places:
                 asked_for = [batch[i] for i in places], [budgets[i] for i in places], [noise[i] for i in places]
@@ -164,9 +184,11 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
     def _can_draft(self, request: DraftRequest, budget: Budget) -> bool:
         return not budget.is_zero and self.nodes > 0 and self._vectors.get(request.id) is not None
 
-    def _draws(self, params: SamplingParams) -> bool:
-        """Whether requests with such options get paths that are drawn, not chosen."""
-        return not params.greedy and (params.coupled or self.sampled)
+    def _draws(self, params: SamplingParams, judged: frozenset[DrawKind] | None = None) -> bool:
+        """Whether requests with such options get drawn paths, not chosen ones; `judged` by their rule, None: all."""
+        if params.greedy or params.coupled or self.sampled is not None:
+            return not params.greedy and (params.coupled or bool(self.sampled))
+        return params.temperature >= DRAWN_FROM and (judged is None or judged >= _DRAWN)
 
     def _choose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]

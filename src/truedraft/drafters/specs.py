@@ -135,7 +135,7 @@ def draft_from_spec(
 
 def _unbranched(words: Words) -> None:
     words.check(KINDS["draft"].options, takes_path=True)
-    for name in ("branching", "min_probability"):
+    for name in ("branching", "chains", "min_probability"):
         if name in words.options:
             raise OptionError(
                 f"{name} is of drafted trees, and a beam search drafts by beams of its own; leave it out and give "
@@ -356,7 +356,7 @@ def _redrafter(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.redrafter import Redrafter
 
     sizes = {name: read_whole(name, value) for name, value in words.options.items() if name != "sampled"}
-    sampled = _is_sampled(words.options.get("sampled", "false"))
+    sampled = _is_sampled(words.options["sampled"]) if "sampled" in words.options else None
     return Redrafter.load(_heads_folder("redrafter", words.path), sampled=sampled, **sizes)
 
 
@@ -420,9 +420,10 @@ KINDS: Mapping[str, DrafterKind] = {
     ),
     "draft": DrafterKind(
         "MODEL",
-        {"num_speculative_tokens": "4", "branching": "3-2-1", "min_probability": "0"},
-        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, or by branching a "
-        "tree of so many guesses at each depth; no further below a token of less than min_probability",
+        {"num_speculative_tokens": "4", "chains": "1", "branching": "3-2-1", "min_probability": "0"},
+        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, several chains that "
+        "are merged where they agree, or by branching a tree of so many guesses at each depth; no further below a "
+        "token of less than min_probability",
         _draft,
         {"num_speculative_tokens": "12"},
     ),
@@ -464,7 +465,8 @@ KINDS: Mapping[str, DrafterKind] = {
         "DIR",
         {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
         "one recurrent head on that vector, without DIR the embedded one: beams, merged and cut to the likeliest "
-        "nodes, in sizes that pay here, or as you say; sampled draws them, for requests at a temperature",
+        "nodes, in sizes that pay here, or as you say; from temperature 0.8 on they are drawn, at every one with "
+        "sampled=true and at none with sampled=false",
         _redrafter,
         {"beams": "4", "nodes": "16"},
     ),

@@ -122,19 +122,24 @@ class TreeBuilder:
         for dist, (parent, own) in enumerate(zip(self._open, children, strict=True), self._dists):
             draws = []
             for token, probability in own:
-                node = len(self._tokens)
-                self._tokens.append(token)
-                self._parents.append(parent)
-                self._draws.append(())
+                first = len(self._tokens)
+                node = self._child(parent, token)
                 draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
                 # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
-                if not self.budget.looks or self._goes_on(parent, probability):
+                if node == first and (not self.budget.looks or self._goes_on(parent, probability)):
                     opened.append(node)
             self._draws[parent + 1] = tuple(draws)
         self._dists += len(self._open)
         self._depth += 1
         grows = self._depth < self.budget.depth and len(self._tokens) < self.budget.nodes
         self._open = opened if grows else []
+
+    def _child(self, parent: int, token: int | Tensor) -> int:
+        """The node below `parent` that carries a token just drawn there: a new one."""
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._draws.append(())
+        return len(self._tokens) - 1
 
     def _goes_on(self, parent: int, probability: float) -> bool:
         """Whether anything is drafted below a new child of `parent`, from its probability."""

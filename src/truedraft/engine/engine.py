@@ -108,7 +108,7 @@ class Engine:
         self.drafter.check(self.target)
         for member in self.drafter.members.values():
             _check_layers(member, self.target)
-        self.rule.check(self.drafter.kinds, self.drafter.name)
+        self.rule.check(self.drafter.kinds_for(self.rule.judges), self.drafter.name)
         self._sharing = Sharing(self.target, self.drafter.members, prefix_cache_bytes)
         self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes, self._sharing.stores)
         self.listeners: list[Callable[[StepRecord], None]] = []
@@ -318,7 +318,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
         if rule is not None:
-            rule.check(self.drafter.kinds, self.drafter.name)
+            rule.check(self.drafter.kinds_for(rule.judges), self.drafter.name)
         target = self.target
         ids = encode_inputs(target, prompt) if isinstance(prompt, MultimodalPrompt) else encode_prompt(target, prompt)
         check_whole("sample", sample, least=0)

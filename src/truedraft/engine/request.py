@@ -86,8 +86,9 @@ class Request:
         self.awaits = 0  # so many tokens of that
         self.copied_tokens = 0  # of its prompt, that others had computed
         view = TokenView(self.tokens)
+        predicted = _predicted(params.prediction, target)
         self.draft = DraftRequest(
-            next(_numbers), params, view, self.shaping, scope, _predicted(params.prediction, target), inputs
+            next(_numbers), params, view, self.shaping, scope, predicted, inputs, judged=rule.judges
         )
         self.counters = Counters()
         self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -19,12 +20,15 @@ from truedraft.planning.traces import is_drawn
 from truedraft.planning.walks import check_walkable
 
 if TYPE_CHECKING:
+    from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.redrafter import Redrafter
 
 LONGEST = 12
 """Longest chain that is tried where nobody chose a length."""
 _LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
 _BEAMS, _PATHS = "beams", "length"
+_CHAINS, _SAMPLED = "chains", "sampled"
+_COUNTS = (2, 3, 4)
 _TREES = ("2-1-1-1", "2-2-1-1", "3-2-1")
 _WIDTHS = (1, 2, 4, 8)
 _FEW_NODES = (4, 8, 16)
@@ -68,9 +72,9 @@ def fitting_drafters(target: LanguageModel) -> tuple[str, ...]:
 def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
     """The candidates that the words of one drafter leave open; one that has its sizes chosen is one candidate.
 
-    What is tried where nothing was chosen: chains of 1 to 12 tokens, and a few trees of a draft model where no chance
-    decides; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of them of every length that it was
-    trained for.
+    What is tried where nothing was chosen: chains of 1 to 12 tokens, of a draft model also a few trees and, where
+    chance decides, two to four chains at once; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of
+    them of every length that it was trained for.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
@@ -78,32 +82,56 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
     """
     words = Words.parse("drafter", typed)
     base = from_spec(typed, target)
-    check_walkable(base, is_drawn(params))
     known = KINDS[words.kind].options if words.kind in KINDS else {}
     chosen = set(words.options)
+    if _BEAMS in known and is_drawn(params):
+        base, words = _settled(words, cast("Redrafter", base), target, params)
+    check_walkable(base, is_drawn(params))
     if base.limits.is_zero:
         return []
     if _BEAMS in known:
         if chosen & {_BEAMS, _PATHS, _NODES}:
-            return [_whole(typed, base)]
+            return [_whole(typed, base, spelled(words, {}))]
         return _beams(words, typed, cast("Redrafter", base), target, params)
     if _NODES in known and _NODES not in chosen:
         largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
         most = largest.limits.nodes
         trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
         return [Candidate(typed, largest, largest, trees)]
+    if _CHAINS in chosen and not chosen & {_LENGTH, _BRANCHING}:
+        return [_chains(words, typed, cast("DraftModel", base), int(words.options[_CHAINS]), target)]
     if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:
         longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
         lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
-        widths = _TREES if _BRANCHING in known and not is_drawn(params) else ()
-        spelt = [spelled(words, {_BRANCHING: each}) for each in widths]
-        return [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
+        spelt = [spelled(words, {_BRANCHING: each}) for each in (_TREES if _BRANCHING in known else ())]
+        found = [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
+        if _CHAINS in known and is_drawn(params):
+            found += [_chains(words, typed, cast("DraftModel", base), count, target) for count in _COUNTS]
+        return found
     return [_whole(typed, base)]
 
 
 def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
     """A drafter as it is; `words` are its own where they are not those that were typed."""
     return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
+
+
+def _chains(words: Words, typed: str, base: DraftModel, count: int, target: LanguageModel) -> Candidate:
+    """So many chains at once, of every length: a budget of `count` nodes for each level keeps the first levels."""
+    drafter = base.with_chains(count, LONGEST)
+    drafter.check(target)
+    lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
+    return Candidate(typed, drafter, drafter, lengths)
+
+
+def _settled(words: Words, base: Redrafter, target: LanguageModel, params: SamplingParams) -> tuple[Redrafter, Words]:
+    """A head that is known to draw or not; where nobody chose, it does not, for drawn beams cannot be replayed."""
+    made = base.settled(params)
+    if base.sampled is None and made.sampled:
+        words = dataclasses.replace(words, options=dict(words.options) | {_SAMPLED: "false"})
+        made = cast("Redrafter", from_spec(spelled(words, {}), target))
+    made.check(target)
+    return made, words
 
 
 def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:

@@ -84,6 +84,17 @@ class Plan:
         first = {each.drafting.words: each for each in reversed(found)}  # of widths that cost differently the best
         return [each for each in found if first[each.drafting.words] is each]
 
+    def ways(self, words: str, batch: int | None = None) -> list[Prediction]:
+        """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first.
+
+        Args:
+            words: that the drafter was given by.
+            batch: requests answered together; None is the plan's own.
+        """
+        there = Circumstance(self.forwards, self.context)
+        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.words == words]
+        return sorted(found, key=lambda each: -each.speedup.value)
+
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
         """The words of the drafter that is predicted to gain most; `none` where none gains."""
         found = self.best(batch, what_if)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torch import Tensor
+
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Proposal
@@ -18,6 +20,7 @@ from truedraft.engine import Engine, Request
 from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
+from truedraft.planning.siblings import draws_several
 
 _BATCH = 8
 
@@ -40,6 +43,7 @@ class AnswerTrace:
         probs: what the target gave to each token of `tokens`, by its processed distribution; empty of greedy and
             coupled answers, whose replay does not need it.
         layers: numbers of the layers whose vectors were kept.
+        dists: those distributions `[vocab]` themselves, where a drafter draws several tokens at one place.
     """
 
     name: str
@@ -52,6 +56,7 @@ class AnswerTrace:
     seen: tuple[StepOutcome, ...]
     probs: tuple[float, ...] = ()
     layers: tuple[int, ...] = ()
+    dists: tuple[Tensor, ...] = ()
 
     @property
     def places(self) -> int:
@@ -93,8 +98,9 @@ def trace_answers(
         PromptError: a prompt cannot be run.
         ModelError: the target failed, or cannot show what a drafter wants to see.
     """
-    drawn = any(is_drawn(params) for _, _, params in prompts)
-    watcher = _Watcher([each.features for each in drafters if each.features is not None], drawn)
+    drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
+    wanted = [each.features for each in drafters if each.features is not None]
+    watcher = _Watcher(wanted, drawn, whole=any(map(draws_several, drafters)))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed")
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # Beyond the end of text, so that the token that ended an answer is seen.
@@ -143,6 +149,7 @@ def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[in
         tuple(watcher.seen.pop(request.id, ())),
         tuple(watcher.probs.pop(request.id, ())),
         watcher.layers,
+        tuple(watcher.dists.pop(request.id, ())),
     )
 
 
@@ -152,30 +159,36 @@ class _Watcher(NoDrafter):
     Args:
         wanted: what drafters want to see.
         drawn: whether there are requests whose tokens' probabilities are kept.
+        whole: whether the distributions of these requests are kept, too.
 
     Attributes:
         layers: numbers of the layers that are kept.
         seen: by request, of each step.
         probs: by request, what the target gave to each token that it drew, where chance decides.
+        dists: by request, the distributions that these are of.
     """
 
     told_late = False
 
-    def __init__(self, wanted: Sequence[Features], drawn: bool) -> None:
+    def __init__(self, wanted: Sequence[Features], drawn: bool, *, whole: bool = False) -> None:
+        self._keeps_dists = whole
         self._keeps_logits = any(each.logits for each in wanted)
         self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))
         if wanted or drawn:
-            whole = any(each.rows == "all" for each in wanted)
-            shown = Features("all" if whole else "last", self._keeps_logits or drawn, self.layers)
+            rows = any(each.rows == "all" for each in wanted)
+            shown = Features("all" if rows else "last", self._keeps_logits or drawn, self.layers)
             self.features = shown  # type: ignore[misc]  # of this watcher, not of its class
         self.seen: dict[int, list[StepOutcome]] = {}
         self.probs: dict[int, list[float]] = {}
+        self.dists: dict[int, list[Tensor]] = {}
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         for request, outcome in zip(batch, outcomes, strict=True):
             if is_drawn(request.params) and outcome.tokens and outcome.logits is not None:
                 dist = probs_from_logits(outcome.logits[-1:], request.params)
                 self.probs.setdefault(request.id, []).append(float(dist[0, outcome.tokens[0]]))
+                if self._keeps_dists:
+                    self.dists.setdefault(request.id, []).append(dist[0].cpu())
             # Copies: the next forward may write over the rows.
             kept = dataclasses.replace(
                 outcome,

@@ -7,7 +7,8 @@ then told the token that came. Which of the proposed nodes lie on the trace says
   nodes keeps the first n, so it accepts as many as lie on the trace among these. Replay is exact.
 - Where a chain is drawn from a draft's distribution, the token x of the trace was an accepted draft with probability
   min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Acceptance at one place does not depend on that at
-  another, given the text, so the product of the factors is the probability that a step accepts so far.
+  another, given the text, so the product of the factors is the probability that a step accepts so far. Of several draws
+  at one place it is known too (`planning.siblings`); how many nodes they come to is what was drawn in the replay.
 
 Either way a step at place i accepts a tokens and the next one starts at i + a + 1. Summing up the probability that a
 step starts at each place gives the expected number of target calls of the whole answer. (A mean over all places would
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from truedraft.core.budget import Budget
+from truedraft.core.budget import Budget, nodes_of
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
@@ -32,8 +33,8 @@ from truedraft.drafters.base import Drafter, DraftRequest, TokenView
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.planning.replay import NEVER
+from truedraft.planning.siblings import draws_of, draws_several
 from truedraft.planning.traces import AnswerTrace, is_drawn, shown_to
-from truedraft.theory import replay_factor
 
 _BATCH = 16
 
@@ -72,13 +73,16 @@ class Walk:
             `NEVER` where none does.
         survival: `[places, depth]`: the probability that it is accepted so far if the nodes are there.
         depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
-        sizes: `[places]`: nodes of the whole proposal.
+        sizes: `[places]`: nodes of the whole proposal, or the budget that it takes.
+        drafted: `[places, nodes + 1]`: nodes within a budget of 0, 1, ..., where draws that agree may leave some of it;
+            None where a budget is used up.
     """
 
     fewest: Numbers
     survival: Numbers
     depths: Numbers
     sizes: Numbers
+    drafted: Numbers | None = None
 
     @property
     def tokens(self) -> int:
@@ -101,7 +105,8 @@ class Walk:
         for place in places:
             visits[:, place + 1 : place + 1 + width] += visits[:, place, None] * exactly[:, place]
         visits = visits[:, : self.tokens]
-        return Steps(visits.sum(axis=1), visits, nodes, self.depths[places[None], nodes], reach)
+        drafted = nodes if self.drafted is None else self.drafted[places[None], nodes]
+        return Steps(visits.sum(axis=1), visits, drafted, self.depths[places[None], nodes], reach)
 
 
 def check_walkable(drafter: Drafter, drawn: bool) -> None:
@@ -125,10 +130,10 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
     if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
         return
     how = "plan with --temperature 0 or --coupled"
-    if drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1:
+    if not draws_several(drafter) and (drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1):
         raise OptionError(
-            f"drafter {name!r} draws several candidates for one place, whose acceptance at a temperature is not known "
-            f"from the target's answer alone; {how}, or take a chain"
+            f"drafter {name!r} draws candidates and keeps the best of several paths, whose acceptance at a temperature "
+            f"is not known from the target's answer alone; {how}, or take one that drafts chains"
         )
     if limits.min_probability > 0.0:
         raise OptionError(
@@ -154,13 +159,18 @@ def walk_along(
         batch: answers that it lives through together.
 
     Raises:
-        OptionError: its acceptance along a trace is not known.
+        OptionError: its acceptance along a trace is not known, or not from what these hold.
         DrafterError: it failed.
     """
     check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
+    if draws_several(drafter) and any(is_drawn(trace.params) and not trace.dists for trace in traces):
+        raise OptionError(
+            f"drafter {drafter.name!r} draws several tokens for one place, and these traces do not hold the target's "
+            "distributions; give trace_answers this drafter"
+        )
     found: list[Walk] = []
     for first in range(0, len(traces), batch):
-        lives = [_Life(-number - 1, trace) for number, trace in enumerate(traces[first : first + batch])]
+        lives = [_Life(-number - 1, trace, drafter) for number, trace in enumerate(traces[first : first + batch])]
         try:
             with target.stepping():
                 _live(drafter, lives)
@@ -203,9 +213,10 @@ class _Life:
     Args:
         number: of the request; the engine counts its own up from 0, and two may share a drafter.
         trace: is lived through.
+        drafter: is asked.
     """
 
-    def __init__(self, number: int, trace: AnswerTrace) -> None:
+    def __init__(self, number: int, trace: AnswerTrace, drafter: Drafter) -> None:
         self.trace = trace
         self._tokens = list(trace.prompt)
         self.request = DraftRequest(number, trace.params, TokenView(self._tokens), kept=False)
@@ -213,7 +224,7 @@ class _Life:
         self._step = 0
         self._begun = False
         self._held: list[list[int]] = []  # of each place: nodes that hold the continuation, by depth
-        self._factors: list[float] = []
+        self._draws = draws_of(drafter, trace.seed)
         self._depths: list[list[int]] = []
 
     @property
@@ -236,11 +247,15 @@ class _Life:
 
     def budget(self, drafter: Drafter) -> Budget:
         """As large as a proposal may be here; of a drawn chain one token tells all."""
-        left = max(0, self.trace.remaining(self._place) - 1)
-        return drafter.limits.cut(min(left, 1) if self._is_chain(drafter) else left)
+        left = self._allowed(self._place)
+        return drafter.limits.cut(min(left, 1) if self._draws_tokens(drafter) and drafter.limits.width == 1 else left)
 
-    def _is_chain(self, drafter: Drafter) -> bool:
-        """Whether tokens are drawn, one at each place, rather than candidates chosen."""
+    def _allowed(self, place: int) -> int:
+        """Tokens that may be drafted at a place."""
+        return max(0, self.trace.remaining(place) - 1)
+
+    def _draws_tokens(self, drafter: Drafter) -> bool:
+        """Whether tokens are drawn, rather than candidates chosen."""
         return self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
 
     def noise(self) -> KeyedNoise:
@@ -258,12 +273,13 @@ class _Life:
     def _note(self, proposal: Proposal) -> None:
         truth = self.trace.tokens[self._place + 1 :]
         draws = proposal.draws[0]
-        if self._drawn and draws and draws[0].kind is DrawKind.INDEPENDENT:
-            assert proposal.probs is not None
-            q, p = float(proposal.probs[draws[0].dist, truth[0]]), self.trace.probs[self._place + 1]
-            self._factors.append(replay_factor(min(p, 1.0), min(q, 1.0)) if p > 0.0 else 1.0)
-        else:
-            self._factors.append(0.0)
+        if self._drawn:
+            place, q = self._place + 1, None
+            if draws and draws[0].dist >= 0:
+                assert proposal.probs is not None
+                q = proposal.probs[draws[0].dist]
+            p = self.trace.dists[place] if self.trace.dists else None
+            self._draws.note(self.trace.probs[place], p, q, truth[0])
         self._held.append(_held(proposal.tree, truth))
         self._depths.append([0, *np.maximum.accumulate(proposal.tree.shape.depths or (0,)).tolist()])
         if not len(proposal.tree):
@@ -271,8 +287,8 @@ class _Life:
 
     def walk(self, drafter: Drafter) -> Walk:
         """What came of it."""
-        if self._is_chain(drafter):
-            return self._of_chains(drafter.limits.depth)
+        if self._draws_tokens(drafter):
+            return self._of_draws(drafter)
         depth = max([1, *map(len, self._held)])
         fewest = np.full((len(self._held), depth), NEVER, np.int64)
         for place, held in enumerate(self._held):
@@ -282,17 +298,29 @@ class _Life:
         sizes = np.array([len(each) - 1 for each in self._depths], np.int64)
         return Walk(fewest, (fewest < NEVER).astype(np.float64), depths.reshape(len(sizes), most), sizes)
 
-    def _of_chains(self, length: int) -> Walk:
-        """Chains that are drawn: the factors of as many tokens as a step may draft."""
-        places = len(self._factors)
-        allowed = np.array([max(0, self.trace.remaining(place) - 1) for place in range(places)]).clip(max=length)
+    def _of_draws(self, drafter: Drafter) -> Walk:
+        """Tokens that are drawn: what as many levels as a step may draft bring, each of which a budget has or not."""
+        length, places = drafter.limits.depth, len(self._held)
+        branching = drafter.branching or (1,) * length
+        levels = np.array([nodes_of(branching[:depth]) for depth in range(1, length + 1)])
+        allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=length)
         survival = np.zeros((places, length))
         for place in range(places):
-            own = self._factors[place : place + int(allowed[place])]
-            survival[place, : len(own)] = np.cumprod(own)
-        numbers = np.arange(1, length + 1)[None]
-        fewest = np.where(numbers <= allowed[:, None], numbers, NEVER)
-        return Walk(fewest, survival, np.minimum(np.arange(length + 1)[None], allowed[:, None]), allowed)
+            own = self._draws.survival(place, int(allowed[place]))
+            survival[place, : len(own)] = own
+        fewest = np.where(np.arange(1, length + 1)[None] <= allowed[:, None], levels[None], NEVER)
+        within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # levels that a budget has
+        depths = np.minimum(within[None], allowed[:, None])
+        taken = np.concatenate([[0], levels])[allowed]
+        return Walk(fewest, survival, depths, taken, self._drafted(depths) if drafter.limits.width > 1 else None)
+
+    def _drafted(self, depths: Numbers) -> Numbers:
+        """Nodes of the proposals down to some depths `[places, budgets]`."""
+        found = np.zeros_like(depths)
+        for place, own in enumerate(self._depths):
+            counts = np.bincount(np.array(own[1:], np.int64), minlength=int(depths.max(initial=0)) + 1).cumsum()
+            found[place] = counts[depths[place]]
+        return found
 
 
 def _held(tree: TokenTree, truth: Sequence[int]) -> list[int]:

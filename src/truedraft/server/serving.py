@@ -69,7 +69,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     )
     for words, rule in front.rules.items():
         with errors_about("allow_rule"):
-            rule.check(engine.drafter.kinds, words)
+            rule.check(engine.drafter.kinds_for(rule.judges), words)
     if options.otlp_endpoint is not None:
         from truedraft.server.spans import Spans
 

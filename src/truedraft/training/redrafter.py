@@ -117,11 +117,11 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
 
 
 def _round(head: RedrafterHead, temperature: float, nodes: int, replayed: ReplayedBeams) -> EngineRound:
-    """As many beams as nodes, so that the tree has the likeliest nodes of all."""
+    """As many beams as nodes, so that the tree has the likeliest nodes of all; chosen ones, as they were replayed."""
     beams, length = nodes, head.reach
     promised = _promised(replayed.promises, beams, length, nodes)
     about = {"nodes": nodes, "beams": beams, "length": length, "promised": promised}
-    return EngineRound(temperature, functools.partial(Redrafter, head, beams=beams, nodes=nodes), about)
+    return EngineRound(temperature, functools.partial(Redrafter, head, beams=beams, nodes=nodes, sampled=False), about)
 
 
 def _promised(promises: Sequence[BeamTokens], beams: int, length: int, nodes: int) -> float | None:

@@ -1,0 +1,233 @@
+"""What several draws at a place bring along a trace: against the rule's kernel, against every text, and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft import Engine, SamplingParams
+from truedraft.core.proposal import DrawKind
+from truedraft.drafters import DraftModel
+from truedraft.planning.siblings import ChainDraws, Draws, SingleDraws, TreeDraws, draws_of
+from truedraft.planning.traces import trace_answers
+from truedraft.planning.walks import Walk, walk_along
+from truedraft.testing import MarkovModel
+from truedraft.verification import SpeculativeSampling
+from truedraft.verification.rule import DrawnToken, JudgedRow
+
+VOCAB = 3
+RULE = SpeculativeSampling()
+
+
+def pair() -> tuple[MarkovModel, MarkovModel]:
+    big = MarkovModel.random(VOCAB, seed=4, sharpness=1.2, context_length=60)
+    q = 0.5 * big.probs + 0.5 * MarkovModel.random(VOCAB, seed=5, context_length=60).probs
+    return big, MarkovModel(q, context_length=60)
+
+
+def drawn(q: Tensor, draws: int, kind: DrawKind) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Every sequence of draws with its probability; fewer where the distribution is used up."""
+
+    def go(so_far: tuple[int, ...], mass: float, left: Tensor) -> Iterator[tuple[float, tuple[int, ...]]]:
+        if len(so_far) == draws or not float(left.sum()):
+            yield mass, so_far
+            return
+        for token, each in enumerate(left / left.sum()):
+            if float(each) > 0.0:
+                below = left.clone()
+                if kind is DrawKind.WITHOUT_REPLACEMENT:
+                    below[token] = 0.0
+                yield from go((*so_far, token), mass * float(each), below)
+
+    yield from go((), 1.0, q)
+
+
+def by_the_kernel(p: Tensor, q: Tensor, draws: int, kind: DrawKind) -> dict[tuple[int, int], float]:
+    """By token and number of draws that name it: the probability that it is accepted as a draft."""
+    found: dict[tuple[int, int], float] = {}
+    for mass, tokens in drawn(q, draws, kind):
+        row = JudgedRow(p, tuple(DrawnToken(token, 0, q, kind) for token in tokens))
+        for outcome in RULE.outcomes([row]):
+            if outcome.accepted:
+                key = outcome.tokens[0], tokens.count(outcome.tokens[0])
+                found[key] = found.get(key, 0.0) + mass * outcome.probability
+    return found
+
+
+WORLDS = [
+    ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]),
+    ([0.1, 0.6, 0.3], [0.3, 0.3, 0.4]),
+    ([0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.15, 0.05]),
+    ([0.6, 0.4, 0.0, 0.0], [0.0, 0.5, 0.25, 0.25]),
+    ([0.3, 0.3, 0.4], [0.3, 0.3, 0.4]),
+]
+
+
+@pytest.mark.parametrize(("p", "q"), WORLDS)
+def test_chains_are_accepted_as_the_kernel_says(p: list[float], q: list[float]) -> None:
+    target, draft = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+    for token in range(len(p)):
+        if p[token] == 0.0:
+            continue
+        draws = ChainDraws(3)
+        draws.note(p[token], target, draft, token)
+        (factors,) = draws._places
+        for came in (1, 2, 3):
+            exact = by_the_kernel(target, draft, came, DrawKind.INDEPENDENT)
+            for below in (1, 2, 3):
+                assert factors[came, below] * p[token] == pytest.approx(exact.get((token, below), 0.0), abs=1e-12)
+        single = SingleDraws()
+        single.note(p[token], None, draft, token)
+        assert single.survival(0, 1)[0] == pytest.approx(factors[1].sum(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "q"), WORLDS)
+def test_draws_without_replacement_are_accepted_as_the_kernel_says(p: list[float], q: list[float]) -> None:
+    """The mean of 4,000 places, which lies within 0.02 of the exact one unless it is wrong; the seed is fixed."""
+    target, draft = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+    for token in range(len(p)):
+        if p[token] == 0.0:
+            continue
+        draws = TreeDraws((3, 2, 1), seed=1)
+        for _ in range(4000):
+            draws.note(p[token], target, draft, token)
+        means = np.mean(draws._places, axis=0)
+        assert max(map(max, draws._places)) <= 1.0 + 1e-12
+        for width in (1, 2, 3):
+            exact = by_the_kernel(target, draft, width, DrawKind.WITHOUT_REPLACEMENT)
+            share = sum(mass for (of, _), mass in exact.items() if of == token)
+            assert means[width - 1] * p[token] == pytest.approx(share, abs=1e-12 if width == 1 else 0.02)
+
+
+def test_survival_follows_the_chains_that_are_left() -> None:
+    """Two chains over two equal distributions: both pass with q(x), and where one does the other was elsewhere."""
+    law = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    draws = ChainDraws(2)
+    for _ in range(2):
+        draws.note(0.5, law, law, 0)
+    # The first draw is always accepted where p = q, so the trace's token is one that was drafted first.
+    assert draws.survival(0, 2).tolist() == [1.0, 1.0]
+    apart = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    draws.note(0.5, law, apart, 0)
+    assert draws.survival(0, 3).tolist() == [1.0, 1.0, 0.0]
+    draws.note(0.5, law, None, 0)
+    assert draws.survival(3, 1).tolist() == [0.0]
+
+
+def test_which_draws_a_drafter_makes() -> None:
+    _, small = pair()
+    made: dict[type[Draws], DraftModel] = {
+        SingleDraws: DraftModel(small, 3),
+        ChainDraws: DraftModel(small, 3, chains=2),
+        TreeDraws: DraftModel(small, branching=(2, 1)),
+    }
+    assert all(type(draws_of(drafter, 0)) is kind for kind, drafter in made.items())
+
+
+# ------------------------------------------------------------------------------- whole answers
+
+
+def forced(big: MarkovModel, drafter: DraftModel, prompt: list[int], text: tuple[int, ...]) -> tuple[Walk, float]:
+    """The walk along one text as if the target had drawn it, and the text's probability."""
+    params = SamplingParams(max_tokens=len(text), temperature=1.0, seed=sum(3**n * t for n, t in enumerate(text)))
+    trace = trace_answers(big, [("1", prompt, params)], [drafter])[0]
+    dists = [big.probs_after([*prompt, *text[:place]]).float() for place in range(len(text))]
+    seen = list(trace.seen)
+    for step, token in zip(range(len(seen) - len(text), len(seen)), text, strict=True):
+        seen[step] = dataclasses.replace(seen[step], tokens=(token,))
+    probs = tuple(float(dist[token]) for dist, token in zip(dists, text, strict=True))
+    assert len(trace.dists) == (len(text) if drafter.limits.width > 1 else 0)
+    made = dataclasses.replace(trace, tokens=text, probs=probs, seen=tuple(seen), dists=tuple(dists))
+    (walk,) = walk_along(drafter, big, [made])
+    return walk, float(np.prod(probs))
+
+
+def expected_calls(big: MarkovModel, small: MarkovModel, prompt: list[int], tokens: int, drafter: DraftModel) -> float:
+    """Expected target calls behind the first token, by the rule's kernel: what each step emits, and how likely."""
+    (kind,) = drafter.kinds
+
+    def after(text: list[int], left: int) -> float:
+        depth = min(drafter.limits.depth, left - 1)
+        return 0.0 if left == 0 else 1.0 + going(text, left, 0, depth, drafter.branching[0])
+
+    def going(text: list[int], left: int, level: int, depth: int, draws: int) -> float:
+        p, q = (each / each.sum() for each in (m.probs_after(text).double() for m in (big, small)))
+        if level == depth:  # a bonus token
+            return sum(float(p[x]) * after([*text, x], left - 1) for x in range(VOCAB) if left > 1)
+        found = 0.0
+        for mass, made in drawn(q, draws, kind):
+            row = JudgedRow(p, tuple(DrawnToken(token, 0, q, kind) for token in made))
+            for outcome in RULE.outcomes([row]):
+                token, weight = outcome.tokens[0], mass * outcome.probability
+                if outcome.goes_on:
+                    deeper = (*drafter.branching, 1)[level + 1]
+                    below = made.count(token) if drafter.chains > 1 else deeper
+                    found += weight * going([*text, token], left - 1, level + 1, depth, below)
+                else:
+                    found += weight * after([*text, token], left - 1)
+        return found
+
+    p = big.probs_after(prompt).double()
+    return sum(float(p[x]) * after([*prompt, x], tokens - 1) for x in range(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("make", "within"),
+    [
+        (lambda small: DraftModel(small, 3, chains=2), 1e-6),
+        (lambda small: DraftModel(small, 2, chains=3), 1e-6),
+        (lambda small: DraftModel(small, branching=(2, 1, 1)), 0.01),
+        (lambda small: DraftModel(small, branching=(2, 2)), 0.01),
+    ],
+    ids=["chains=2", "chains=3", "2-1-1", "2-2"],
+)
+def test_expected_calls_over_all_texts(make: Callable[[MarkovModel], DraftModel], within: float) -> None:
+    """Chains to rounding; trees within what the few draws that stand for all leave of 81 texts; seeds are fixed."""
+    big, small = pair()
+    drafter, prompt, tokens = make(small), [0, 1], 4
+    total = 0.0
+    for text in itertools.product(range(VOCAB), repeat=tokens):
+        walk, weight = forced(big, drafter, prompt, text)
+        total += weight * float(walk.steps([drafter.limits.nodes]).calls[0])
+    assert total == pytest.approx(expected_calls(big, small, prompt, tokens, drafter), abs=within)
+
+
+@pytest.mark.parametrize("options", [{"chains": 3}, {"branching": (3, 2, 1)}], ids=["chains", "tree"])
+def test_calls_and_nodes_are_those_of_the_engine(options: dict) -> None:
+    """Within six standard errors of 300 answers: a false alarm has a probability below 1e-8, and the seed is fixed."""
+    big, small = pair()
+    prompts = [[n % 3, (n // 3) % 3] for n in range(300)]
+    params = [SamplingParams(max_tokens=24, temperature=1.0, seed=100 + number) for number in range(300)]
+    drafter = DraftModel(small, 3, **options)
+    asked = [(str(number), prompt, own) for number, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
+    walks = walk_along(drafter, big, trace_answers(big, asked, [drafter], batch=100), batch=100)  # type: ignore[arg-type]
+    steps = [walk.steps([drafter.limits.nodes]) for walk in walks]
+    replayed = np.array([[float(each.calls[0]), float((each.visits * each.nodes).sum())] for each in steps])
+    answers = Engine(big, drafter, controller="fixed").generate(
+        prompts, [dataclasses.replace(own, seed=(own.seed or 0) + 10_000) for own in params]
+    )
+    engine = np.array([[float(each.stats.target_calls), float(each.stats.draft_tokens)] for each in answers])
+    error = np.hypot(replayed.std(axis=0), engine.std(axis=0)) / 300**0.5
+    assert (abs(replayed.mean(axis=0) - engine.mean(axis=0)) < 6 * error).all()
+
+
+def test_a_smaller_budget_drafts_shorter_chains() -> None:
+    big, small = pair()
+    longest = DraftModel(small, 4, chains=2)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+    traces = trace_answers(big, [("1", [0, 1], params)], [longest])
+    (walk,) = walk_along(longest, big, traces)
+    steps = walk.steps([2, 4, 8])
+    for number, length in enumerate((1, 2, 4)):
+        (own,) = walk_along(DraftModel(small, length, chains=2), big, traces)
+        alone = own.steps([2 * length])
+        assert alone.calls[0] == pytest.approx(float(steps.calls[number]), abs=1e-12)
+        assert alone.nodes[0].tolist() == steps.nodes[number].tolist()
+        assert alone.depths[0].tolist() == steps.depths[number].tolist()
+    assert (steps.nodes[2] < 8).any()  # chains agree now and then
