@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 _COUNTED = "counted"
-_AUTO, _PORTFOLIO, _CASCADE, _NONE = "auto", "portfolio", "cascade", "none"
+_AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
 
@@ -41,6 +41,7 @@ class DrafterKind:
         meaning: what it does, in a phrase.
         make: the drafter, from a word whose options are known.
         widest: options that leave a controller room to decide, as `auto` takes them.
+        members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
     """
 
     path: str | None
@@ -48,10 +49,11 @@ class DrafterKind:
     meaning: str
     make: Callable[[Words, LanguageModel], Drafter]
     widest: Mapping[str, str] = field(default_factory=dict)
+    members: str = ""
 
     def usage(self, word: str) -> str:
         """How it is typed, with its options; words that are short enough to be broken into lines."""
-        path = "" if self.path is None else f"[:{self.path}]"
+        path = f"({self.members})" if self.members else "" if self.path is None else f"[:{self.path}]"
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{word}{path}" + (f", options {options}" if options else "")
 
@@ -151,13 +153,9 @@ def drafter_help() -> str:
         "truedraft; a controller chooses among them at each step"
     )
     chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
-    composed = (
-        "cascade(A;B), options num_speculative_tokens=8: B drafts so many tokens, and A drafts those for it, as in "
-        "cascade(prompt-lookup;draft); B has a model that verifies, draft or self, and A may be a cascade"
-    )
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
     kinds = (f"{kind.usage(word)}: {kind.meaning}" for word, kind in KINDS.items())
-    return ".\n\n".join((auto, *kinds, chosen, composed, own)) + "."
+    return ".\n\n".join((auto, *kinds, chosen, own)) + "."
 
 
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
@@ -210,7 +208,6 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
     """
     from truedraft.drafters.cascade import Cascade
 
-    words.check(("num_speculative_tokens",), takes_members=True)
     members = [Words.parse("drafter", member) for member in words.members]
     for member in members:
         if member.kind in (_AUTO, _PORTFOLIO, _NONE):
@@ -228,18 +225,16 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
 
 
 def _made(words: Words, target: LanguageModel) -> Drafter:
-    if words.kind == _CASCADE:
-        return _cascade(words, target)
     kind = KINDS.get(words.kind)
     if kind is None:
         from truedraft.drafters.own import own_drafter
 
         own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
-            valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", f"{_CASCADE}(A;B)", "MODULE:CLASS")
+            valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
             raise UnknownOptionError.nearest("drafter", words.kind, valid)
         return own
-    words.check(kind.options, takes_path=kind.path is not None)
+    words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
     return kind.make(words, target)
 
 
@@ -451,6 +446,15 @@ KINDS: Mapping[str, DrafterKind] = {
         "in place of that tree, so many at each depth",
         _ngram,
         {"nodes": "15"},
+    ),
+    "cascade": DrafterKind(
+        None,
+        {"num_speculative_tokens": "8"},
+        "B drafts so many tokens, and A drafts these for it, as in cascade(prompt-lookup;draft): B has a model that "
+        "verifies, draft or self, and A reads tokens alone, or is a cascade",
+        _cascade,
+        {"num_speculative_tokens": "12"},
+        "A;B",
     ),
     "medusa": DrafterKind(
         "DIR",

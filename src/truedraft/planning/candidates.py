@@ -163,8 +163,9 @@ def spelled(words: Words, more: Mapping[str, int | str]) -> str:
     Worked example: `draft:a/b` with a length of 3 is `draft:a/b,num_speculative_tokens=3`.
     """
     path = "" if words.path is None else f":{_quoted(words.path)}"
+    members = f"({';'.join(words.members)})" if words.members else ""
     options = dict(words.options) | {name: str(value) for name, value in more.items()}
-    return words.kind + path + "".join(f",{name}={_quoted(value)}" for name, value in options.items())
+    return words.kind + members + path + "".join(f",{name}={_quoted(value)}" for name, value in options.items())
 
 
 def _quoted(part: str) -> str:
