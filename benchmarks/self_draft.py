@@ -60,7 +60,7 @@ def acceptance(prompts: list[str]) -> dict[str, Any]:
     target, found = load_model("embedded:target"), {}
     for bits in BITS:
         for temperature in TEMPERATURES:
-            engine = Engine(target, SelfDraft(target, bits, 4), controller="fixed")
+            engine = Engine(target, SelfDraft(target, target.quantized(bits), 4), controller="fixed")
             params = SamplingParams(max_tokens=64, temperature=temperature)
             stats = [engine.generate(prompt, params).stats for prompt in prompts]
             drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("draft_tokens", "accepted_tokens"))
@@ -76,7 +76,7 @@ def speedups(target: LanguageModel, prompts: list[str]) -> dict[str, Any]:
     found = {}
     plain = Engine(target)
     for bits in BITS:
-        engine = Engine(target, SelfDraft(target, bits, 8))
+        engine = Engine(target, SelfDraft(target, target.quantized(bits), 8))
         for temperature in TEMPERATURES:
             params = SamplingParams(max_tokens=64, temperature=temperature)
             engine.generate(prompts[0], params)

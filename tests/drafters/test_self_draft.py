@@ -50,7 +50,7 @@ def target() -> HuggingFaceModel:
 
 
 def engine_of(target: HuggingFaceModel, bits: int, depth: int = 4) -> Engine:
-    return Engine(target, SelfDraft(target, bits, depth), controller="fixed")
+    return Engine(target, SelfDraft(target, target.quantized(bits), depth), controller="fixed")
 
 
 @BITS
@@ -107,7 +107,7 @@ def filled(target: HuggingFaceModel, tokens: Sequence[int]) -> DraftRequest:
 def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, bits: int) -> None:
     """They are those of the quantised model behind the target's cache; a request without a cache gets the same."""
     request = filled(target, PROMPTS[0])
-    drafter = SelfDraft(target, bits, 5)
+    drafter = SelfDraft(target, target.quantized(bits), 5)
     noise = KeyedNoise(0, len(request.tokens), 1)
     (proposal,) = drafter.propose([request], [Budget(3)], [noise])
     assert len(proposal.tree) == 3
@@ -126,7 +126,7 @@ def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, bit
 
 
 def test_budgets_of_zero_do_no_work_and_the_context_ends_a_chain(target: HuggingFaceModel) -> None:
-    drafter = SelfDraft(target, 8, 6)
+    drafter = SelfDraft(target, target.quantized(8), 6)
     near = filled(target, [3] * (target.context_length - 2))
     nothing, few = drafter.propose([near, near], [Budget(0), Budget(9)], [KeyedNoise(0, 1, 1), KeyedNoise(0, 1, 2)])
     assert (len(nothing.tree), len(few.tree)) == (0, 3)
@@ -140,7 +140,7 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
         with pytest.raises(OptionError):
             from_spec(word, target)
     with pytest.raises(OptionError, match="bits must be 8 or 4, got 2"):
-        SelfDraft(target, 2)
+        SelfDraft(target, target.quantized(2))
     other = HuggingFaceModel(build(llama(), seed=4), None, "other", native_backend)
     with pytest.raises(CompositionError, match="make one of 'other' to draft for that"):
         Engine(other, drafter)
@@ -151,7 +151,7 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
 def test_memory_counts_no_second_cache(target: HuggingFaceModel) -> None:
     """With room for one request's cache of the target alone it drafts still."""
     params = SamplingParams(max_tokens=20)
-    engine = Engine(target, SelfDraft(target, 8), controller="fixed", max_cache_bytes=2**20)
+    engine = Engine(target, SelfDraft(target, target.quantized(8)), controller="fixed", max_cache_bytes=2**20)
     answer = engine.generate(list(PROMPTS[0]), params)
     assert answer.stats.draft_tokens > 0
     assert engine.drafter.cache_tokens(100) == 0

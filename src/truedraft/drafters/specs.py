@@ -277,7 +277,17 @@ def _self(words: Words, target: LanguageModel) -> Drafter:
     bits = {"int8": 8, "int4": 4}.get(words.path or "")
     if bits is None:
         raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {words.path!r}")
-    return SelfDraft(target, bits, **{name: read_whole(name, value) for name, value in words.options.items()})
+    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
+    return SelfDraft(target, target.quantized(bits), **sizes)
+
+
+def _early_exit(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.self_draft import EarlyExit
+
+    if words.path is None:
+        raise OptionError("drafter 'early-exit' needs a number of layers, as early-exit:4; truedraft plan tries them")
+    layers = read_whole("layers", words.path)
+    return EarlyExit(target, layers, **{name: read_whole(name, value) for name, value in words.options.items()})
 
 
 def _ngram(words: Words, target: LanguageModel) -> Drafter:
@@ -387,6 +397,14 @@ KINDS: Mapping[str, DrafterKind] = {
         "the target itself with weights of 8 or 4 bits, which reads the keys and values of the target: no second model "
         "and no training",
         _self,
+        {"num_speculative_tokens": "8"},
+    ),
+    "early-exit": DrafterKind(
+        "LAYERS",
+        {"num_speculative_tokens": "4"},
+        "the target's own first layers, then its LM head, over the keys and values of the target: no weight is copied; "
+        "truedraft plan --drafter early-exit tries how many layers pay",
+        _early_exit,
         {"num_speculative_tokens": "8"},
     ),
     "reencoded": DrafterKind(

@@ -7,6 +7,7 @@ is called on the way. The result is the model's own up to rounding, which the ch
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -45,6 +46,13 @@ class FusedBackend(Backend):
     def fits(llama: Llama) -> bool:
         """Whether a decoder is in a dtype and on a device that this loop is for, and has no experts."""
         return llama.is_dense and can_pack(llama.device, llama.dtype)
+
+    def with_layers(self, numbers: Sequence[int]) -> FusedBackend:
+        twin = copy.copy(self)
+        twin._layers = [self._layers[number] for number in numbers]
+        twin._scorings = [self._scorings[number] for number in numbers]
+        twin.shown_layers = len(numbers)
+        return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         return self.run_watched(plan, (), {})
