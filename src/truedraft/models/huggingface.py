@@ -19,7 +19,7 @@ from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend, decoder_layers
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
@@ -192,12 +192,10 @@ class HuggingFaceModel(LanguageModel):
             backend = self._backend.quantized(bits)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"{self.name} cannot draft for itself with weights of {bits} bits ({error}, which a Llama-like decoder "
-                "does on the CPU where there is a C compiler, unless fast_paths=False); use another drafter"
+                f"{self.name} cannot draft for itself with weights of {bits} bits ({error}); use another drafter"
             ) from error
-        twin = copy.copy(self)  # the lock and the pool of caches are one
-        twin.name, twin._backend, twin._padding_note = f"{self.name} in {bits} bits", backend, None
-        twin.weight_bytes, twin.fast_paths = backend.weight_bytes, backend.fast_paths
+        twin = self._twin(f"{self.name} in {bits} bits", backend)
+        twin.weight_bytes = backend.weight_bytes
         return twin
 
     def first_layers(self, count: int) -> HuggingFaceModel:
@@ -213,11 +211,18 @@ class HuggingFaceModel(LanguageModel):
             raise UnsupportedModelError(
                 f"{self.name} cannot draft for itself with its first layers ({error}); use another drafter"
             ) from error
-        twin = copy.copy(self)  # as in `quantized`
-        twin.name, twin._backend, twin._padding_note = f"{self.name}, {count} of {own} layers", backend, None
+        twin = self._twin(f"{self.name}, {count} of {own} layers", backend)
         twin._layer_bytes = [self._layer_bytes[number] for number in numbers]
-        twin.layers, twin.shown_layers = count, backend.shown_layers
+        twin.layers = count
         twin.weight_bytes = self.weight_bytes - sum(self._layer_bytes) + sum(twin._layer_bytes)
+        return twin
+
+    def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
+        """This model in a cheaper form, over its own caches."""
+        twin = copy.copy(self)  # the lock and the pool of caches are one
+        twin.name, twin._backend, twin._padding_note = name, backend, None
+        twin.fast_paths, twin.shown_layers = backend.fast_paths, backend.shown_layers
+        twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin
 
     def stepping(self) -> AbstractContextManager[None]:

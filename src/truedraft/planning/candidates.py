@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from truedraft.core.params import SamplingParams
@@ -70,13 +70,17 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
 
     What is tried where nothing was chosen: chains of 1 to 12 tokens, and a few trees of a draft model where no chance
     decides; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of them of every length that it was
-    trained for.
+    trained for; of drafts made of the target both widths of weights, or a few numbers of layers.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
             replayed.
     """
     words = Words.parse("drafter", typed)
+    paths = KINDS[words.kind].paths(target) if words.kind in KINDS and words.path is None else ()
+    if paths:
+        spelt = [spelled(replace(words, path=path), {}) for path in paths]
+        return [replace(each, typed=typed) for full in spelt for each in candidates_of(full, target, params)]
     base = from_spec(typed, target)
     check_walkable(base, is_drawn(params))
     known = KINDS[words.kind].options if words.kind in KINDS else {}
@@ -91,13 +95,13 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
         longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
         lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
         widths = _TREES if _BRANCHING in known and not is_drawn(params) else ()
-        spelt = [spelled(words, {_BRANCHING: each}) for each in widths]
-        return [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
+        trees = [spelled(words, {_BRANCHING: each}) for each in widths]
+        return [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in trees)]
     if _NODES in known and _NODES not in chosen:
         largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
         most = largest.limits.nodes
-        trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
-        return [Candidate(typed, largest, largest, trees)]
+        sizes = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
+        return [Candidate(typed, largest, largest, sizes)]
     return [_whole(typed, base)]
 
 

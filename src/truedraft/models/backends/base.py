@@ -137,7 +137,7 @@ class Backend(ABC):
         Raises:
             UnsupportedModelError: this backend has no products with such weights.
         """
-        raise UnsupportedModelError("it does not run by the native forward")
+        raise UnsupportedModelError("its forward has no products with such weights")
 
     def with_layers(self, numbers: Sequence[int]) -> Backend:
         """The same with some of its layers alone, over the caches of this one; see `LanguageModel.first_layers`.

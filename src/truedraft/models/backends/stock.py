@@ -21,6 +21,7 @@ from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
+from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packing import ForwardPlan
@@ -94,6 +95,17 @@ class StockBackend(Backend):
         logits, vectors = output.logits[0], self._captured.pop()[0]
         return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
 
+    def quantized(self, bits: int) -> StockBackend:
+        if self._carries or self.adapters:
+            raise UnsupportedModelError("its layers carry states, or adapters lie beside its weights")
+        linears = quantized_linears(self._model, bits)
+        weights = [*self._model.parameters(), *self._model.buffers()]
+        instead: dict[int, Any] = {id(each): each for each in weights} | {id(was): now for was, now in linears.items()}
+        twin = StockBackend(copy.deepcopy(self._model, instead), self._attention.patterns)
+        twin.weight_bytes = sum(linear.weight_bytes for linear in linears.values())
+        twin.fast_paths = (f"weights of {bits} bits",)
+        return twin
+
     def with_layers(self, numbers: Sequence[int]) -> StockBackend:
         if self._place is None or self._carries:
             raise UnsupportedModelError("its layers carry states, or are not one list that could be cut short")
@@ -160,7 +172,7 @@ class _PackedAttention:
     """
 
     def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
-        self._patterns = tuple(patterns)
+        self.patterns = tuple(patterns)
         self._plan: ForwardPlan | None = None
         self._call = 0
         self._decoder: frozenset[int] = frozenset()  # ids of its modules, while it reads a prompt with images
@@ -173,7 +185,7 @@ class _PackedAttention:
             AttentionInterface.register(f"{name}-masked", self.attend_masked)
             AttentionMaskInterface.register(f"{name}-masked", sdpa_mask)
         model.set_attn_implementation(name)
-        if self._patterns and model.config._attn_implementation != name:
+        if self.patterns and model.config._attn_implementation != name:
             raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
 
     @contextmanager
@@ -215,7 +227,7 @@ class _PackedAttention:
         """What the model's layers call instead of their own attention; batch 1, all segments packed."""
         plan, call = self._next_call(module)
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-        mixed = plan.attend(call, self._patterns[call], scoring, query[0], key[0], value[0])
+        mixed = plan.attend(call, self.patterns[call], scoring, query[0], key[0], value[0])
         return mixed[None].contiguous(), None  # some families take views of it
 
     def attend_masked(
@@ -237,7 +249,7 @@ class _PackedAttention:
         mask = None if attention_mask is None else attention_mask[0, 0]
         if mask is not None:
             seen = mask[-1] if mask.dtype == torch.bool else mask[-1] >= 0
-            first = max(0, self._patterns[call].first(len(seen) - 1))
+            first = max(0, self.patterns[call].first(len(seen) - 1))
             plan.segments[0].segment.cache.apart |= bool(seen[:first].any()) or not bool(seen[first:].all())
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
@@ -245,7 +257,7 @@ class _PackedAttention:
         """The plan that is followed, and which attention call of it this is."""
         if self._plan is None:
             raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
-        if self._call == len(self._patterns):
+        if self._call == len(self.patterns):
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
         call, self._call = self._call, self._call + 1
         return self._plan, call
