@@ -183,6 +183,7 @@ def test_auto_falls_back_on_it_where_it_could_pay(target: HuggingFaceModel, monk
     monkeypatch.setattr(Weights, "quantized", lambda *given: made.append(1) or whole(*given))  # type: ignore[func-returns-value]
     drafter = from_spec("auto", target)
     assert list(drafter.members) == ["self", "prompt-lookup"]
+    assert [each.model.note for each in drafter.members.values() if each.model is not None] == [None]
     assert not made
     answer = Engine(target, drafter, controller=InTurn()).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30))
     assert made and answer.stats.by_drafter["self"].accepted_tokens > 0

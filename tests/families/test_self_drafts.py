@@ -144,6 +144,12 @@ def test_greedy_answers_of_bfloat16_outside_the_native_forward(word: str) -> Non
     found = Engine(model, from_spec(word, model), controller="fixed").generate(prompts, GREEDY)
     assert [each.token_ids for each in found] == [each.token_ids for each in alone]
     assert sum(each.stats.accepted_tokens for each in found) > 0
+    engine, drawn = (
+        Engine(model, from_spec(word, model), controller="fixed"),
+        SamplingParams(max_tokens=32, temperature=0.8, seed=4),
+    )
+    together = engine.generate(prompts, drawn)
+    assert [each.token_ids for each in together] == [engine.generate(prompt, drawn).token_ids for prompt in prompts]
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)

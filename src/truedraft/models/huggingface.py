@@ -107,6 +107,7 @@ class HuggingFaceModel(LanguageModel):
         self.placeholders = placeholders_of(model) if self.input_names else frozenset()
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
+        self._whole: HuggingFaceModel | None = None  # that this is a cheaper form of
 
     @property
     def module(self) -> PreTrainedModel:
@@ -116,11 +117,15 @@ class HuggingFaceModel(LanguageModel):
     @cached_property
     def equality(self) -> str:
         """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
+        if self._whole is not None:
+            return self._whole.equality
         vary = self._backend.rows_vary or rows_depend_on_their_number(self)
         return UP_TO_NEAR_TIES if vary else "bit for bit"
 
     @property
     def note(self) -> str | None:  # type: ignore[override]
+        if self._whole is not None:
+            return None  # all that there is to say is said of that one
         weaker = (
             f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
             "equal those of plain decoding but where two tokens nearly tie)"
@@ -220,7 +225,7 @@ class HuggingFaceModel(LanguageModel):
     def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
         """This model in a cheaper form, over its own caches."""
         twin = copy.copy(self)  # the lock and the pool of caches are one
-        twin.name, twin._backend, twin._padding_note = name, backend, None
+        twin.name, twin._backend, twin._whole = name, backend, self
         twin.fast_paths, twin.shown_layers = backend.fast_paths, backend.shown_layers
         twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin

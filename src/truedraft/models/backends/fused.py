@@ -61,6 +61,8 @@ class FusedBackend(Backend):
         twin._layers = [layer.with_products(lambda each: _either(fewer, each)) for layer in self._layers]
         twin._lm_head = fewer.get(self._lm_head, self._lm_head)
         twin.weight_bytes = sum(each.weight_bytes for each in fewer.values())
+        if len(fewer) == len(products) + 1:
+            twin.least_rows = 1  # of these products a row has the same bits whatever their number
         twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
         return twin
 
