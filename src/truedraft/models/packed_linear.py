@@ -208,7 +208,7 @@ def pack_weights(model: PreTrainedModel) -> int:
 
 
 def multiplies_packed_alone(model: nn.Module) -> bool:
-    """Whether all weights that vectors are multiplied by are in other forms: only embeddings, norms, biases are left."""
+    """Whether all weights that vectors are multiplied by are packed: none is left but embeddings, norms and biases."""
     return all(
         isinstance(module, nn.Embedding) or all(weight.dim() < 2 for weight in module.parameters(recurse=False))
         for module in model.modules()
