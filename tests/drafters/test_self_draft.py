@@ -1,31 +1,35 @@
-"""The target as its own draft: answers, the target's cache, the stored distributions, and what is refused."""
+"""The target as its own draft, with fewer bits or layers: answers, its cache, stored distributions, what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import native_backend
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
+from truedraft.control import InTurn
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.tree import chain_shape
-from truedraft.drafters import SelfDraft, from_spec
+from truedraft.drafters import EarlyExit, SelfDraft, from_spec, specs
 from truedraft.drafters.base import DraftRequest
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
+from truedraft.models.backends.alone import AloneBackend
+from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.stock import StockBackend
+from truedraft.models.backends.native.memory import Weights
+from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 
-BITS = pytest.mark.parametrize("bits", [8, 4])
+WORDS = pytest.mark.parametrize("word", ["self:int8", "self:int4", "early-exit:1"])
 
 
 def llama() -> LlamaConfig:
@@ -49,28 +53,28 @@ def target() -> HuggingFaceModel:
     return HuggingFaceModel(build(llama(), seed=3, spread=0.15), None, "tiny", native_backend)
 
 
-def engine_of(target: HuggingFaceModel, bits: int, depth: int = 4) -> Engine:
-    return Engine(target, SelfDraft(target, bits, depth), controller="fixed")
+def engine_of(target: HuggingFaceModel, word: str) -> Engine:
+    return Engine(target, from_spec(word, target), controller="fixed")
 
 
-@BITS
-def test_greedy_and_coupled_answers_are_those_of_plain_decoding(target: HuggingFaceModel, bits: int) -> None:
+@WORDS
+def test_greedy_and_coupled_answers_are_those_of_plain_decoding(target: HuggingFaceModel, word: str) -> None:
     prompts = [list(prompt) for prompt in PROMPTS]
     for params in (SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.9, seed=5, coupled=True)):
         plain = Engine(target).generate(prompts, params)
-        drafted = engine_of(target, bits).generate(prompts, params)
+        drafted = engine_of(target, word).generate(prompts, params)
         assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
         assert sum(each.stats.accepted_tokens for each in drafted) > 0
         assert not any(each.warnings for each in drafted)
 
 
-@BITS
+@WORDS
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_targets_cache_is_bit_for_bit_one_that_never_drafted(
-    target: HuggingFaceModel, bits: int, temperature: float
+    target: HuggingFaceModel, word: str, temperature: float
 ) -> None:
     """Looked at after every step, against a forward of the target over the same tokens, one by one."""
-    engine, steps = engine_of(target, bits), []
+    engine, steps = engine_of(target, word), []
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
     request = engine.submit(list(PROMPTS[0]), params)
 
@@ -103,11 +107,12 @@ def filled(target: HuggingFaceModel, tokens: Sequence[int]) -> DraftRequest:
     return DraftRequest(0, SamplingParams(temperature=0.8, seed=1), list(tokens), cache=cache)
 
 
-@BITS
-def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, bits: int) -> None:
-    """They are those of the quantised model behind the target's cache; a request without a cache gets the same."""
+@WORDS
+def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, word: str) -> None:
+    """They are those of the cheaper model behind the target's cache; a request without a cache gets the same."""
     request = filled(target, PROMPTS[0])
-    drafter = SelfDraft(target, bits, 5)
+    drafter = from_spec(f"{word},num_speculative_tokens=5", target)
+    assert isinstance(drafter, SelfDraft)
     noise = KeyedNoise(0, len(request.tokens), 1)
     (proposal,) = drafter.propose([request], [Budget(3)], [noise])
     assert len(proposal.tree) == 3
@@ -126,7 +131,7 @@ def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, bit
 
 
 def test_budgets_of_zero_do_no_work_and_the_context_ends_a_chain(target: HuggingFaceModel) -> None:
-    drafter = SelfDraft(target, 8, 6)
+    drafter = SelfDraft(target, target.quantized(8), 6)
     near = filled(target, [3] * (target.context_length - 2))
     nothing, few = drafter.propose([near, near], [Budget(0), Budget(9)], [KeyedNoise(0, 1, 1), KeyedNoise(0, 1, 2)])
     assert (len(nothing.tree), len(few.tree)) == (0, 3)
@@ -136,22 +141,62 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
     drafter = from_spec("self:int4,num_speculative_tokens=7", target)
     assert isinstance(drafter, SelfDraft)
     assert drafter.limits.depth == 7
-    for word in ("self", "self:int3", "self:int8,num_speculative_tokens=0"):
-        with pytest.raises(OptionError):
+    exit_early = from_spec("early-exit:1,num_speculative_tokens=7", target)
+    assert isinstance(exit_early, EarlyExit)
+    assert (exit_early.name, exit_early.limits.depth, exit_early.model.layers) == ("early-exit", 7, 1)
+    for word, said in {
+        "self": "self:int8 or self:int4",
+        "self:int3": "self:int8 or self:int4, got 'int3'",
+        "self:int8,num_speculative_tokens=0": "num_speculative_tokens must be 1 or more",
+        "early-exit": "needs a number of layers, as early-exit:4",
+        "early-exit:0": "layers must be 1 or more and fewer than the 2 of tiny, got 0",
+        "early-exit:2": "layers must be 1 or more and fewer than the 2 of tiny, got 2",
+        "early-exit:-1": "layers must be 1 or more",
+        "early-exit:half": "must be a whole number, got 'half'",
+    }.items():
+        with pytest.raises(OptionError, match=said) as refused:
             from_spec(word, target)
+        assert "\n" not in str(refused.value)
     with pytest.raises(OptionError, match="bits must be 8 or 4, got 2"):
-        SelfDraft(target, 2)
+        SelfDraft(target, target.quantized(2))
     other = HuggingFaceModel(build(llama(), seed=4), None, "other", native_backend)
     with pytest.raises(CompositionError, match="make one of 'other' to draft for that"):
         Engine(other, drafter)
-    with pytest.raises(UnsupportedModelError, match="use another drafter"):
-        from_spec("self:int8", HuggingFaceModel(build(llama(), seed=4), None, "stock", StockBackend))
+    with pytest.raises(CompositionError, match="does not read the caches of 'other'"):
+        SelfDraft(other, target.quantized(4))
+
+
+@pytest.mark.parametrize("kind", [AloneBackend, WholeTextBackend])
+def test_forwards_that_run_all_layers_are_refused_in_a_sentence(kind: Callable[[PreTrainedModel], Backend]) -> None:
+    alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", kind)
+    for word in ("self:int8", "self:int4", "early-exit:1"):
+        with pytest.raises(UnsupportedModelError, match=r"^alone cannot draft for itself with .*; use another"):
+            from_spec(word, alone)
+
+
+def test_auto_falls_back_on_it_where_it_could_pay(target: HuggingFaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was trained for this target, which is far too small; the copy is made when a step first drafts."""
+    assert list(from_spec("auto", target).members) == ["prompt-lookup"]
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", target.weight_bytes)
+    made: list[int] = []
+    whole = Weights.quantized
+    monkeypatch.setattr(Weights, "quantized", lambda *given: made.append(1) or whole(*given))  # type: ignore[func-returns-value]
+    drafter = from_spec("auto", target)
+    assert list(drafter.members) == ["self", "prompt-lookup"]
+    assert [each.model.note for each in drafter.members.values() if each.model is not None] == [None]
+    assert not made
+    answer = Engine(target, drafter, controller=InTurn()).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30))
+    assert made and answer.stats.by_drafter["self"].accepted_tokens > 0
+    assert answer.token_ids == Engine(target).generate(list(PROMPTS[0]), SamplingParams(max_tokens=30)).token_ids
+    alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", AloneBackend)
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
+    assert list(from_spec("auto", alone).members) == ["prompt-lookup"]
 
 
 def test_memory_counts_no_second_cache(target: HuggingFaceModel) -> None:
     """With room for one request's cache of the target alone it drafts still."""
     params = SamplingParams(max_tokens=20)
-    engine = Engine(target, SelfDraft(target, 8), controller="fixed", max_cache_bytes=2**20)
+    engine = Engine(target, SelfDraft(target, target.quantized(8)), controller="fixed", max_cache_bytes=2**20)
     answer = engine.generate(list(PROMPTS[0]), params)
     assert answer.stats.draft_tokens > 0
     assert engine.drafter.cache_tokens(100) == 0

@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig
+from transformers.pytorch_utils import Conv1D
 
 from support.backends import native_backend
 from support.tiny_models import build
 from truedraft.core.tree import chain_shape
-from truedraft.errors import UnsupportedModelError
+from truedraft.errors import OptionError, UnsupportedModelError
+from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.linear import with_fewer_bits
 from truedraft.models.backends.native.memory import PER_SCALE, UNIT, CModel, Scratch, Weights
-from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.packed_linear import PackedLinear, can_pack
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 
@@ -34,6 +37,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+SHAPES = [(1, 16), (101, 48), (64, 32), (130, 80), (17, 288), (65, 1040)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -50,11 +54,13 @@ def library_for(dtype: torch.dtype) -> Any:
 
 
 def weight_of(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """With a group of zeros, one large weight among small ones, and a group whose largest weights differ in sign."""
+    """With groups of zeros, of one sign and of one value, weights too small to count, and large ones among small."""
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs + inputs)) * 0.05
     weight[0, :PER_SCALE] = 0.0
     weight[min(3, outputs - 1), 1] = 40.0
     weight[outputs - 1, inputs - 1] = -3.0
+    for output, group in ((5, weight[5].abs()), (6, -weight[6].abs()), (7, -0.25), (8, 1e-39)) if outputs > 8 else ():
+        weight[output] = group  # type: ignore[index]
     return weight.to(dtype)
 
 
@@ -85,29 +91,30 @@ def quantized_head(weight: Tensor, bits: int, bias: Tensor | None = None) -> tup
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (101, 48), (64, 32), (130, 80), (17, 288)])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_codes_stand_for_weights_within_half_a_step(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
     weight = weight_of(outputs, inputs, dtype)
     _, coded = quantized_head(weight, bits)
     exact = torch.nn.functional.pad(weight.float(), (0, -inputs % PER_SCALE)).view(outputs, -1, PER_SCALE)
     error = torch.nn.functional.pad(coded - weight.float(), (0, -inputs % PER_SCALE)).view(outputs, -1, PER_SCALE)
     largest = exact.abs().amax(-1)
+    counts = largest > 1e-36  # of others no scale has an inverse
+    assert not coded[weight.float().abs() < 1e-36].any(), "zeros stay zeros"
     if bits == 8:
-        assert bool((error.abs().amax(-1) <= largest * 0.51 / 127).all())
+        assert bool((error.abs().amax(-1) <= largest * 0.51 / 127)[counts].all())
     else:  # no worse, in squares, than by the plainest scale of 4 bits, whose codes are from -7 to 7
         step = (largest / 7).to(torch.bfloat16).float()[..., None]
         plain = torch.where(step > 0, (exact / step.clamp_min(1e-30)).round().clamp(-8, 7) * step, 0.0)
         assert bool((error.square().sum(-1) <= (plain - exact).square().sum(-1) * 1.0001 + 1e-12).all())
-    assert not coded[weight == 0].any(), "zeros stay zeros"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (101, 48), (64, 32), (130, 80), (17, 288)])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products_equal_a_reference(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
     """Inputs are quantised by the same groups; sums of products of codes are whole numbers, so they are exact."""
     head, coded = quantized_head(weight_of(outputs, inputs, dtype), bits)
-    for rows in (1, 2, 3, 4, 5, 9):
+    for rows in range(1, 10):
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
         x[0, :PER_SCALE] = 0.0
         x[-1, -1] = 300.0
@@ -212,8 +219,41 @@ def test_its_bytes_are_fewer_and_it_says_what_it_is() -> None:
 
 
 def test_other_forwards_are_refused_in_one_sentence() -> None:
-    stock = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "tiny", StockBackend)
+    alone = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "tiny", AloneBackend)
     with pytest.raises(
         UnsupportedModelError, match=r"^tiny cannot draft for itself with weights of 8 bits \(.*another"
     ):
-        stock.quantized(8)
+        alone.quantized(8)
+    with pytest.raises(OptionError, match="bits must be 8 or 4, got 2"):
+        alone.quantized(2)
+
+
+def layer_of(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, dtype=dtype)
+    layer.weight.data, layer.bias.data = weight_of(outputs, inputs, dtype), torch.arange(outputs).to(dtype)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("made", ["plain", "packed", "turned"])
+def test_one_layer_alone_gives_what_the_products_give(made: str, bits: int, dtype: torch.dtype) -> None:
+    """A layer of a model that runs by its own modules: plain, packed, or with its weight the other way round."""
+    library_for(dtype)
+    layer = layer_of(101, 48, dtype)
+    source: nn.Module = layer
+    if made == "packed":
+        if not can_pack(torch.device("cpu"), dtype):
+            pytest.skip("cannot pack")
+        source = PackedLinear(layer.weight, layer.bias)
+    elif made == "turned":
+        source = Conv1D(101, 48).to(dtype)
+        source.weight.data, source.bias.data = layer.weight.detach().T.contiguous(), layer.bias.detach()
+    fewer = with_fewer_bits([source, nn.LayerNorm(48), nn.Linear(40, 8)], bits, dtype)
+    assert list(fewer) == [source], "and others are left as they are"
+    x = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bias = torch.nn.functional.pad(torch.arange(101).to(dtype).float(), (0, 27))
+    expected = quantized_head(layer.weight.detach(), bits, bias)[0].logits(x.flatten(0, 1)).view(2, 3, 101)
+    assert fewer[source](x).equal(expected)
+    assert fewer[source].plus(x, torch.ones_like(expected)).equal(expected + 1)
+    assert fewer[source].weight_bytes == fewer[source]._weights._kept[-1].nbytes

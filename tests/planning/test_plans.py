@@ -9,15 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from support.backends import fused_backend
 from support.head_models import MarkovWithEmbedding, random_heads, random_redrafter
 from support.ngram_tables import table_of
-from support.tiny_models import PROMPTS, packed
+from support.tiny_models import GROUPED, PROMPTS, build, packed
 from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, StepCosts
 from truedraft.drafters import from_spec
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.planning import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
 from truedraft.planning.candidates import LONGEST
 from truedraft.planning.predictions import Circumstance, Drafting, Footprint, Interval, PlanOption, options_of
@@ -107,6 +110,22 @@ def test_heads(tmp_path: Path) -> None:
         assert list(whole.words.values()) == [f"redrafter:{tmp_path / 'r'},beams=2,nodes=3{said}"]
     with pytest.raises(OptionError, match="best of several paths"):
         candidates_of(f"redrafter:{tmp_path / 'r'},sampled=true", world, DRAWN)
+
+
+def deep_llama() -> LlamaConfig:
+    return LlamaConfig(**GROUPED | {"num_hidden_layers": 6, "max_position_embeddings": 128})
+
+
+def test_numbers_of_layers_and_widths_of_weights_are_tried() -> None:
+    target = HuggingFaceModel(build(deep_llama(), seed=3), None, "tiny", fused_backend)
+    found = candidates_of("early-exit", target, GREEDY)
+    assert {each.typed for each in found} == {"early-exit"}
+    assert [each.words[2] for each in found] == [f"early-exit:{n},num_speculative_tokens=2" for n in range(1, 6)]
+    models = [each.drafter.model for each in found]
+    bytes_read = [0 if model is None else model.weight_bytes for model in models]
+    assert bytes_read == sorted(set(bytes_read)) and bytes_read[0] > 0
+    (chosen,) = candidates_of("early-exit:2,num_speculative_tokens=3", target, GREEDY)
+    assert chosen.words == {3: "early-exit:2,num_speculative_tokens=3"}
 
 
 def test_what_is_tried_without_words() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.redrafter import Redrafter
     from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
-    from truedraft.drafters.self_draft import SelfDraft
+    from truedraft.drafters.self_draft import EarlyExit, SelfDraft
     from truedraft.drafters.specs import from_spec
     from truedraft.drafters.suffix import SuffixDrafter
 
@@ -37,6 +37,7 @@ _HOMES = {
     "Drafter": "drafters.base",
     "Draw": "core.proposal",
     "DrawKind": "core.proposal",
+    "EarlyExit": "drafters.self_draft",
     "Features": "drafters.base",
     "Lookahead": "drafters.lookahead",
     "Medusa": "drafters.medusa",
@@ -66,6 +67,7 @@ __all__ = [
     "Drafter",
     "Draw",
     "DrawKind",
+    "EarlyExit",
     "Features",
     "Lookahead",
     "Medusa",

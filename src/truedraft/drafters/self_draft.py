@@ -1,4 +1,4 @@
-"""The target as its own draft: with weights of 8 or 4 bits, over the keys and values that it committed itself."""
+"""The target as its own draft, with fewer bits or fewer layers, over the keys and values that it committed itself."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _READ_TOKENS = 512
 
 
 class SelfDraft(Drafter):
-    """Drafts chains with a copy of the target whose linear weights have fewer bits.
+    """Drafts chains with a cheaper form of the target: `target.quantized(4)`, or `target.first_layers(8)`.
 
     It reads no prompt and keeps no cache. A proposal begins with a forward of the last token behind the target's
     committed ones, in the target's own cache; each further token is one forward more. What these write there is
-    dropped before the target's forward, which computes the same positions again in full: nothing that the copy
-    computed is ever committed.
+    dropped before the target's forward, which computes the same positions again in full, also where the draft ran the
+    very layers of the target: nothing that it computed is ever committed.
 
     Args:
         target: that it drafts for.
-        bits: of a weight, 8 or 4.
+        model: made of the target; reads and writes the target's caches.
         num_speculative_tokens: length of a chain.
 
     Raises:
         OptionError: an option is out of range.
-        UnsupportedModelError: the target has no products with such weights.
+        CompositionError: the model has caches of its own.
     """
 
     name: ClassVar[str] = "self"
@@ -44,15 +44,18 @@ class SelfDraft(Drafter):
     target_cache = True
     can_verify = True
 
-    def __init__(self, target: LanguageModel, bits: int = 8, num_speculative_tokens: int = 4) -> None:
-        if bits not in (8, 4):
-            raise OptionError(f"bits must be 8 or 4, got {bits}")
+    def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
         if not 1 <= num_speculative_tokens <= MOST_NODES:
             raise OptionError(
                 f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
             )
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
-        self.model: LanguageModel = target.quantized(bits)
+        if model.cache_pool is None or model.cache_pool is not target.cache_pool:
+            raise CompositionError(
+                f"{model.name!r} does not read the caches of {target.name!r}; give a model made of it, such as "
+                "target.quantized(4)"
+            )
+        self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
         self._target = target
 
@@ -61,7 +64,7 @@ class SelfDraft(Drafter):
         return frozenset({DrawKind.INDEPENDENT})
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a target whose caches are not those that the copy reads.
+        """Refuse a target whose caches are not those that the draft reads.
 
         Raises:
             CompositionError: it was made from another one.
@@ -135,3 +138,22 @@ class SelfDraft(Drafter):
         cache = self.caches.pop(request.id, None)
         if cache is not None:
             self._target.release_cache(cache)
+
+
+class EarlyExit(SelfDraft):
+    """Drafts with the target's first layers, its final norm and its LM head (as in 2404.16710, without training).
+
+    Args:
+        target: that it drafts for.
+        layers: that run, 1 or more and fewer than the target has.
+        num_speculative_tokens: length of a chain.
+
+    Raises:
+        OptionError: an option is out of range.
+        UnsupportedModelError: the target cannot be cut short.
+    """
+
+    name: ClassVar[str] = "early-exit"
+
+    def __init__(self, target: LanguageModel, layers: int, num_speculative_tokens: int = 4) -> None:
+        super().__init__(target, target.first_layers(layers), num_speculative_tokens)

@@ -5,6 +5,7 @@ Loads nothing heavy before a drafter is made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.drafters.registry import find_drafters
 from truedraft.embedded import embedded_heads
-from truedraft.errors import OptionError, UnknownOptionError, errors_about
+from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError, errors_about
 from truedraft.options import Words, read_number, read_whole
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ _COUNTED = "counted"
 _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
+# Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
+# long as what surrounds it; with 31 MB half of it (benchmarks/self_draft.py).
+_LEAST_OWN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class DrafterKind:
         meaning: what it does, in a phrase.
         make: the drafter, from a word whose options are known.
         widest: options that leave a controller room to decide, as `auto` takes them.
+        paths: of a target, what a plan tries behind its word where no path is given.
         members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
     """
 
@@ -49,6 +54,7 @@ class DrafterKind:
     meaning: str
     make: Callable[[Words, LanguageModel], Drafter]
     widest: Mapping[str, str] = field(default_factory=dict)
+    paths: Callable[[LanguageModel], Sequence[str]] = lambda _: ()
     members: str = ""
 
     def usage(self, word: str) -> str:
@@ -68,10 +74,10 @@ def from_spec(
     """Make a drafter from its word, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
     `KINDS` has the kinds with their options. `auto` is prompt lookup and all trained drafters that belong to the
-    target, see `truedraft.drafters.registry`; `portfolio(A;B;...)` are those that you name; a controller chooses among
-    them at each step; `cascade(A;B)` drafts with B, whose own tokens A drafts. `MODULE:CLASS` is a drafter of the
-    user's own, see `truedraft.drafters.own`. Double quotes keep commas, semicolons and parentheses in a path or a
-    value: `draft:"a,b",num_speculative_tokens=3`.
+    target, see `truedraft.drafters.registry`, or where there are none `self:int4`; `portfolio(A;B;...)` are those that
+    you name; a controller chooses among them at each step; `cascade(A;B)` drafts with B, whose own tokens A drafts.
+    `MODULE:CLASS` is a drafter of the user's own, see `truedraft.drafters.own`. Double quotes keep commas, semicolons
+    and parentheses in a path or a value: `draft:"a,b",num_speculative_tokens=3`.
 
     Args:
         spec: the word.
@@ -150,7 +156,8 @@ def drafter_help() -> str:
     auto = (
         "auto: prompt-lookup and the trained drafters that belong to the target, found in the folder drafters of its "
         "own folder, in --drafters-dir, among those that truedraft train made here, and among those that ship with "
-        "truedraft; a controller chooses among them at each step"
+        "truedraft, or where there are none self:int4, whose weights are made when a step first drafts with them; a "
+        "controller chooses among them at each step"
     )
     chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
@@ -159,7 +166,10 @@ def drafter_help() -> str:
 
 
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
-    """Prompt lookup and what was trained for the target, of a kind the newest; what cannot be used is told and left."""
+    """Prompt lookup and what was trained for the target, of a kind the newest; what cannot be used is told and left.
+
+    A target without trained drafters drafts for itself, where it can and is not so small that it could not pay.
+    """
     from truedraft.drafters.portfolio import Portfolio
 
     members: list[Drafter] = []
@@ -176,6 +186,10 @@ def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Calla
             continue
         taken[found.kind] += 1
         members.append(drafter)
+    if not members and target.weight_bytes >= _LEAST_OWN_BYTES:
+        own = KINDS["self"]
+        with contextlib.suppress(UnsupportedModelError):
+            members.append(own.make(Words("drafter", "self", "int4", own.widest), target))
     # Sampled drafts come first: their draws stand first where proposals are merged.
     lookup = KINDS["prompt-lookup"]
     return Portfolio([*members, lookup.make(Words("drafter", "prompt-lookup", None, lookup.widest), target)])
@@ -310,7 +324,22 @@ def _self(words: Words, target: LanguageModel) -> Drafter:
     bits = {"int8": 8, "int4": 4}.get(words.path or "")
     if bits is None:
         raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {words.path!r}")
-    return SelfDraft(target, bits, **{name: read_whole(name, value) for name, value in words.options.items()})
+    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
+    return SelfDraft(target, target.quantized(bits), **sizes)
+
+
+def _early_exit(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.self_draft import EarlyExit
+
+    if words.path is None:
+        raise OptionError("drafter 'early-exit' needs a number of layers, as early-exit:4; truedraft plan tries them")
+    layers = read_whole("layers", words.path)
+    return EarlyExit(target, layers, **{name: read_whole(name, value) for name, value in words.options.items()})
+
+
+def _some_layers(target: LanguageModel) -> Sequence[str]:
+    """Up to five numbers of first layers, evenly spread."""
+    return [str(count) for count in sorted({round(target.layers * sixths / 6) for sixths in range(1, 6)} - {0})]
 
 
 def _ngram(words: Words, target: LanguageModel) -> Drafter:
@@ -429,6 +458,16 @@ KINDS: Mapping[str, DrafterKind] = {
         "and no training",
         _self,
         {"num_speculative_tokens": "8"},
+        lambda _: ("int8", "int4"),
+    ),
+    "early-exit": DrafterKind(
+        "LAYERS",
+        {"num_speculative_tokens": "4"},
+        "the target's own first layers, then its LM head, over the keys and values of the target: no weight is copied; "
+        "truedraft plan --drafter early-exit tries how many layers pay",
+        _early_exit,
+        {"num_speculative_tokens": "8"},
+        _some_layers,
     ),
     "reencoded": DrafterKind(
         "MODEL",
@@ -454,7 +493,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "verifies, draft or self, and A reads tokens alone, or is a cascade",
         _cascade,
         {"num_speculative_tokens": "12"},
-        "A;B",
+        members="A;B",
     ),
     "medusa": DrafterKind(
         "DIR",

@@ -84,6 +84,7 @@ class LanguageModel(ABC):
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or for a padded model those of the model
             that it was made from, behind which there are zeros; 0 where heads cannot read them.
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
+        layers: decoder layers, those that padding added not counted; 0 where they are not known.
         adapters: that a segment may name.
         sources: how its texts are laid out; None without an encoder.
         shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
@@ -104,6 +105,7 @@ class LanguageModel(ABC):
     note: str | None = None
     head_width: int = 0
     shown_layers: int = 0
+    layers: int = 0
     adapters: tuple[str, ...] = ()
     sources: Sources | None = None
     shared_ids: Tensor | None = None
@@ -191,15 +193,33 @@ class LanguageModel(ABC):
         """This model with linear weights of so many bits, to draft for itself.
 
         Its forwards read what this model committed to its caches, and write behind it; who runs them must not commit,
-        for this model would compute other keys and values. Forwards of the two wait for each other.
+        for this model would compute other keys and values. Forwards of the two wait for each other. The weights are
+        made, beside this model's own, when they are first used.
 
         Args:
             bits: 8 or 4.
 
         Raises:
+            OptionError: neither 8 nor 4 bits.
             UnsupportedModelError: there are no products with such weights for it; says why.
         """
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
+
+    def first_layers(self, count: int) -> LanguageModel:
+        """This model's first layers, then its final norm and LM head, to draft for itself: no weight is copied.
+
+        As of `quantized`, its forwards read what this model committed, whose first layers' keys and values are its own,
+        and must not commit. Of a padded model so many of its own layers run with as large a share of the added ones,
+        which write nothing: so it costs the same share as it would of a model without padding.
+
+        Args:
+            count: of layers, 1 or more and fewer than `layers`.
+
+        Raises:
+            OptionError: there are not so many, or all would run.
+            UnsupportedModelError: it cannot be cut short; says why.
+        """
+        raise UnsupportedModelError(f"{self.name} has no layers that could be left out")
 
     def stepping(self) -> AbstractContextManager[None]:
         """Held while an engine steps: what is computed between forwards keeps out of their way."""

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
-from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.backends.base import BackendMaker
-from truedraft.models.backends.stock import StockBackend
+from truedraft.errors import ModelError, OptionError, UnsupportedModelError
+from truedraft.models.backends.base import Backend, BackendMaker
+from truedraft.models.backends.stock import StockBackend, decoder_layers
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
-from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
+from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_layers, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
 from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
@@ -90,6 +90,8 @@ class HuggingFaceModel(LanguageModel):
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
         self.head_width = unpadded_width(model) or lm_head_width(head)
+        self._layer_bytes = [sum(weight.nbytes for weight in layer.parameters()) for layer in decoder_layers(model)]
+        self.layers = (unpadded_layers(model) or 0) if is_padded(model) else len(self._layer_bytes)
         self._finish = LogitFinish.of(model)
         self._finish_is_checked = False
         self._reread = reread
@@ -105,6 +107,7 @@ class HuggingFaceModel(LanguageModel):
         self.placeholders = placeholders_of(model) if self.input_names else frozenset()
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
+        self._whole: HuggingFaceModel | None = None  # that this is a cheaper form of
 
     @property
     def module(self) -> PreTrainedModel:
@@ -114,11 +117,15 @@ class HuggingFaceModel(LanguageModel):
     @cached_property
     def equality(self) -> str:
         """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
+        if self._whole is not None:
+            return self._whole.equality
         vary = self._backend.rows_vary or rows_depend_on_their_number(self)
         return UP_TO_NEAR_TIES if vary else "bit for bit"
 
     @property
     def note(self) -> str | None:  # type: ignore[override]
+        if self._whole is not None:
+            return None  # all that there is to say is said of that one
         weaker = (
             f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
             "equal those of plain decoding but where two tokens nearly tie)"
@@ -184,16 +191,43 @@ class HuggingFaceModel(LanguageModel):
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def quantized(self, bits: int) -> HuggingFaceModel:
+        if bits not in (8, 4):
+            raise OptionError(f"bits must be 8 or 4, got {bits}")
         try:
             backend = self._backend.quantized(bits)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"{self.name} cannot draft for itself with weights of {bits} bits ({error}, which a Llama-like decoder "
-                "does on the CPU where there is a C compiler, unless fast_paths=False); use another drafter"
+                f"{self.name} cannot draft for itself with weights of {bits} bits ({error}); use another drafter"
             ) from error
+        twin = self._twin(f"{self.name} in {bits} bits", backend)
+        twin.weight_bytes = backend.weight_bytes
+        return twin
+
+    def first_layers(self, count: int) -> HuggingFaceModel:
+        own, total = self.layers, len(self._layer_bytes)
+        if own and not 1 <= count < own:
+            raise OptionError(f"layers must be 1 or more and fewer than the {own} of {self.name}, got {count}")
+        try:
+            if not own:
+                raise UnsupportedModelError("its layers are not one list that could be cut short")
+            numbers = [*range(count), *range(own, own + round((total - own) * count / own))]
+            backend = self._backend.with_layers(numbers)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{self.name} cannot draft for itself with its first layers ({error}); use another drafter"
+            ) from error
+        twin = self._twin(f"{self.name}, {count} of {own} layers", backend)
+        twin._layer_bytes = [self._layer_bytes[number] for number in numbers]
+        twin.layers = count
+        twin.weight_bytes = self.weight_bytes - sum(self._layer_bytes) + sum(twin._layer_bytes)
+        return twin
+
+    def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
+        """This model in a cheaper form, over its own caches."""
         twin = copy.copy(self)  # the lock and the pool of caches are one
-        twin.name, twin._backend, twin._padding_note = f"{self.name} in {bits} bits", backend, None
-        twin.weight_bytes, twin.fast_paths = backend.weight_bytes, backend.fast_paths
+        twin.name, twin._backend, twin._whole = name, backend, self
+        twin.fast_paths, twin.shown_layers = backend.fast_paths, backend.shown_layers
+        twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin
 
     def stepping(self) -> AbstractContextManager[None]:

@@ -54,6 +54,10 @@ class PackedLinear(nn.Module):
     @cached_property
     def weight(self) -> Tensor:
         """`[out, in]`, as it was: some routers read it. Unpacked when it is first asked for, and kept from then on."""
+        return self.unpacked()
+
+    def unpacked(self) -> Tensor:
+        """The same, and not kept."""
         return self._weight.to_dense()
 
     @property

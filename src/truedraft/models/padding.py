@@ -173,7 +173,11 @@ def padded_config(model: PreTrainedModel, size: str | PaddedSize) -> LlamaConfig
             f"cannot pad to {size.name}: {own.num_attention_heads} heads of {own.head_dim} entries do not fit its "
             f"width of {size.width:,}; choose another size"
         )
-    first = getattr(own, _RECORD, None) or {"parameters": parameters, "width": own.hidden_size}
+    first = getattr(own, _RECORD, None) or {
+        "parameters": parameters,
+        "width": own.hidden_size,
+        "layers": own.num_hidden_layers,
+    }
     setattr(config, _RECORD, {**first, "size": size.name})
     return config
 
@@ -220,6 +224,11 @@ def unpadded_width(model: PreTrainedModel) -> int | None:
     So many entries of the padded model's hidden state are not zero.
     """
     return (getattr(model.config, _RECORD, None) or {}).get("width")
+
+
+def unpadded_layers(model: PreTrainedModel) -> int | None:
+    """The layers of the model that a padded one was made from, which come first; None as of `unpadded_width`."""
+    return (getattr(model.config, _RECORD, None) or {}).get("layers")
 
 
 def recorded_fingerprint(model: PreTrainedModel) -> str | None:

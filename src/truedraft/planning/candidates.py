@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from truedraft.core.params import SamplingParams
@@ -74,13 +73,18 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
 
     What is tried where nothing was chosen: chains of 1 to 12 tokens, of a draft model also a few trees and, where
     chance decides, two to four chains at once; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of
-    them of every length that it was trained for.
+    them of every length that it was trained for; of drafts made of the target both widths of weights, or a few numbers
+    of layers.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
             replayed.
     """
     words = Words.parse("drafter", typed)
+    paths = KINDS[words.kind].paths(target) if words.kind in KINDS and words.path is None else ()
+    if paths:
+        spelt = [spelled(replace(words, path=path), {}) for path in paths]
+        return [replace(each, typed=typed) for full in spelt for each in candidates_of(full, target, params)]
     base = from_spec(typed, target)
     known = KINDS[words.kind].options if words.kind in KINDS else {}
     chosen = set(words.options)
@@ -103,8 +107,8 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
     if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:
         longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
         lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
-        spelt = [spelled(words, {_BRANCHING: each}) for each in (_TREES if _BRANCHING in known else ())]
-        found = [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in spelt)]
+        widths = [spelled(words, {_BRANCHING: each}) for each in (_TREES if _BRANCHING in known else ())]
+        found = [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in widths)]
         if _CHAINS in known and is_drawn(params):
             found += [_chains(words, typed, cast("DraftModel", base), count, target) for count in _COUNTS]
         return found
@@ -128,7 +132,7 @@ def _settled(words: Words, base: Redrafter, target: LanguageModel, params: Sampl
     """A head that is known to draw or not; where nobody chose, it does not, for drawn beams cannot be replayed."""
     made = base.settled(params)
     if base.sampled is None and made.sampled:
-        words = dataclasses.replace(words, options=dict(words.options) | {_SAMPLED: "false"})
+        words = replace(words, options=dict(words.options) | {_SAMPLED: "false"})
         made = cast("Redrafter", from_spec(spelled(words, {}), target))
     made.check(target)
     return made, words

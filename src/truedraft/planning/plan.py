@@ -362,7 +362,9 @@ def footprint_of(model: LanguageModel) -> Footprint:
 
 
 def memory_of(drafter: Drafter) -> Footprint:
-    """Bytes of a drafter: its model with a token of its cache, or its heads; 0 where it has neither."""
+    """Bytes of a drafter: its model, with a token of its own cache if it has one, or its heads; 0 without either."""
+    if drafter.model is not None and drafter.target_cache:
+        return Footprint(drafter.model.weight_bytes, each_token=True)
     if drafter.model is not None:
         return footprint_of(drafter.model)
     head = getattr(drafter, "head", None)

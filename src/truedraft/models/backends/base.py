@@ -137,7 +137,20 @@ class Backend(ABC):
         Raises:
             UnsupportedModelError: this backend has no products with such weights.
         """
-        raise UnsupportedModelError("it does not run by the native forward")
+        raise UnsupportedModelError("its forward has no products with such weights")
+
+    def with_layers(self, numbers: Sequence[int]) -> Backend:
+        """The same with some of its layers alone, over the caches of this one; see `LanguageModel.first_layers`.
+
+        Only one of the two may run at a time. The layer at place i reads and writes what this one's layer i does.
+
+        Args:
+            numbers: of the layers, rising from 0.
+
+        Raises:
+            UnsupportedModelError: layers cannot be left out here.
+        """
+        raise UnsupportedModelError("its forward runs all layers")
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:

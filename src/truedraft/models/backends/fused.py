@@ -7,16 +7,20 @@ is called on the way. The result is the model's own up to rounding, which the ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
-from truedraft.models.llama import Llama
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.linear import QuantizedLinear, with_fewer_bits
+from truedraft.models.llama import Linears, Llama, LlamaLayer, Product
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse
 from truedraft.models.packing import ForwardPlan
 
@@ -32,10 +36,11 @@ class FusedBackend(Backend):
         self._embedding = llama.embedding
         self._scale = llama.scale
         self._rotaries = llama.rotaries
-        self._layers = [layer.with_products(fuse) for layer in llama.layers]
+        self._layers: list[LlamaLayer[Product]] = [layer.with_products(_fused) for layer in llama.layers]
         self._scorings = [Scoring(layer.scaling) for layer in llama.layers]
         self._norm = llama.norm
-        self._lm_head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
+        head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
+        self._lm_head: PackedLinear | QuantizedLinear = head
         self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
         self.any_threads = True
         self.shown_layers = len(self._layers)
@@ -45,6 +50,28 @@ class FusedBackend(Backend):
     def fits(llama: Llama) -> bool:
         """Whether a decoder is in a dtype and on a device that this loop is for, and has no experts."""
         return llama.is_dense and can_pack(llama.device, llama.dtype)
+
+    def quantized(self, bits: int) -> FusedBackend:
+        dtype = self._embedding.dtype
+        if built(dtype).reason:
+            raise UnsupportedModelError(built(dtype).reason)
+        products = [each for layer in self._layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        fewer = with_fewer_bits([*products, self._lm_head], bits, dtype)
+        twin = copy.copy(self)
+        twin._layers = [layer.with_products(lambda each: _either(fewer, each)) for layer in self._layers]
+        twin._lm_head = fewer.get(self._lm_head, self._lm_head)
+        twin.weight_bytes = sum(each.weight_bytes for each in fewer.values())
+        if len(fewer) == len(products) + 1:
+            twin.least_rows = 1  # of these products a row has the same bits whatever their number
+        twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
+        return twin
+
+    def with_layers(self, numbers: Sequence[int]) -> FusedBackend:
+        twin = copy.copy(self)
+        twin._layers = [self._layers[number] for number in numbers]
+        twin._scorings = [self._scorings[number] for number in numbers]
+        twin.shown_layers = len(numbers)
+        return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         return self.run_watched(plan, (), {})
@@ -65,6 +92,14 @@ class FusedBackend(Backend):
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._lm_head(self._whole_rows(vectors, self._lm_head.in_features))[: len(vectors)]
+
+
+def _fused(layers: Linears) -> Product:
+    return fuse(layers)
+
+
+def _either(fewer: Mapping[object, QuantizedLinear], product: Product) -> Product:
+    return fewer.get(product, product)
 
 
 def _attend(

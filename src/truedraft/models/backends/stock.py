@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
+from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
+from truedraft.models.packed_linear import multiplies_packed_alone
 from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.recurrence import Recurrence, carrying_modules
@@ -68,7 +71,9 @@ class StockBackend(Backend):
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
         self.any_threads = model.device.type == "cpu" and model.dtype is torch.bfloat16
         self.fast_paths = ()
-        self._layers = _decoder_layers(model)
+        self._place = _layers_place(model)
+        self._layers = decoder_layers(model)
+        self._kept: nn.ModuleList | None = None  # layers that run, where not all do
         self.shown_layers = len(self._layers)
 
     def new_pool(self, limit: int) -> CachePool:
@@ -86,10 +91,45 @@ class StockBackend(Backend):
 
     def _run(self, plan: ForwardPlan, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         self._captured.clear()
-        with self._recurrence.following(plan), self._adapters.following(plan):
+        with self._recurrence.following(plan), self._adapters.following(plan), self._shortened():
             output = self._model(input_ids=plan.tokens, use_cache=False, logits_to_keep=plan.rows, **given)
         logits, vectors = output.logits[0], self._captured.pop()[0]
         return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
+
+    def quantized(self, bits: int) -> StockBackend:
+        if self._carries or self.adapters:
+            raise UnsupportedModelError("its layers carry states, or adapters lie beside its weights")
+        linears = quantized_linears(self._model, bits)
+        weights = [*self._model.parameters(), *self._model.buffers()]
+        instead: dict[int, Any] = {id(each): each for each in weights} | {id(was): now for was, now in linears.items()}
+        twin = StockBackend(copy.deepcopy(self._model, instead), self._attention.patterns)
+        twin.weight_bytes = sum(linear.weight_bytes for linear in linears.values())
+        twin.fast_paths = (f"weights of {bits} bits",)
+        if multiplies_packed_alone(twin._model):
+            twin.least_rows = 1  # of these products a row has the same bits whatever their number
+        return twin
+
+    def with_layers(self, numbers: Sequence[int]) -> StockBackend:
+        if self._place is None or self._carries:
+            raise UnsupportedModelError("its layers carry states, or are not one list that could be cut short")
+        twin = copy.copy(self)  # the hook on the LM head fills one list
+        twin._layers = [self._layers[number] for number in numbers]
+        twin._kept, twin.shown_layers = nn.ModuleList(twin._layers), len(numbers)
+        return twin
+
+    @contextmanager
+    def _shortened(self) -> Iterator[None]:
+        """The model has the layers that run alone meanwhile."""
+        if self._kept is None or self._place is None:
+            yield
+            return
+        parent, name = self._place
+        whole = getattr(parent, name)
+        setattr(parent, name, self._kept)
+        try:
+            yield
+        finally:
+            setattr(parent, name, whole)
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         def show(layer: int, output: Any) -> None:
@@ -110,11 +150,22 @@ class StockBackend(Backend):
         return logits[: len(vectors)]
 
 
-def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The model's layers in order; none where they are not one list, as many as its configuration says."""
+    place = _layers_place(model)
+    return () if place is None else list(getattr(*place))
+
+
+def _layers_place(model: PreTrainedModel) -> tuple[nn.Module, str] | None:
+    """The module that has the list of layers, and its name there; None where there is no such list, or several."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    return list(lists[0]) if len(lists) == 1 else ()
+    lists = [
+        (parent, name)
+        for parent in model.base_model.modules()
+        for name, part in parent.named_children()
+        if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    return lists[0] if len(lists) == 1 else None
 
 
 class _PackedAttention:
@@ -124,7 +175,7 @@ class _PackedAttention:
     """
 
     def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
-        self._patterns = tuple(patterns)
+        self.patterns = tuple(patterns)
         self._plan: ForwardPlan | None = None
         self._call = 0
         self._decoder: frozenset[int] = frozenset()  # ids of its modules, while it reads a prompt with images
@@ -137,7 +188,7 @@ class _PackedAttention:
             AttentionInterface.register(f"{name}-masked", self.attend_masked)
             AttentionMaskInterface.register(f"{name}-masked", sdpa_mask)
         model.set_attn_implementation(name)
-        if self._patterns and model.config._attn_implementation != name:
+        if self.patterns and model.config._attn_implementation != name:
             raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention registry")
 
     @contextmanager
@@ -179,7 +230,7 @@ class _PackedAttention:
         """What the model's layers call instead of their own attention; batch 1, all segments packed."""
         plan, call = self._next_call(module)
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-        mixed = plan.attend(call, self._patterns[call], scoring, query[0], key[0], value[0])
+        mixed = plan.attend(call, self.patterns[call], scoring, query[0], key[0], value[0])
         return mixed[None].contiguous(), None  # some families take views of it
 
     def attend_masked(
@@ -201,7 +252,7 @@ class _PackedAttention:
         mask = None if attention_mask is None else attention_mask[0, 0]
         if mask is not None:
             seen = mask[-1] if mask.dtype == torch.bool else mask[-1] >= 0
-            first = max(0, self._patterns[call].first(len(seen) - 1))
+            first = max(0, self.patterns[call].first(len(seen) - 1))
             plan.segments[0].segment.cache.apart |= bool(seen[:first].any()) or not bool(seen[first:].all())
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
@@ -209,7 +260,7 @@ class _PackedAttention:
         """The plan that is followed, and which attention call of it this is."""
         if self._plan is None:
             raise ModelError(f"{type(module).__name__} was called outside truedraft; use LanguageModel.forward")
-        if self._call == len(self._patterns):
+        if self._call == len(self.patterns):
             raise ModelError(f"{type(module).__name__} made more attention calls than when it was loaded")
         call, self._call = self._call, self._call + 1
         return self._plan, call

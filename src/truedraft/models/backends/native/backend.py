@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,7 @@ from truedraft.models.backends.native.memory import (
     Scratch,
     Weights,
     padded_bias,
+    quantized_bytes,
 )
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
@@ -70,10 +71,16 @@ class NativeBackend(Backend):
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
         self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
         self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
+        self._make_model: Callable[[], CModel]
         self._whole: NativeBackend | None = None  # whose norms and embedding this one reads, too
         self.least_rows = 1
         self.own_threads = True
         self.fast_paths = ("native forward", "packed weights")
+
+    @cached_property
+    def _model(self) -> CModel:
+        """Of a quantised one, made when it is first run."""
+        return self._make_model()
 
     def __del__(self) -> None:
         """The weights may go when no thread is late with a forward that is long over."""
@@ -102,9 +109,17 @@ class NativeBackend(Backend):
         twin = copy.copy(self)  # scratch memory, too, so that only one of the two may run at a time
         twin._whole = self
         twin._weights = Weights(self._library)
-        twin._model = _quantized(self._model, twin._weights, bits)
-        twin.weight_bytes = twin._weights.n_bytes
+        del twin._model
+        twin._make_model = partial(_quantized, self._model, twin._weights, bits)
+        twin.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
         twin.fast_paths = ("native forward", f"weights of {bits} bits")
+        return twin
+
+    def with_layers(self, numbers: Sequence[int]) -> NativeBackend:
+        twin = copy.copy(self)  # as in `quantized`
+        twin._whole = self
+        twin._model = model = CModel.from_buffer_copy(self._model)
+        model.layers, model.layer = len(numbers), (CLayer * len(numbers))(*(self._model.layer[n] for n in numbers))
         return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -210,6 +225,15 @@ def _quantized(model: CModel, weights: Weights, bits: int) -> CModel:
     twin = CModel.from_buffer_copy(model)
     twin.layer, twin.lm_head = layers, weights.quantized(model.lm_head, bits)
     return twin
+
+
+def _linears(model: CModel) -> Iterator[tuple[CLinear, int]]:
+    """What `_quantized` quantises: layers, and how many alike lie behind each, itself counted."""
+    experts = max(model.experts, 1)
+    for number in range(model.layers):
+        layer = model.layer[number]
+        yield from ((layer.qkv, 1), (layer.out, 1), (layer.gate_up, experts), (layer.down, experts))
+    yield model.lm_head, 1
 
 
 def _units(outputs: int) -> int:

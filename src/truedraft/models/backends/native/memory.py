@@ -225,8 +225,8 @@ class Weights:
             bits: of a weight.
             layers: all alike.
         """
-        units, groups = layers * -(-linear.outputs // UNIT), -(-linear.inputs // PER_SCALE)
-        codes = _huge(units * groups * (2 * UNIT + UNIT * PER_SCALE * bits // 8), torch.uint8)
+        units = layers * -(-linear.outputs // UNIT)
+        codes = _huge(quantized_bytes(linear, bits, layers), torch.uint8)
         address = codes.data_ptr()
 
         def run(first: int) -> None:
@@ -240,10 +240,11 @@ class Weights:
         self._kept.append(codes)
         return CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
 
-    @property
-    def n_bytes(self) -> int:
-        """Of all that it keeps."""
-        return sum(each.nbytes for each in self._kept)
+
+def quantized_bytes(linear: CLinear, bits: int, layers: int = 1) -> int:
+    """Bytes of what `Weights.quantized` makes."""
+    units, groups = layers * -(-linear.outputs // UNIT), -(-linear.inputs // PER_SCALE)
+    return int(units * groups * (2 * UNIT + UNIT * PER_SCALE * bits // 8))
 
 
 def packed(library: Any, layers: Sequence[Sequence[Tensor]], *, turns: bool = False) -> Tensor:

@@ -1,0 +1,124 @@
+"""Linear layers with weights of 8 or 4 bits, by the native products, for forwards that are not native themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.native.backend import NativeLmHead
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.memory import (
+    LANES,
+    UNIT,
+    CLinear,
+    CModel,
+    Scratch,
+    Weights,
+    padded_bias,
+    quantized_bytes,
+)
+from truedraft.models.packed_linear import PackedExperts, PackedLinear, is_plain
+
+Source: TypeAlias = PackedLinear | nn.Linear | Conv1D
+
+
+class QuantizedLinear(nn.Module):
+    """`x W^T + b` with weights of 8 or 4 bits, which are made when it is first run.
+
+    Args:
+        source: that it is made of; its `in_features` are whole vectors.
+        bits: of a weight.
+        scratch: of all such layers of a model; one of them runs at a time.
+        stride: elements of a row of that.
+    """
+
+    def __init__(self, source: Source, bits: int, scratch: Scratch, stride: int) -> None:
+        super().__init__()
+        self._source: list[Source] = [source]  # in a list, for this is no part of this module
+        self._bits = bits
+        self._scratch = scratch
+        self._stride = stride
+        self.out_features, self.in_features = _shape(source)
+        self.weight_bytes = quantized_bytes(
+            CLinear(None, None, self.in_features, self.out_features, self.in_features, 0), bits
+        )
+
+    @cached_property
+    def _product(self) -> NativeLmHead:
+        (source,) = self._source
+        whole = _weight(source)
+        library = built(whole.dtype).library
+        assert library is not None
+        self._weights = weights = Weights(library)
+        packed = Weights(library)  # of the source's dtype, and gone when this returns
+        bias = padded_bias([source.bias], [self.out_features])
+        if bias is not None:
+            weights.keep(bias)
+        model = CModel()
+        model.lm_head = weights.quantized(packed.linear([whole], bias), self._bits)
+        model.stride = self._stride
+        self._source.clear()
+        return NativeLmHead(library, model, whole.dtype, self._scratch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return self._product.logits(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual + x W^T + b`; `residual` is `[..., out]`."""
+        return residual + self(x)
+
+
+def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, QuantizedLinear]:
+    """The linear layers of a model, its LM head among them, with fewer bits each.
+
+    Layers whose inputs are no whole vectors, and those that compute something else beside, are left out.
+
+    Raises:
+        UnsupportedModelError: there are no native products here, or most weights are in no such layers.
+    """
+    reason = "it is not on the CPU" if model.device.type != "cpu" else built(model.dtype).reason
+    if reason:
+        raise UnsupportedModelError(reason)
+    head = model.get_output_embeddings()
+    linears = with_fewer_bits([each for each in model.modules() if each is head or _is_alone(each)], bits, model.dtype)
+    others = [each for each in model.modules() if each not in linears and not isinstance(each, nn.Embedding)]
+    left = sum(weight.numel() for each in others for weight in each.parameters(recurse=False))
+    taken = sum(linear.in_features * linear.out_features for linear in linears.values())
+    if left > taken or any(isinstance(each, PackedExperts) for each in others):
+        raise UnsupportedModelError("most of its weights are in no linear layers, as those of experts")
+    return linears
+
+
+def with_fewer_bits(found: Iterable[object], bits: int, dtype: torch.dtype) -> Mapping[object, QuantizedLinear]:
+    """Those of some modules that are linear layers whose inputs are whole vectors, with fewer bits each."""
+    sources = [each for each in found if isinstance(each, Source) and _shape(each)[1] % LANES == 0]
+    stride = max((-(-max(_shape(source)) // UNIT) * UNIT for source in sources), default=UNIT)
+    scratch = Scratch(built(dtype).library, dtype, stride)
+    return {each: QuantizedLinear(each, bits, scratch, stride) for each in sources}
+
+
+def _is_alone(module: nn.Module) -> bool:
+    return any(is_plain(module, kind) for kind in (PackedLinear, nn.Linear, Conv1D))
+
+
+def _shape(source: Source) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if isinstance(source, Conv1D):
+        inputs, outputs = source.weight.shape
+        return outputs, inputs
+    return source.out_features, source.in_features
+
+
+def _weight(source: Source) -> Tensor:
+    """`[out, in]`; not kept where it has to be made."""
+    if isinstance(source, PackedLinear):
+        return source.unpacked()
+    return source.weight.detach().T.contiguous() if isinstance(source, Conv1D) else source.weight.detach()

@@ -1,0 +1,203 @@
+"""Drafts made of the target over the families: answers are plain decoding's, and cut models are what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from support.backends import fused_backend, native_backend
+from support.tiny_models import PROMPTS, VOCAB, build, stock_logits
+from truedraft import Engine, SamplingParams
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import from_spec
+from truedraft.errors import OptionError, UnsupportedModelError
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
+from truedraft.models.packed_linear import can_pack
+
+LIBRARY = built(torch.float32)
+pytestmark = pytest.mark.skipif(LIBRARY.library is None, reason=LIBRARY.reason)
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = BASE | {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 80}
+WHOLE_TURN: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+PARTLY = WHOLE_TURN | {"partial_rotary_factor": 0.5}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**GROUPED),
+    "phi3": lambda: Phi3Config(**GROUPED),
+    "glm": lambda: GlmConfig(**GROUPED, attention_bias=True, rope_parameters=WHOLE_TURN),
+    "glm4": lambda: Glm4Config(**GROUPED | {"head_dim": 64}, rope_parameters=PARTLY),
+    "gemma3": lambda: Gemma3TextConfig(
+        **GROUPED, sliding_window=8, layer_types=MIXED, query_pre_attn_scalar=16, tie_word_embeddings=False
+    ),
+    "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **GROUPED, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "gpt_oss": lambda: GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+}
+STOCK: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=3, n_positions=256, bos_token_id=None, eos_token_id=None
+    ),
+    "opt": lambda: OPTConfig(**BASE, ffn_dim=96, word_embed_proj_dim=48),
+    "gpt_neox": lambda: GPTNeoXConfig(**BASE, intermediate_size=96),
+}
+WORDS = ("self:int8", "self:int4", "early-exit:2")
+GREEDY = SamplingParams(max_tokens=48)
+COUPLED = SamplingParams(max_tokens=48, temperature=0.8, seed=3, coupled=True)
+
+
+def stock(family: str) -> PreTrainedModel:
+    """In transformers' own modules."""
+    return build((NATIVE | STOCK)[family](), seed=5, spread=0.25)
+
+
+@cache
+def target(family: str, kind: str) -> HuggingFaceModel:
+    make = {"native": native_backend, "fused": fused_backend, "stock": StockBackend, "fastest": fastest_backend}[kind]
+    return HuggingFaceModel(stock(family), None, family, make)
+
+
+@cache
+def plain(family: str, kind: str, params: SamplingParams) -> list[list[int]]:
+    answers = Engine(target(family, kind)).generate([list(prompt) for prompt in PROMPTS], params)
+    return [list(answer.token_ids) for answer in answers]
+
+
+CASES = [
+    *((family, "native") for family in NATIVE),
+    *((family, "fused") for family in ("llama", "qwen2", "gemma3")),
+    *((family, "fastest") for family in STOCK),
+    *((family, "stock") for family in ("llama", "gemma3", "gpt2")),
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_greedy_and_coupled_answers_are_those_of_plain_decoding(family: str, kind: str, word: str) -> None:
+    model = target(family, kind)
+    engine = Engine(model, from_spec(f"{word},num_speculative_tokens=3", model), controller="fixed")
+    drafted = accepted = 0
+    for params in (GREEDY, COUPLED):
+        found = engine.generate([list(prompt) for prompt in PROMPTS], params)
+        assert [list(each.token_ids) for each in found] == plain(family, kind, params)
+        assert not any(each.warnings for each in found)
+        drafted += sum(each.stats.draft_tokens for each in found)
+        accepted += sum(each.stats.accepted_tokens for each in found)
+    assert 0 < accepted < drafted
+
+
+def logits_of(model: Any, cache: Any, tokens: list[int]) -> torch.Tensor:
+    found = model.forward([Segment(cache, torch.tensor(tokens), chain_shape(len(tokens)), range(len(tokens)))]).logits
+    cache.rollback(cache.length)
+    return found
+
+
+@pytest.mark.skipif(
+    built(torch.bfloat16).library is None or not can_pack(torch.device("cpu"), torch.bfloat16),
+    reason="no products of bfloat16 here",
+)
+@pytest.mark.parametrize("word", WORDS)
+def test_greedy_answers_of_bfloat16_outside_the_native_forward(word: str) -> None:
+    model = HuggingFaceModel(stock("opt").to(torch.bfloat16), None, "opt", fastest_backend)
+    prompts = [list(prompt) for prompt in PROMPTS]
+    alone = Engine(model).generate(prompts, GREEDY)
+    found = Engine(model, from_spec(word, model), controller="fixed").generate(prompts, GREEDY)
+    assert [each.token_ids for each in found] == [each.token_ids for each in alone]
+    assert sum(each.stats.accepted_tokens for each in found) > 0
+    engine, drawn = (
+        Engine(model, from_spec(word, model), controller="fixed"),
+        SamplingParams(max_tokens=32, temperature=0.8, seed=4),
+    )
+    together = engine.generate(prompts, drawn)
+    assert [each.token_ids for each in together] == [engine.generate(prompt, drawn).token_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_a_cut_model_is_transformers_own_with_fewer_layers(family: str, kind: str) -> None:
+    tokens, model = list(PROMPTS[1]), target(family, kind)
+    cut, whole = model.first_layers(2), stock(family)
+    lists = [
+        (parent, name, part)
+        for parent in whole.modules()
+        for name, part in parent.named_children()
+        if isinstance(part, nn.ModuleList) and len(part) == 3
+    ]
+    ((parent, name, layers),) = lists
+    cache = model.new_cache()
+    before = logits_of(model, cache, tokens)
+    setattr(parent, name, nn.ModuleList(list(layers)[:2]))
+    torch.testing.assert_close(logits_of(cut, cache, tokens), stock_logits(whole, tokens), atol=1e-4, rtol=1e-4)
+    assert logits_of(model, cache, tokens).equal(before)
+    assert 0 < cut.weight_bytes < model.weight_bytes
+    model.release_cache(cache)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("opt", "fastest"), ("gpt2", "fastest"), ("gpt_neox", "stock"), ("qwen3", "fused")]
+)
+def test_fewer_bits_are_near_the_model_whatever_runs_it(family: str, kind: str) -> None:
+    tokens, model = list(PROMPTS[1]), target(family, kind)
+    cache = model.new_cache()
+    exact = logits_of(model, cache, tokens).double()
+    off = [
+        float((logits_of(model.quantized(bits), cache, tokens).double() - exact).std() / exact.std()) for bits in (8, 4)
+    ]
+    assert 0.0 < off[0] < 0.15 < off[1] < 1.0, off
+    assert logits_of(model, cache, tokens).double().equal(exact), "the model itself is as it was"
+    eight, four = model.quantized(8), model.quantized(4)
+    assert 0 < four.weight_bytes < eight.weight_bytes < model.weight_bytes
+    model.release_cache(cache)
+
+
+def test_experts_outside_the_native_forward_are_not_quantised() -> None:
+    model = target("mixtral", "stock")
+    with pytest.raises(UnsupportedModelError, match="most of its weights are in no linear layers"):
+        model.quantized(8)
+
+
+def test_layers_are_counted_and_out_of_range_refused() -> None:
+    model = target("gpt2", "stock")
+    assert model.layers == 3
+    for count in (0, 3, 4):
+        with pytest.raises(OptionError, match=f"fewer than the 3 of gpt2, got {count}"):
+            model.first_layers(count)
