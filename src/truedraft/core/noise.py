@@ -87,6 +87,14 @@ class KeyedNoise:
         self._uniform_keys: dict[tuple[int, int], int] = {}  # by purpose and depth
         self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
 
+    @classmethod
+    def of_key(cls, key: tuple[int, int, int, int], *, greedy: bool) -> KeyedNoise:
+        """The noise that has a `key`: the same numbers, as in another process."""
+        root, position, step, member = key
+        noise = cls(0, position, step, greedy=greedy, member=member)
+        noise._root = root
+        return noise
+
     @property
     def key(self) -> tuple[int, int, int, int]:
         """What all numbers are keyed by: 64 bits for seed and sample, the position, the step and the member."""
