@@ -76,6 +76,11 @@ def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovMo
         ("draft,num_speculative_tokens=1000000000", OptionError, "at most 1024"),
         ("draft,min_probability=2", OptionError, "min_probability"),
         ("draft,min_probability=x", OptionError, "'x'"),
+        ("draft,async=yes", OptionError, "async must be 1 .* or 0, got 'yes'"),
+        ("draft,outcomes=3", OptionError, "outcomes is of drafts with async=1"),
+        ("draft,async=1,outcomes=x", OptionError, "'x'"),
+        ("draft,async=1,outcomes=0", OptionError, "outcomes must be 1 or more"),
+        ("draft,async=1,branching=3-2", OptionError, "async drafts chains, and branching makes trees"),
         ("none:folder", OptionError, "takes no path"),
         ("none,depth=3", UnknownOptionError, "depth"),
         ("prompt-lookup,min_ngram=5,max_ngram=2", OptionError, "min_ngram"),
@@ -128,7 +133,7 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
 def test_the_table_of_words_has_the_options_of_the_drafters(word: str, made: object, left_out: tuple[str, ...]) -> None:
     """With their defaults, where these are numbers; branching and tree are ways to say which trees."""
     parameters = {name: each for name, each in inspect.signature(made).parameters.items() if name not in left_out}  # type: ignore[arg-type]
-    ways = {"branching", "tree"} if word == "medusa" else set()
+    ways = {"medusa": {"branching", "tree"}, "draft": {"async", "outcomes"}}.get(word, set())
     assert set(KINDS[word].options) == set(parameters) | ways
     for name, each in parameters.items():
         if type(each.default) in (int, float):

@@ -74,8 +74,8 @@ class ParallelDraft(Drafter):
 
     @property
     def cache_bytes(self) -> int:
-        """Of both processes."""
-        return self._here.cache_bytes + (0 if self._last is None else self._last.cache_bytes)
+        """Of both processes, of the other one as it told last."""
+        return self._here.cache_bytes + (self._last.cache_bytes if self._last is not None and self._sent else 0)
 
     def cache_tokens(self, tokens: int) -> int:
         """The most in the cache for a request of so many tokens: a chain, and what is drafted behind its outcomes."""
@@ -192,8 +192,6 @@ class ParallelDraft(Drafter):
     def _go_on_here(self, error: DrafterError) -> None:
         """The process is gone: what it kept is drafted again in this one."""
         self._sent.clear()
-        if self._last is not None:
-            self._last = replace(self._last, cache_bytes=0)
         warnings.warn(f"drafter {self.name!r} goes on without async: {error}", RuntimeWarning, stacklevel=2)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
