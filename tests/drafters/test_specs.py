@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup, Redrafter, from_spec
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import DraftModel, Medusa, NoDrafter, ParallelDraft, PromptLookup, Redrafter, from_spec
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.specs import KINDS, drafter_help
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
@@ -20,18 +21,37 @@ def target() -> MarkovModel:
     return MarkovModel.random(6, seed=1)
 
 
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands in for loading; notes what was asked for."""
-    names: list[str] = []
+class Loading:
+    """Stands in for loading, in another process, too; notes what was asked for."""
 
-    def load(name: str, *, dtype: str, device: str, fast_paths: bool) -> MarkovModel:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str, *, dtype: str, device: str, fast_paths: bool) -> MarkovModel:
         assert not fast_paths, "the target has none"
-        names.append(f"{name} {dtype} {device}")
+        self.names.append(f"{name} {dtype} {device}")
         return MarkovModel.random(6, seed=2)
 
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    load = Loading()
     monkeypatch.setattr(loading, "load_model", load)
-    return names
+    return load.names
+
+
+def test_a_draft_of_another_process(target: MarkovModel, loaded: list[str]) -> None:
+    drafter = from_spec("draft:some/folder,num_speculative_tokens=3,min_probability=0.25,async=1,outcomes=2", target)
+    assert isinstance(drafter, ParallelDraft)
+    assert drafter.limits == DraftModel(MarkovModel.random(6, seed=2), 3, min_probability=0.25).limits
+    assert (drafter.name, drafter.outcomes, loaded) == ("draft", 2, ["some/folder float64 cpu"])
+    assert isinstance(from_spec("draft,async=0", target), DraftModel)
+    params = SamplingParams(max_tokens=12)
+    assert (
+        Engine(target, drafter, controller="fixed").generate([1, 2], params).token_ids
+        == Engine(target).generate([1, 2], params).token_ids
+    )
+    assert drafter.report["proposals"] > 0
 
 
 def test_words_become_drafters(target: MarkovModel, loaded: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The other process: it drafts what this one would, and its end, however it comes, costs no answer and leaves nothing."""
+"""The other process: it drafts what this one would; its end, however it comes, costs no answer and leaves nothing."""
 
 from __future__ import annotations
 
