@@ -7,6 +7,7 @@ import pytest
 from certify.planted_faults import ForgetsTheLast, StaleDraft, markov, slipping_target
 from support.head_models import MarkovWithHead, fitted_heads
 from support.ngram_tables import table_of
+from support.parallel_drafting import beside
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
@@ -54,6 +55,15 @@ def test_a_state_that_is_kept_right_is_fresh(drafter: type[Drafter], batch: int)
     assert found.facts["draft_acceptance_rate"] == found.facts["draft_acceptance_rate_fresh"] > 0
     if "'draft'" in found.name:
         assert found.facts["caches_compared"] > 20 and found.facts["largest_cache_difference"] == 0.0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_of_a_draft_in_another_process_proposals_are_compared_alone(batch: int) -> None:
+    """Its caches are there; those that lie ready here are empty, and equal nothing."""
+    drafter, worker = beside(markov(0, astray=0.8))
+    found = finding(drafter, batch)
+    assert found.status is Status.HOLDS and found.facts["compared"] > 20 and worker.replies
+    assert found.facts["caches_compared"] == 0 and "caches" not in found.summary
 
 
 def test_heads_are_fresh() -> None:

@@ -58,6 +58,17 @@ def test_the_drafter_does_not_change_a_greedy_answer(run: Run, target: str, draf
     assert records[-1]["stats"]["accepted_tokens"] > 0
 
 
+def test_what_a_drafter_reports_of_itself_is_told(run: Run, target: str, draft: str) -> None:
+    words = ("generate", "abcabcabc", "--model", target, "--controller", "fixed", "--json", *TOKENS)
+    plain, ahead = (run(*words, "--drafter", f"draft:{draft}{more}") for more in ("", ",async=1"))
+    assert plain.record["drafter_reports"] == {} and "ahead hit rate" not in plain.err
+    report = ahead.record["drafter_reports"]["draft"]
+    assert 0 < report["proposals"] <= ahead.record["stats"]["target_calls"] and 0.0 <= report["ahead_hit_rate"] < 1.0
+    assert "draft: proposals " in ahead.err and "ahead hit rate" in ahead.err and "process cpu s" in ahead.err
+    for what in ("token_ids", "stats", "finish_reason"):
+        assert ahead.record["prompts"][0][what] == plain.record["prompts"][0][what]
+
+
 @pytest.mark.parametrize("content", ["hello world", "hello world\n"])
 @pytest.mark.parametrize("argument", [["-"], []])
 def test_a_piped_prompt_is_the_prompt_without_its_last_line_break(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.drafters import DraftModel, Medusa, NoDrafter, PromptLookup, Redrafter, from_spec
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import DraftModel, Medusa, NoDrafter, ParallelDraft, PromptLookup, Redrafter, from_spec
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.specs import KINDS, drafter_help
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
@@ -20,18 +21,37 @@ def target() -> MarkovModel:
     return MarkovModel.random(6, seed=1)
 
 
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands in for loading; notes what was asked for."""
-    names: list[str] = []
+class Loading:
+    """Stands in for loading, in another process, too; notes what was asked for."""
 
-    def load(name: str, *, dtype: str, device: str, fast_paths: bool) -> MarkovModel:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str, *, dtype: str, device: str, fast_paths: bool) -> MarkovModel:
         assert not fast_paths, "the target has none"
-        names.append(f"{name} {dtype} {device}")
+        self.names.append(f"{name} {dtype} {device}")
         return MarkovModel.random(6, seed=2)
 
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    load = Loading()
     monkeypatch.setattr(loading, "load_model", load)
-    return names
+    return load.names
+
+
+def test_a_draft_of_another_process(target: MarkovModel, loaded: list[str]) -> None:
+    drafter = from_spec("draft:some/folder,num_speculative_tokens=3,min_probability=0.25,async=1,outcomes=2", target)
+    assert isinstance(drafter, ParallelDraft)
+    assert drafter.limits == DraftModel(MarkovModel.random(6, seed=2), 3, min_probability=0.25).limits
+    assert (drafter.name, drafter.outcomes, loaded) == ("draft", 2, ["some/folder float64 cpu"])
+    assert isinstance(from_spec("draft,async=0", target), DraftModel)
+    params = SamplingParams(max_tokens=12)
+    assert (
+        Engine(target, drafter, controller="fixed").generate([1, 2], params).token_ids
+        == Engine(target).generate([1, 2], params).token_ids
+    )
+    assert drafter.report["proposals"] > 0
 
 
 def test_words_become_drafters(target: MarkovModel, loaded: list[str]) -> None:
@@ -76,6 +96,11 @@ def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovMo
         ("draft,num_speculative_tokens=1000000000", OptionError, "at most 1024"),
         ("draft,min_probability=2", OptionError, "min_probability"),
         ("draft,min_probability=x", OptionError, "'x'"),
+        ("draft,async=yes", OptionError, "async must be 1 .* or 0, got 'yes'"),
+        ("draft,outcomes=3", OptionError, "outcomes is of drafts with async=1"),
+        ("draft,async=1,outcomes=x", OptionError, "'x'"),
+        ("draft,async=1,outcomes=0", OptionError, "outcomes must be 1 or more"),
+        ("draft,async=1,branching=3-2", OptionError, "async drafts one chain, and branching or chains make trees"),
         ("none:folder", OptionError, "takes no path"),
         ("none,depth=3", UnknownOptionError, "depth"),
         ("prompt-lookup,min_ngram=5,max_ngram=2", OptionError, "min_ngram"),
@@ -128,7 +153,7 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
 def test_the_table_of_words_has_the_options_of_the_drafters(word: str, made: object, left_out: tuple[str, ...]) -> None:
     """With their defaults, where these are numbers; branching and tree are ways to say which trees."""
     parameters = {name: each for name, each in inspect.signature(made).parameters.items() if name not in left_out}  # type: ignore[arg-type]
-    ways = {"branching", "tree"} if word == "medusa" else set()
+    ways = {"medusa": {"branching", "tree"}, "draft": {"async", "outcomes"}}.get(word, set())
     assert set(KINDS[word].options) == set(parameters) | ways
     for name, each in parameters.items():
         if type(each.default) in (int, float):

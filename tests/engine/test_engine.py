@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.ngram_tables import table_of
+from support.parallel_drafting import beside
 from truedraft import Engine, SamplingParams
 from truedraft.control import FixedBudget
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
@@ -43,6 +44,7 @@ DRAFTERS = {
     "none": lambda target: None,
     "prompt lookup": lambda target: PromptLookup(min_ngram=1),
     "chain": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2)),
+    "ahead": lambda target: beside(MarkovModel.random(VOCAB, seed=2))[0],
     "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2, 1)),
     "itself": lambda target: DraftModel(target, num_speculative_tokens=3),
     "suffix": lambda target: SuffixDrafter(),

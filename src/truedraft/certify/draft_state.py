@@ -121,8 +121,9 @@ class Guesses:
         asked = request.id in self._asked
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path), asked)
         self.of[request.id].append(guess)
-        cache = self._drafter.caches.get(request.id)  # a draft made of the target has none of its own
-        if self._model is not None and cache is not None and len(outcome.proposal.tree):
+        # A draft made of the target has none of its own, and one in another process has it there.
+        cache = self._drafter.caches.get(request.id)
+        if self._model is not None and cache is not None and cache.length and len(outcome.proposal.tree):
             self.caches.append(_cache_difference(self._model, cache, self._drafter.reads(request)))
 
 

@@ -132,7 +132,7 @@ def _answer(
 ) -> tuple[int, dict[str, Any]]:
     """Answer the prompts; gives the exit status and the answers' part of the record."""
     from truedraft.cli.explain import explain
-    from truedraft.cli.report import answers_record, stats_line
+    from truedraft.cli.report import answers_record, drafter_lines, stats_line
 
     watching = _watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
     answer = _answer_one if len(prompts) == 1 else _answer_many
@@ -146,6 +146,8 @@ def _answer(
         for name, member in engine.drafter.members.items():
             if member.model is not None and member.model.note is not None:
                 terminal.note(f"{name}: {member.model.note}")
+        for line in drafter_lines(engine):
+            terminal.note(line)
     record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
     if decisions is not None:
         explain(decisions, not engine.drafter.limits.is_zero, terminal.err)

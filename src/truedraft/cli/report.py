@@ -76,11 +76,22 @@ def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingPa
     return target_record(engine.target, stack) | {
         "drafter_kind": engine.drafter.name,
         "drafters": list(engine.drafter.members),
+        "drafter_reports": {name: dict(each.report) for name, each in engine.drafter.members.items() if each.report},
         "rule": engine.rule.spec,
         "lossless": engine.rule.lossless,
         "seed": params.seed,
         "sampling": dataclasses.asdict(params),
     }
+
+
+def drafter_lines(engine: Engine) -> list[str]:
+    """What drafters report of themselves, a line each; none where they have nothing to report."""
+    reports = ((name, each.report) for name, each in engine.drafter.members.items())
+    return [
+        f"{name}: " + " · ".join(f"{number.replace('_', ' ')} {value:.4g}" for number, value in report.items())
+        for name, report in reports
+        if report
+    ]
 
 
 def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:

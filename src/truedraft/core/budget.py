@@ -68,6 +68,10 @@ class Budget:
         """Whether the drafter's probabilities say where drafting stops."""
         return self.min_probability > 0.0 or self.floor > 0.0
 
+    def goes_on(self, probability: float, survival: float) -> bool:
+        """Whether anything is drafted below a token of this probability, where its path survives with `survival`."""
+        return probability >= self.min_probability and survival >= self.floor
+
     def chance(self, probability: float) -> float:
         """That a token is accepted to which the drafter gave this probability."""
         q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)

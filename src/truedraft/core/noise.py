@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,10 @@ class Purpose(IntEnum):
     RECOVERED = 3
     BONUS = 4
     COUPLED = 5
+
+
+NoiseKey: TypeAlias = tuple[int, int, int, int, int]
+"""64 bits for seed, sample and the way down a cascade; position, step and member; 64 bits for seed and sample alone."""
 
 
 class Noise(Protocol):
@@ -98,10 +102,18 @@ class KeyedNoise:
         self._uniform_keys: dict[tuple[int, int], int] = {}  # by purpose and depth
         self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
 
+    @classmethod
+    def of_key(cls, key: NoiseKey, *, greedy: bool) -> KeyedNoise:
+        """The noise that has a `key`: the same numbers, as in another process."""
+        root, position, step, member, shared = key
+        noise = cls(0, position, step, greedy=greedy, member=member)
+        noise._root, noise._shared_root = root, shared
+        return noise
+
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        """What all numbers are keyed by: 64 bits for seed and sample, the position, the step and the member."""
-        return self._root, self._position & _MASK, self._step & _MASK, self._member
+    def key(self) -> NoiseKey:
+        """What all numbers are keyed by."""
+        return self._root, self._position & _MASK, self._step & _MASK, self._member, self._shared_root
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         """A number in (0, 1), keyed by (seed, sample, position, purpose, member, step, index)."""
@@ -157,7 +169,7 @@ def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDA
     """The numbers of some decisions `[keys]`, float64: those of `Noise.uniform`."""
     if len(keys.listed) <= _FEW or not all(type(own) is KeyedNoise and not own.key[3] for own in noise):
         return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in keys.listed])
-    roots, positions, steps, _ = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
+    roots, positions, steps, *_ = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
     bits = roots[keys.requests]
     places = positions[keys.requests] + keys.depths.view(np.uint64)
     for part in (places, np.uint64(purpose), steps[keys.requests], keys.indices.view(np.uint64)):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.lookahead import Lookahead
     from truedraft.drafters.medusa import Medusa
     from truedraft.drafters.ngram import NgramDrafter
+    from truedraft.drafters.parallel import ParallelDraft
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.redrafter import Redrafter
@@ -44,6 +45,7 @@ _HOMES = {
     "NgramDrafter": "drafters.ngram",
     "NoDrafter": "drafters.base",
     "Noise": "core.noise",
+    "ParallelDraft": "drafters.parallel",
     "Portfolio": "drafters.portfolio",
     "PromptLookup": "drafters.prompt_lookup",
     "Proposal": "core.proposal",
@@ -74,6 +76,7 @@ __all__ = [
     "NgramDrafter",
     "NoDrafter",
     "Noise",
+    "ParallelDraft",
     "Portfolio",
     "PromptLookup",
     "Proposal",

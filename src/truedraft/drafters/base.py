@@ -299,6 +299,11 @@ class Drafter(ABC):
         """What is known of the trees for requests with such options; None where it makes none of ranks."""
         return None
 
+    @property
+    def report(self) -> Mapping[str, float]:
+        """Numbers of its own since it was made, for reports, beside what is counted of every drafter; {}: none."""
+        return {}
+
     @abstractmethod
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]

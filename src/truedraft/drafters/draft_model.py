@@ -129,7 +129,7 @@ class DraftModel(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Catch up with the tokens emitted since the last proposal, then draw level by level."""
-        within = [self._within(budget, request) for request, budget in zip(batch, budgets, strict=True)]
+        within = [self.within(budget, request) for request, budget in zip(batch, budgets, strict=True)]
         builders = [self._builder(*each) for each in zip(batch, within, noise, strict=True)]
         level = [builder for builder in builders if not builder.budget.is_zero]
         for builder in level:
@@ -149,9 +149,16 @@ class DraftModel(Drafter):
             return SiblingChains(cache, request, budget, noise, self.chains, device)
         return TreeBuilder(cache, request, budget, noise, self.branching, device)
 
-    def _within(self, budget: Budget, request: DraftRequest) -> Budget:
-        """The budget cut to the options, and to what fits the draft model's own context."""
-        room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # the last token drafted is never fed
+    def within(self, budget: Budget, request: DraftRequest, further: int = 0) -> Budget:
+        """The budget cut to the options, and to what fits the draft model's own context.
+
+        Args:
+            budget: of a proposal.
+            request: it is for.
+            further: tokens that the request's text will have gained by then.
+        """
+        length = len(request.tokens) + further
+        room = self.model.most_tokens(request.tokens) - length + 1  # the last token drafted is never fed
         return budget.within(self.limits).cut(room)
 
     def _missed(self, request: DraftRequest) -> int:

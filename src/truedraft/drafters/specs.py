@@ -10,7 +10,8 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ _STORED = 1 << 20
 # Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
 # long as what surrounds it; with 31 MB half of it (benchmarks/self_draft.py).
 _LEAST_OWN_BYTES = 16 << 20
+_OUTCOMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,11 @@ def draft_from_spec(
 
 def _unbranched(words: Words) -> None:
     words.check(KINDS["draft"].options, takes_path=True)
+    for name in ("async", "outcomes"):
+        if name in words.options:
+            raise OptionError(
+                f"{name} is of drafts that are judged as chains, and a beam search has none; leave it out"
+            )
     for name in ("branching", "chains", "min_probability"):
         if name in words.options:
             raise OptionError(
@@ -285,21 +292,21 @@ def _lookahead(words: Words, target: LanguageModel) -> Drafter:
     return Lookahead(**{name: read_whole(name, value) for name, value in words.options.items()})
 
 
-def _draft_of(words: Words, target: LanguageModel) -> LanguageModel:
-    """The draft model that a word names, loaded as the target was."""
+def _loading(words: Words, target: LanguageModel) -> Callable[[], LanguageModel]:
+    """How the draft model that a word names is loaded: as the target was."""
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
 
     dtype = dtype_name(target.dtype)
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
-    return load_model(words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
+    return partial(load_model, words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
 
 
 def _reencoded(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.reencoded import ReencodedDraft
 
     sizes = {name: read_whole(name, value) for name, value in words.options.items()}
-    return ReencodedDraft(_draft_of(words, target), target, **sizes)
+    return ReencodedDraft(_loading(words, target)(), target, **sizes)
 
 
 def _draft(words: Words, target: LanguageModel) -> DraftModel:
@@ -311,11 +318,28 @@ def _draft(words: Words, target: LanguageModel) -> DraftModel:
     least = options.pop("min_probability", "0")
     widths = None if branching is None else _widths(branching)
     lengths = {name: read_whole(name, value) for name, value in options.items()}
-    drafts = model = _draft_of(words, target)
+    drafts = model = _loading(words, target)()
     ours, theirs = model.tokenizer, target.tokenizer
     if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
         drafts = TranslatedModel(model, target)
     return DraftModel(drafts, branching=widths, min_probability=read_number("min_probability", least), **lengths)
+
+
+def _draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
+    from truedraft.drafters.parallel import DraftProcess, ParallelDraft, ahead_drafter
+
+    options = dict(words.options)
+    typed = options.pop("async", "0")
+    if typed not in ("0", "1"):
+        raise OptionError(f"async must be 1 (another process drafts ahead) or 0, got {typed!r}")
+    if typed == "0":
+        if "outcomes" in options:
+            raise OptionError("outcomes is of drafts with async=1; add that, or leave it out")
+        return _draft(replace(words, options=options), target)
+    outcomes = read_whole("outcomes", options.pop("outcomes", str(_OUTCOMES)))
+    draft = _draft(replace(words, options=options), target)
+    make = partial(ahead_drafter, _loading(words, target), draft.limits.depth, draft.limits.min_probability, outcomes)
+    return ParallelDraft(draft, DraftProcess(make), outcomes)
 
 
 def _self(words: Words, target: LanguageModel) -> Drafter:
@@ -444,11 +468,19 @@ KINDS: Mapping[str, DrafterKind] = {
     ),
     "draft": DrafterKind(
         "MODEL",
-        {"num_speculative_tokens": "4", "chains": "1", "branching": "3-2-1", "min_probability": "0"},
+        {
+            "num_speculative_tokens": "4",
+            "chains": "1",
+            "branching": "3-2-1",
+            "min_probability": "0",
+            "async": "1",
+            "outcomes": str(_OUTCOMES),
+        },
         "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, several chains that "
         "are merged where they agree, or by branching a tree of so many guesses at each depth; no further below a "
-        "token of less than min_probability",
-        _draft,
+        "token of less than min_probability; with async=1 another process drafts on for so many outcomes while the "
+        "target verifies",
+        _draft_or_parallel,
         {"num_speculative_tokens": "12"},
     ),
     "self": DrafterKind(

@@ -82,6 +82,11 @@ class TreeBuilder:
         """Whether another level is drawn."""
         return bool(self._open)
 
+    @property
+    def last_token(self) -> int:
+        """The token of the node that was drawn last, of a builder whose tokens are on the host."""
+        return int(self._tokens[-1])
+
     def open_nodes(self) -> list[OpenNode]:
         """What is drawn next; the node budget cuts by order, so before anything is drawn."""
         width = min(self._branching[self._depth], self.budget.width)
@@ -146,7 +151,7 @@ class TreeBuilder:
         survival = self._survival[parent + 1] * self.budget.chance(probability)
         self._confidence.append(probability)
         self._survival.append(survival)
-        return probability >= self.budget.min_probability and survival >= self.budget.floor
+        return self.budget.goes_on(probability, survival)
 
     def segment(self) -> Segment:
         """The nodes not yet fed, with logits at those that are open."""

@@ -1,0 +1,7 @@
+"""Drafting while the target verifies: a draft model in a process of its own writes on behind the likeliest outcomes."""
+
+from truedraft.drafters.parallel.ahead import AheadDrafter, ahead_drafter
+from truedraft.drafters.parallel.drafter import ParallelDraft
+from truedraft.drafters.parallel.process import DraftProcess
+
+__all__ = ["AheadDrafter", "DraftProcess", "ParallelDraft", "ahead_drafter"]

@@ -1,0 +1,431 @@
+"""What is drafted ahead is what would be drafted when it is asked for: proposals, caches, answers, hit or miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from unittest.mock import ANY
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from support.backends import native_backend
+from support.parallel_drafting import VOCAB, SameProcess, beside, markov, off_by_one
+from support.tiny_models import CONTEXT, PROMPTS, build, noisy, packed
+from support.tiny_models import VOCAB as TINY_VOCAB
+from truedraft import Engine, SamplingParams
+from truedraft.cache import key_span
+from truedraft.control import Controller, FixedBudget, Goodput
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import Drafter, DraftModel, DraftRequest, ParallelDraft, PromptLookup
+from truedraft.drafters.base import TokenView
+from truedraft.drafters.parallel.outcomes import Outcome, likeliest_outcomes
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine import Answer
+from truedraft.errors import DrafterError, OptionError
+from truedraft.models.backends.native.build import built
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.testing import MarkovModel, ScriptedController, altered
+
+GREEDY = SamplingParams(max_tokens=40)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+WAYS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "nucleus": replace(SAMPLED, top_p=0.9, top_k=4),
+    "coupled": replace(SAMPLED, coupled=True),
+}
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
+
+
+def seen(answer: Answer) -> tuple[object, ...]:
+    """All of an answer but the times."""
+    return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
+
+
+class Watched:
+    """A drafter whose proposals are kept.
+
+    Args:
+        drafter: is not changed.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.proposals: list[tuple[int, list[int], torch.Tensor | None, object]] = []
+
+        def propose(
+            batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[object]
+        ) -> list[Proposal]:
+            made = drafter.propose(batch, budgets, noise)  # type: ignore[arg-type]
+            for request, each in zip(batch, made, strict=True):
+                self.proposals.append((len(request.tokens), each.tree.host_ids, each.probs, each.draws))
+            return made
+
+        self.drafter = altered(drafter, propose=propose)
+
+
+def alike(left: Watched, right: Watched) -> bool:
+    """Whether two drafters proposed the same, distributions bit for bit."""
+    assert len(left.proposals) == len(right.proposals) > 0
+    for one, other in zip(left.proposals, right.proposals, strict=True):
+        if (one[0], one[1], one[3]) != (other[0], other[1], other[3]) or (one[2] is None) != (other[2] is None):
+            return False
+        if one[2] is not None and other[2] is not None and not torch.equal(one[2], other[2]):
+            return False
+    return True
+
+
+def hit_rate(drafter: ParallelDraft) -> float:
+    return drafter.report["ahead_hit_rate"]
+
+
+DRAFTS: dict[str, Callable[[MarkovModel], MarkovModel]] = {
+    "mixed": lambda target: markov(2),
+    "itself": lambda target: target,
+    "always wrong": off_by_one,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("outcomes", [1, 4, 12])
+def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, draft: str, outcomes: int) -> None:
+    """Ragged batches, every kind of draws; distributions bit for bit."""
+    target = markov(1)
+    alone = Watched(DraftModel(DRAFTS[draft](target), 3))
+    ahead, _ = beside(DRAFTS[draft](target), 3, outcomes)
+    watched = Watched(ahead)
+    prompts, params = TEXTS, [replace(WAYS[way], max_tokens=20 + 7 * i) for i in range(len(TEXTS))]
+    plain = Engine(target, alone.drafter, controller="fixed").generate(prompts, params)
+    answers = Engine(target, watched.drafter, controller="fixed").generate(prompts, params)
+    assert list(map(seen, answers)) == list(map(seen, plain))
+    assert alike(alone, watched)
+    assert not ahead.holding and not ahead.cache_bytes
+
+
+EVERY = 4 * VOCAB  # outcomes of a chain of three
+
+
+@pytest.mark.parametrize("way", ["greedy", "coupled"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_where_every_outcome_is_drafted_for_every_proposal_but_the_first_is_a_hit(way: str, draft: str) -> None:
+    target = markov(1)
+    ahead, worker = beside(DRAFTS[draft](target), 3, EVERY)
+    stats = Engine(target, ahead, controller="fixed").generate([3, 1, 4], WAYS[way]).stats
+    assert [reply.hits for reply in worker.replies] == [0] + [1] * (len(worker.replies) - 1)
+    assert len(worker.replies) > 8 and stats.accepted_tokens == (stats.draft_tokens if draft == "itself" else ANY)
+
+
+def test_a_draft_that_is_always_wrong_hits_only_by_its_second_choice() -> None:
+    rates = {}
+    for outcomes in (1, 8):
+        ahead, _ = beside(off_by_one(markov(1)), 3, outcomes)
+        stats = Engine(markov(1), ahead, controller="fixed").generate([3, 1, 4], GREEDY).stats
+        assert stats.accepted_tokens == 0 and ahead.report["proposals"] > 20
+        rates[outcomes] = hit_rate(ahead)
+    assert rates[1] == 0.0 and rates[8] > 0.9
+
+
+def native_llama() -> LanguageModel:
+    """Of sizes that the native forward is for."""
+    config = LlamaConfig(
+        vocab_size=TINY_VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return HuggingFaceModel(build(config, seed=3, spread=0.15), None, "tiny", native_backend)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("kind", ["stock, bfloat16", "native"])
+def test_a_llama_drafts_ahead_bit_for_bit_what_it_drafts_in_turn(way: str, kind: str) -> None:
+    """Where a row's bits do not depend on the others of its forward, in whose company it is drafted changes nothing."""
+    if kind == "native":
+        if built(torch.float32).library is None:
+            pytest.skip(built(torch.float32).reason)
+        target, draft = native_llama(), native_llama()
+    else:
+        target, draft = noisy("llama", 0.05), packed("llama", dtype=torch.bfloat16)
+    prompts = [list(prompt) for prompt in PROMPTS]
+    alone, (ahead, _) = Watched(DraftModel(draft, 4)), beside(draft, 4, outcomes=64)
+    watched = Watched(ahead)
+    plain = Engine(target, alone.drafter, controller="fixed").generate(prompts, WAYS[way])
+    answers = Engine(target, watched.drafter, controller="fixed").generate(prompts, WAYS[way])
+    assert list(map(seen, answers)) == list(map(seen, plain))
+    assert alike(alone, watched)
+    assert hit_rate(ahead) > 0.05
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "controller",
+    [
+        lambda: ScriptedController([Budget(3), Budget(1), Budget(0), Budget(4), Budget(2, 1, 1), Budget(4, 1, 3)] * 4),
+        lambda: FixedBudget(Budget(4, min_probability=0.4)),
+        lambda: ScriptedController([Budget(4, floor=0.01 * i, odds=(0.1 * i, 1.0)) for i in range(40)]),
+    ],
+    ids=["lengths change", "a least probability", "a floor that moves"],
+)
+def test_budgets_that_change_cut_or_miss_and_never_change_a_proposal(
+    way: str, controller: Callable[[], Controller]
+) -> None:
+    target = markov(2, 3.0)
+    alone, (ahead, _) = Watched(DraftModel(target, 4)), beside(target, 4, 8)
+    watched = Watched(ahead)
+    plain = Engine(target, alone.drafter, controller=controller()).generate([3, 1, 4], WAYS[way])
+    answer = Engine(target, watched.drafter, controller=controller()).generate([3, 1, 4], WAYS[way])
+    assert seen(answer) == seen(plain) and alike(alone, watched)
+    assert 0.0 < hit_rate(ahead) < 1.0
+
+
+def test_a_draft_with_a_least_probability_of_its_own() -> None:
+    target = markov(1)
+    alone = Watched(DraftModel(markov(2, 3.0), 4, min_probability=0.5))
+    ahead, _ = beside(markov(2, 3.0), 4, 8, min_probability=0.5)
+    watched = Watched(ahead)
+    for params in (GREEDY, SAMPLED):
+        plain = Engine(target, alone.drafter, controller="fixed").generate([3, 1, 4], params)
+        assert seen(Engine(target, watched.drafter, controller="fixed").generate([3, 1, 4], params)) == seen(plain)
+    assert alike(alone, watched) and hit_rate(ahead) > 0.0
+    assert len({len(tokens) for _, tokens, *_ in watched.proposals}) > 2  # they stop at several lengths
+
+
+# ------------------------------------------------------------------------------------------ what it knows of texts
+
+
+def fresh_entries(model: LanguageModel, tokens: Sequence[int]) -> list[torch.Tensor]:
+    cache = model.new_cache()
+    model.forward([Segment(cache, torch.tensor(list(tokens)), chain_shape(len(tokens)), ())])
+    cache.commit(range(len(tokens)))
+    return [tensor for pair in cache.entries() for tensor in pair]
+
+
+def looked_at(ahead: ParallelDraft, worker: SameProcess) -> tuple[Drafter, list[int]]:
+    """A drafter whose worker's caches are compared with fresh ones after each proposal, and the lengths they had."""
+    lengths: list[int] = []
+    draft = worker.drafter.drafter
+
+    def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[object]) -> list[Proposal]:
+        made = ahead.propose(batch, budgets, noise)  # type: ignore[arg-type]
+        for request in batch:
+            cache = draft.caches[request.id]
+            lengths.append(cache.length - len(request.tokens))
+            fresh = fresh_entries(draft.model, request.tokens[: cache.length])
+            held = [tensor for pair in cache.entries() for tensor in pair]
+            for one, other in zip(held, fresh, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        return made
+
+    return altered(ahead, propose=propose), lengths
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("models", ["markov", "llama"])
+def test_after_each_proposal_the_cache_is_a_fresh_one(way: str, models: str) -> None:
+    """All but the last token are committed; behind them lies what is drafted ahead."""
+    target, draft = (markov(1), markov(2)) if models == "markov" else (noisy("llama", 0.05), packed("llama"))
+    ahead, worker = beside(draft, 3)
+    drafter, lengths = looked_at(ahead, worker)
+    Engine(target, drafter, controller="fixed").generate(TEXTS, WAYS[way])
+    assert set(lengths) == {-1} and hit_rate(ahead) > 0.0
+    assert not worker.drafter.drafter.caches
+
+
+def test_the_committed_path_reaches_as_far_as_it_was_fed() -> None:
+    """Told of what was emitted, the worker keeps accepted tokens and a guessed one, and forgets the others."""
+    target = markov(1)
+    ahead, worker = beside(target, 3, EVERY)
+    begun = worker.drafter.drafter
+    lengths: list[int] = []
+    take = worker.drafter._take
+
+    def taken(text: object, call: object) -> object:
+        found = take(text, call)  # type: ignore[arg-type]
+        lengths.append(begun.caches[call.id].length - len(text.tokens))  # type: ignore[attr-defined]
+        return found
+
+    worker.drafter._take = taken  # type: ignore[method-assign,assignment]
+    Engine(target, ahead, controller="fixed").generate([3, 1, 4], GREEDY)
+    assert lengths[0] < 0 and set(lengths[1:]) == {0}  # all hits: what was emitted is read, the bonus token too
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_requests_that_come_and_go_in_the_middle(way: str) -> None:
+    """One is cancelled while it was drafted ahead for, another comes then; the others notice nothing."""
+    target = markov(1)
+
+    def run(drafter: Drafter) -> list[list[int]]:
+        engine = Engine(target, drafter, controller="fixed")
+        first, second = engine.submit([1, 2, 3], WAYS[way]), engine.submit([4], WAYS[way])
+        for _ in range(4):
+            engine.step()
+        engine.cancel(first)
+        third = engine.submit([5, 5], WAYS[way])
+        while not (second.closed and third.closed):
+            engine.step()
+        assert not drafter.holding
+        return [each.tokens for each in (first, second, third)]
+
+    ahead, worker = beside(markov(2), 3)
+    assert run(ahead) == run(DraftModel(markov(2), 3))
+    assert hit_rate(ahead) > 0.0 and not worker.drafter._texts
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+def test_memory_that_is_short_puts_requests_back_and_changes_nothing(way: str) -> None:
+    target, draft = (MarkovModel(markov(seed).probs, context_length=2000) for seed in (1, 2))
+    params = replace(WAYS[way], max_tokens=600)
+    plain = Engine(target, DraftModel(draft, 3), controller="fixed").generate(TEXTS[:2], params)
+    ahead, worker = beside(draft, 3)
+    engine = Engine(target, ahead, controller="fixed", max_cache_bytes=2 * 16 * key_span(603) - 1)
+    sizes: list[tuple[int, int]] = []
+
+    def look(_: object) -> None:
+        caches = worker.drafter.drafter.caches.values()
+        sizes.extend((cache.capacity, cache.most) for cache in caches if cache.capacity)
+
+    engine.listeners.append(look)
+    answers = engine.generate(TEXTS[:2], params)
+    assert engine.preemptions > 0 and hit_rate(ahead) > 0.0
+    assert not any(each.warnings for each in answers) and sizes and not ahead.holding
+    assert all(capacity <= most < key_span(2000) for capacity, most in sizes)
+    assert [len(each.token_ids) for each in answers] == [600, 600]
+    if way != "sampled":  # which draw gives a token hangs on budgets, and these on the memory
+        assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
+
+
+def test_what_cannot_go_across_is_drafted_here() -> None:
+    """Options that read what was written; others of the same batch go across."""
+    target = markov(1)
+    shaped = replace(SAMPLED, repetition_penalty=1.2)
+    ahead, worker = beside(markov(2), 3)
+    drafts = [DraftModel(markov(2), 3), ahead]
+    both = [Engine(target, each, controller="fixed").generate(TEXTS[:2], [shaped, SAMPLED]) for each in drafts]
+    assert list(map(seen, both[0])) == list(map(seen, both[1]))
+    assert ahead.report["proposals"] == both[1][1].stats.target_calls
+    asked = len(worker.replies)
+    alone = [Engine(target, each, controller="fixed").generate(TEXTS[0], shaped) for each in drafts]
+    assert seen(alone[0]) == seen(alone[1]) and alone[0].stats.draft_tokens > 0 and len(worker.replies) == asked
+
+
+def test_noise_of_another_kind_is_drawn_with_here() -> None:
+    class Own(KeyedNoise):
+        pass
+
+    ahead, worker = beside(markov(2), 3)
+    tokens = [1, 2, 3]
+    request = DraftRequest(0, SAMPLED, TokenView(tokens))
+    ahead.begin(request)
+    made = ahead.propose([request], [Budget(3)], [Own(3, 3, 0)])[0]
+    assert not worker.replies and len(made.tree) == 3
+    assert made.tree.host_ids == ahead.propose([request], [Budget(3)], [KeyedNoise(3, 3, 0)])[0].tree.host_ids
+    assert len(worker.replies) == 1
+    ahead.end(request)
+
+
+def test_a_member_of_a_portfolio_draws_with_its_own_noise() -> None:
+    target = markov(1)
+
+    def answers(draft: Drafter) -> list[Answer]:
+        drafter = Portfolio([PromptLookup(min_ngram=1), draft])
+        return Engine(target, drafter, controller="in-turn").generate(TEXTS, SAMPLED)
+
+    ahead, _ = beside(markov(2), 3)
+    assert list(map(seen, answers(ahead))) == list(map(seen, answers(DraftModel(markov(2), 3))))
+    assert ahead.report["proposals"] > 20
+
+
+def test_a_controller_that_measures_can_use_it() -> None:
+    ahead, _ = beside(markov(2), 3)
+    answer = Engine(markov(1), ahead, controller=Goodput()).generate([3, 1, 4], GREEDY)
+    assert answer.token_ids == Engine(markov(1)).generate([3, 1, 4], GREEDY).token_ids and not answer.warnings
+
+
+@pytest.mark.filterwarnings("ignore:nothing was drafted ahead:RuntimeWarning")
+def test_a_failure_while_drafting_ahead_costs_nothing_but_time() -> None:
+    target, model = markov(1), markov(2)
+    ahead, worker = beside(model, 3)
+    draft = worker.drafter.drafter
+
+    def forward(segments: Sequence[Segment]) -> object:
+        if any(len(segment.rows) > 1 for segment in segments):  # only the judged chain is read so
+            raise RuntimeError("no room")
+        return model.forward(segments)
+
+    draft.model = altered(model, forward=forward)
+    with pytest.warns(RuntimeWarning, match=r"nothing was drafted ahead \(RuntimeError: no room\)") as told:
+        answer = Engine(target, ahead, controller="fixed").generate([3, 1, 4], SAMPLED)
+    assert len(told) == 1  # not for each step
+    plain = Engine(target, DraftModel(markov(2), 3), controller="fixed").generate([3, 1, 4], SAMPLED)
+    assert seen(answer) == seen(plain) and hit_rate(ahead) == 0.0 and ahead.report["proposals"] > 5
+
+
+def test_trees_and_numbers_out_of_range_are_refused() -> None:
+    model = markov(2)
+    _, worker = beside(model)
+    with pytest.raises(OptionError, match="async drafts one chain, and branching or chains make trees"):
+        ParallelDraft(DraftModel(model, branching=(2, 1)), worker, 4)
+    for outcomes in (0, 5000):
+        with pytest.raises(OptionError, match="outcomes must be 1 or more"):
+            ParallelDraft(DraftModel(model), worker, outcomes)
+
+
+# ------------------------------------------------------------------------------------------ guesses
+
+
+def table(*rows: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def test_greedy_outcomes_by_the_drafts_probabilities() -> None:
+    """Reaching a place has the probability of the tokens before it: 0.6 * 0.9 = 0.54 for the bonus, of which 0.8."""
+    logits = table([0.6, 0.3, 0.1], [0.05, 0.9, 0.05], [0.1, 0.1, 0.8])
+    noise = KeyedNoise(0, 5, 0, greedy=True)
+    found = likeliest_outcomes(logits, [0, 1], GREEDY, noise, 3)
+    assert found == [Outcome(2, 2), Outcome(0, 1), Outcome(0, 2)]
+    many = likeliest_outcomes(logits, [0, 1], GREEDY, noise, 100)
+    assert len(many) == 7 and len(set(many)) == 7  # 2 + 2 that are not drafted, and 3 behind the chain
+    assert likeliest_outcomes(table([0.0, 1.0, 0.0], [1.0, 0.0, 0.0]), [1], GREEDY, noise, 5) == [Outcome(1, 0)]
+    assert likeliest_outcomes(logits * float("nan"), [0, 1], GREEDY, noise, 3) == []
+
+
+def texts() -> Iterator[tuple[int, list[int]]]:
+    for seed in range(40):
+        yield seed, [seed % 5, seed // 7, 3]
+
+
+def test_a_draft_that_is_the_target_guesses_the_token_that_the_rule_draws() -> None:
+    """By the very number that draws it, one outcome is always the right one."""
+    model = markov(1)
+    for seed, text in texts():
+        ahead, worker = beside(model, 3, 1)
+        params = replace(SAMPLED, seed=seed, max_tokens=13)
+        answer = Engine(model, ahead, controller="fixed").generate(text, params)
+        assert answer.stats.draft_acceptance_rate == 1.0
+        assert [reply.hits for reply in worker.replies] == [0, 1, 1]
+
+
+def test_what_the_worker_cannot_do_it_says() -> None:
+    ahead, worker = beside(markov(2), 3)
+    tokens = [1, 2, 3]
+    request = DraftRequest(0, GREEDY, TokenView(tokens))
+    ahead.begin(request)
+
+    def propose(calls: object) -> object:
+        raise DrafterError("RuntimeError: the draft is broken")
+
+    worker.propose = propose  # type: ignore[method-assign,assignment]
+    with pytest.raises(DrafterError, match="the draft is broken"):
+        ahead.propose([request], [Budget(3)], [KeyedNoise(0, 3, 0, greedy=True)])

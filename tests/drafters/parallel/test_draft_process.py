@@ -1,0 +1,229 @@
+"""The other process: it drafts what this one would; its end, however it comes, costs no answer and leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from support.parallel_drafting import (
+    broken_markov,
+    dying_markov,
+    failing_markov,
+    markov,
+    slow_markov,
+    tiny_llama,
+)
+from support.tiny_models import PROMPTS, noisy
+from truedraft import Engine, SamplingParams
+from truedraft.certify import Stack, certify
+from truedraft.drafters import DraftModel, ParallelDraft
+from truedraft.drafters.parallel import DraftProcess, ahead_drafter
+from truedraft.engine import Answer
+from truedraft.models.base import LanguageModel
+from truedraft.verification import SpeculativeSampling
+
+GREEDY = SamplingParams(max_tokens=40)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+WAYS = [GREEDY, SAMPLED, replace(SAMPLED, coupled=True)]
+TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
+LENGTH, OUTCOMES = 3, 4
+
+
+def made(load: Callable[[], LanguageModel], own: LanguageModel | None = None) -> tuple[ParallelDraft, DraftProcess]:
+    """A drafter whose process has the model that `load` makes there; here it has `own`, or the same."""
+    process = DraftProcess(partial(ahead_drafter, load, LENGTH, 0.0, OUTCOMES))
+    return ParallelDraft(DraftModel(own or load(), LENGTH), process, OUTCOMES), process
+
+
+def seen(answer: Answer) -> tuple[object, ...]:
+    return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, dead ones that nobody waited for included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(pid: int) -> bool:
+    for _ in range(600):
+        if not runs(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Iterator[ParallelDraft]:
+    made_drafter, process = made(markov)
+    yield made_drafter
+    assert process.alive and not made_drafter.holding
+    process.close()
+
+
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "coupled"])
+def test_answers_and_counts_are_those_of_the_draft_alone(drafter: ParallelDraft, params: SamplingParams) -> None:
+    target = markov(1)
+    plain = Engine(target, DraftModel(markov(), LENGTH), controller="fixed").generate(TEXTS, params)
+    answers = Engine(target, drafter, controller="fixed").generate(TEXTS, params)
+    assert list(map(seen, answers)) == list(map(seen, plain))
+    report = drafter.report
+    assert 0.0 < report["ahead_hit_rate"] < 1.0 and report["ahead_tokens"] > 0
+    assert report["process_cpu_s"] > report["ahead_cpu_s"] > 0.0
+
+
+def test_a_llama_in_another_process() -> None:
+    target, prompts = noisy("llama", 0.05), [list(prompt) for prompt in PROMPTS]
+    ahead, process = made(tiny_llama)
+    plain = Engine(target, DraftModel(tiny_llama(), LENGTH), controller="fixed").generate(prompts, SAMPLED)
+    assert list(map(seen, Engine(target, ahead, controller="fixed").generate(prompts, SAMPLED))) == list(
+        map(seen, plain)
+    )
+    process.close()
+
+
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "coupled"])
+def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft, params: SamplingParams) -> None:
+    """Same answers, same counts and same hits, whether it is ready in time or late."""
+    slow, process = made(slow_markov)
+    before = dict(drafter.report)
+    found = []
+    for each in (drafter, slow):
+        answers = Engine(markov(1), each, controller="fixed").generate(TEXTS[:2], replace(params, max_tokens=16))
+        found.append(list(map(seen, answers)))
+    assert found[0] == found[1]
+    asked, hits = slow.report["proposals"], slow.report["proposals"] * slow.report["ahead_hit_rate"]
+    was = before.get("proposals", 0)
+    assert drafter.report["proposals"] - was == asked
+    earlier = was * before.get("ahead_hit_rate", 0.0)
+    assert drafter.report["proposals"] * drafter.report["ahead_hit_rate"] - earlier == pytest.approx(hits)
+    process.close()
+
+
+def test_a_certificate(drafter: ParallelDraft) -> None:
+    stack = Stack(markov(1), drafter, SpeculativeSampling())
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
+        certificate = certify(stack, TEXTS, params, batch=3, seconds=6.0)
+        assert not certificate.failures
+
+
+# ------------------------------------------------------------------------------------------ its end
+
+
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "coupled"])
+def test_a_process_that_dies_costs_no_answer(params: SamplingParams) -> None:
+    """In the middle of drafting, with four requests under way: they go on in this process, with the same tokens."""
+    ahead, process = made(partial(dying_markov, 30), markov())
+    pid = process.pid
+    with pytest.warns(RuntimeWarning, match="'draft' goes on without async: .* ended with status 7") as told:
+        answers = Engine(markov(1), ahead, controller="fixed").generate(TEXTS, params)
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate(TEXTS, params)
+    assert list(map(seen, answers)) == list(map(seen, plain))
+    assert len(told) == 1 and not process.alive and not runs(pid) and not ahead.holding
+    assert 0 < ahead.report["proposals"] < sum(each.stats.target_calls for each in answers)
+    again = Engine(markov(1), ahead, controller="fixed").generate(TEXTS, params)
+    assert list(map(seen, again)) == list(map(seen, plain))
+
+
+def test_one_that_is_killed_between_two_steps() -> None:
+    ahead, process = made(markov)
+    engine = Engine(markov(1), ahead, controller="fixed")
+    request = engine.submit([1, 2, 3], SAMPLED)
+    for _ in range(4):
+        engine.step()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="ended with status -9"):
+        while not request.closed:
+            engine.step()
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate([1, 2, 3], SAMPLED)
+    assert request.tokens[3:] == plain.token_ids and not request.warnings and engine.check_idle() == []
+
+
+def test_a_draft_that_cannot_be_loaded_there_drafts_here() -> None:
+    ahead, process = made(failing_markov, markov())
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded in a process of its own \(FileNotFoundError: no such"):
+        answer = Engine(markov(1), ahead, controller="fixed").generate([1, 2, 3], GREEDY)
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate([1, 2, 3], GREEDY)
+    assert seen(answer) == seen(plain) and not process.alive and ahead.report == {}
+
+
+def test_a_draft_whose_forwards_fail_there_leaves_requests_undrafted() -> None:
+    """As any drafter that fails; the process is asked again for the next request."""
+    ahead, process = made(broken_markov, markov())
+    answer = Engine(markov(1), ahead, controller="fixed").generate([1, 2, 3], GREEDY)
+    assert answer.token_ids == Engine(markov(1)).generate([1, 2, 3], GREEDY).token_ids
+    assert "RuntimeError: the draft is broken" in answer.warnings[0] and process.alive
+    process.close()
+
+
+def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, process = made(markov)
+    engine = Engine(markov(1), ahead, controller="fixed")
+    request = engine.submit([1, 2, 3], SAMPLED)
+    for _ in range(3):
+        engine.step()
+    old = process.pid
+    with monkeypatch.context() as patched:
+
+        def interrupted(_: object) -> object:
+            raise KeyboardInterrupt
+
+        patched.setattr("truedraft.drafters.parallel.process.pickle.load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert process.alive and process.pid != old and not runs(old)
+    while not request.closed:  # drafted for here
+        engine.step()
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate([1, 2, 3], SAMPLED)
+    assert request.tokens[3:] == plain.token_ids and not request.warnings
+    asked = ahead.report["proposals"]
+    assert engine.generate([1, 2, 3], SAMPLED).token_ids == plain.token_ids
+    assert ahead.report["proposals"] > asked and not ahead.holding  # the new one drafts for new requests
+    process.close()
+
+
+def test_it_ends_with_the_drafter() -> None:
+    ahead, process = made(markov)
+    Engine(markov(1), ahead, controller="fixed").generate([1, 2, 3], GREEDY)
+    pid = process.pid
+    assert runs(pid)
+    del ahead, process
+    gc.collect()
+    assert not runs(pid)
+
+
+PARENT = """
+import os, signal, sys
+from functools import partial
+from support.parallel_drafting import markov
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import DraftModel, ParallelDraft
+from truedraft.drafters.parallel import DraftProcess, ahead_drafter
+
+process = DraftProcess(partial(ahead_drafter, markov, 3, 0.0, 4))
+engine = Engine(markov(1), ParallelDraft(DraftModel(markov(), 3), process, 4), controller="fixed")
+engine.generate([1, 2, 3], SamplingParams(max_tokens=8))
+print(process.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)", "raise KeyboardInterrupt"])
+def test_it_ends_with_the_process_that_it_serves(end: str) -> None:
+    """Which needs no guard of its main module, for nothing of it is imported there."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    done = subprocess.run([sys.executable, "-c", PARENT + end], env=environment, capture_output=True, text=True)
+    pid = int(done.stdout)
+    assert wait_until_gone(pid)

@@ -1,0 +1,113 @@
+"""Drafting ahead inside the process of the test, and small drafts that another process can make."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Sequence
+
+import torch
+
+from truedraft.drafters import DraftModel, ParallelDraft
+from truedraft.drafters.parallel import AheadDrafter
+from truedraft.drafters.parallel.ahead import Begun, Call, Reply
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.testing import MarkovModel, altered
+
+VOCAB = 6
+
+
+class SameProcess:
+    """A worker that drafts here, ahead as soon as it was asked; all that it is told and tells is pickled on the way.
+
+    Args:
+        drafter: that it has.
+
+    Attributes:
+        replies: that it gave.
+    """
+
+    alive = True
+
+    def __init__(self, drafter: AheadDrafter) -> None:
+        self.drafter = drafter
+        self.replies: list[Reply] = []
+
+    def begin(self, begun: Begun) -> None:
+        self.drafter.begin(pickle.loads(pickle.dumps(begun)))
+
+    def propose(self, calls: Sequence[Call]) -> Reply:
+        reply: Reply = pickle.loads(pickle.dumps(self.drafter.propose(pickle.loads(pickle.dumps(calls)))))
+        self.replies.append(reply)
+        self.drafter.draft_ahead()
+        return reply
+
+    def end(self, request: int) -> None:
+        self.drafter.end(request)
+
+
+def beside(
+    model: LanguageModel, length: int = 4, outcomes: int = 4, min_probability: float = 0.0
+) -> tuple[ParallelDraft, SameProcess]:
+    """A drafter that drafts ahead in this process, and its worker."""
+    drafts = [DraftModel(model, length, min_probability=min_probability) for _ in range(2)]
+    worker = SameProcess(AheadDrafter(drafts[1], outcomes))
+    return ParallelDraft(drafts[0], worker, outcomes), worker
+
+
+def markov(seed: int = 2, sharpness: float = 1.5) -> MarkovModel:
+    """A table; the same one for the same numbers, in every process."""
+    return MarkovModel.random(VOCAB, seed=seed, sharpness=sharpness)
+
+
+def tiny_llama() -> LanguageModel:
+    """Random weights, the same in every process."""
+    from support.tiny_models import packed  # not for the processes of tables: it loads for seconds
+
+    return packed("llama")
+
+
+def slow_markov(seed: int = 2) -> LanguageModel:
+    """The same table, whose forwards take as long as they like: mostly nothing, now and then 30 milliseconds."""
+    model, calls = markov(seed), iter(range(1 << 30))
+
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        time.sleep(0.03 if next(calls) % 7 == 3 else 0.0)
+        return model.forward(segments)
+
+    return altered(model, forward=forward)
+
+
+def dying_markov(forwards: int) -> LanguageModel:
+    """A draft whose process dies in its so-manieth forward."""
+    model, calls = markov(), iter(range(forwards))
+
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        if next(calls, None) is None:
+            os._exit(7)
+        return model.forward(segments)
+
+    return altered(model, forward=forward)
+
+
+def failing_markov() -> LanguageModel:
+    """A draft that cannot be loaded."""
+    raise FileNotFoundError("no such draft")
+
+
+def broken_markov() -> LanguageModel:
+    """A draft all of whose forwards fail."""
+
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        raise RuntimeError("the draft is broken")
+
+    return altered(markov(), forward=forward)
+
+
+def off_by_one(target: MarkovModel) -> MarkovModel:
+    """A draft that is always wrong, and thinks the target's choice second best."""
+    best = target.probs.argmax(dim=-1)
+    probs = torch.full_like(target.probs, 0.1 / (VOCAB - 2))
+    probs.scatter_(-1, best[..., None], 0.2).scatter_(-1, (best[..., None] + 1) % VOCAB, 0.7)
+    return MarkovModel(probs)
