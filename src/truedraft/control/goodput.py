@@ -390,7 +390,7 @@ class Goodput(Controller):
                 rates = [after / before for before, after in itertools.pairwise([1.0, *known])] or [_rate_of(kind[1])]
                 self._pool[key] = ChainGains(rates, _PRIOR_WEIGHT, _POOL_MEMORY)
             else:
-                self._pool[key] = TreeGains(known or _tree_of(limits), _PRIOR_WEIGHT, _POOL_MEMORY)
+                self._pool[key] = TreeGains(known or _tree_of(limits, kind[1]), _PRIOR_WEIGHT, _POOL_MEMORY)
             _forget_oldest(self._pool)
         return self._pool[key]
 
@@ -596,6 +596,8 @@ def _rate_of(hint: int) -> float:
     return 1.0 - (1.0 - UNKNOWN_RATE) * 2.0 / (1 + max(hint, 1))
 
 
-def _tree_of(limits: Budget) -> list[float]:
-    """Gains of a tree's nodes of which nobody knows anything."""
+def _tree_of(limits: Budget, hint: int) -> list[float]:
+    """Gains of a tree's nodes of which nobody knows more than the kind of a hint: then the likeliest are one path."""
+    if hint:
+        return [_rate_of(hint) ** (1 + place) for place in range(min(limits.nodes, 64))]
     return [UNKNOWN_RATE ** (1 + place // limits.width) / limits.width for place in range(min(limits.nodes, 64))]
