@@ -396,8 +396,53 @@ def test_words() -> None:
         "cascade(draft;auto)": "has 'auto' as a member",
         "cascade(draft;prompt-lookup)": "'prompt-lookup' has no model that could verify",
         "cascade(medusa;draft)": "'medusa' cannot draft inside a cascade",
+        "cascade(prompt-lookup;draft,chains=2)": "chains of 'draft' does nothing",
+        "cascade(draft,async=1;draft)": "'draft' cannot draft inside a cascade",
+        "cascade(prompt-lookup;early-exit:2)": "'early-exit' has no model that could verify",
         "cascade(prompt-lookup;draft),width=3": "option of drafter 'cascade'",
         "cascade(prompt-lookup;draft),num_speculative_tokens=0": "must be 1 or more",
     }.items():
         with pytest.raises(TruedraftError, match=told.replace("(", r"\(")):
             from_spec(words, embedded)
+
+
+class TooMany(ScriptedDrafter):
+    """Proposes a token more than it may."""
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        return super().propose(batch, [Budget(budget.depth + 1, 64, 64) for budget in budgets], noise)
+
+
+class FailingAtOnce(ScriptedDrafter):
+    def begin(self, request: DraftRequest) -> None:
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("inside", [TooMany, FailingAtOnce], ids=["too many", "at once"])
+def test_who_breaks_the_contract_inside_is_given_up_and_nothing_is_left(inside: type[ScriptedDrafter]) -> None:
+    middle = MarkovModel.random(VOCAB, 1, sharpness=1.2, context_length=128)
+    cascade = Cascade(inside(lambda tokens: [[1, 2, 3, 4, 5]]), DraftModel(middle), 3)
+    engine = Engine(TARGET, cascade, controller="fixed")
+    answer = engine.generate(PROMPTS[0], SamplingParams(30))
+    assert answer.token_ids == Engine(TARGET).generate(PROMPTS[0], SamplingParams(30)).token_ids
+    assert len(answer.warnings) == 1
+    assert not cascade.holding
+    assert middle.pool.in_use == 0
+
+
+@torch.inference_mode()
+def test_steps_that_it_was_not_told_of_are_read_when_it_is_asked_again() -> None:
+    """Its proposal came to nothing, and two plain steps followed, of which it is told of the last."""
+    cascade = CASCADES["model"]()
+    request = DraftRequest(0, SamplingParams(), [3, 1, 2])
+    cascade.begin(request)
+    (first,) = cascade.propose([request], [Budget(4)], [KeyedNoise(0, 3, 1, greedy=True)])
+    other = (first.tree.host_ids[0] + 1) % VOCAB
+    later = DraftRequest(0, SamplingParams(), [3, 1, 2, other, 3])
+    cascade.observe([later], [StepOutcome(Proposal.empty(), (), (3,))])
+    assert list(cascade.reads(later)) == [3, 1, 2]
+    noise = KeyedNoise(0, 5, 3, greedy=True)
+    (again,) = cascade.propose([later], [Budget(4)], [noise])
+    fresh = CASCADES["model"]()
+    fresh.begin(later)
+    assert again.tree.host_ids == fresh.propose([later], [Budget(4)], [noise])[0].tree.host_ids

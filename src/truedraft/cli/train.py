@@ -356,7 +356,7 @@ def ngram(options: NgramOptions) -> int:
     if job.clean:
         return _clean(job, options.report)
     budget = _time_budget(options.run)
-    _check_folder(job, job.out / _WORK)
+    _check_folder(job, job.out / _WORK, table=True)
 
     def train(told: Callbacks) -> Any:
         from truedraft.machine import pick_device
@@ -446,16 +446,18 @@ def _time_budget(run: RunOptions) -> TimeBudget:
     return TimeBudget(run.minutes)
 
 
-def _check_folder(job: JobOptions, work: Path) -> None:
+def _check_folder(job: JobOptions, work: Path, *, table: bool = False) -> None:
     """Refuse a folder that holds other things than what is asked to go on with.
 
     Args:
         job: names the folder.
         work: what is there, a file or a folder, once a training has started in it.
+        table: whether a table of n-grams is to be written.
 
     Raises:
         OptionError: says what is in the way: also another process that is training there.
     """
+    from truedraft.drafters.registry import TABLE
     from truedraft.training.workspace import refuse_busy
 
     out, resume = job.out, job.resume
@@ -468,8 +470,10 @@ def _check_folder(job: JobOptions, work: Path) -> None:
         problem = "holds a training; add --resume to go on with it, or name a new folder"
     if resume and not started:
         problem = "holds no training to go on with; leave --resume out"
-    if (out / "config.json").is_file() and not started:
+    if (out / "config.json").is_file() and (table or not started):
         problem = "holds a model, which would be overwritten; name a new folder"
+    if (out / TABLE).is_file() and not table:
+        problem = "holds a table of n-grams, and a folder is for one drafter; name a new folder"
     if problem is not None:
         raise OptionError(f"{str(out)!r} {problem}", field="out")
 

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal, NoReturn, overload
 
+import torch
 from torch import Tensor
 
 from truedraft.cache import Prefixes, RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import DrawKind, Proposal, check_draws
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.shaping import Shaping
+from truedraft.core.tree import TokenTree
+from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
 from truedraft.theory import AcceptanceCurve
 
@@ -81,7 +84,8 @@ class DraftRequest:
         kept: whether a drafter may keep what it wrote for later ones; not of a rehearsal.
         cache: the target's, while the request runs in an engine, for drafts made of the target itself: what they write
             behind its committed tokens they roll back, and they never commit.
-        judged: the kinds of draws that its rule judges, for drafters that can draft in several ways; None: all.
+        judged: the kinds of draws that its rule judges, or keeps most of, for drafters that can draft in several ways;
+            None: all.
     """
 
     id: int
@@ -196,6 +200,7 @@ class Drafter(ABC):
             proposes, of the last of them.
         hints_change: whether what `hint` tells changes while it drafts nothing, `behind` apart.
         target_cache: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
+        is_inner: whether it may draft inside a cascade, whose texts lose tokens again (`rewind`).
         can_verify: whether its model can check what another drafts, in the middle of a cascade; see `caught_up`.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
@@ -211,6 +216,7 @@ class Drafter(ABC):
     told_late: bool = False
     hints_change: bool = False
     target_cache: bool = False
+    is_inner: ClassVar[bool] = True
     can_verify: ClassVar[bool] = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
@@ -347,3 +353,50 @@ class NoDrafter(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         return [Proposal.empty() for _ in batch]
+
+
+def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozenset[DrawKind], vocab: int) -> None:
+    """Refuse what a rule would judge wrongly, or a budget forbids; ids are looked at by `check_ids`.
+
+    Args:
+        name: of the drafter.
+        proposal: that it made.
+        budget: that it was given.
+        judged: the kinds of draws that the rule judges.
+        vocab: token ids of whoever judges.
+
+    Raises:
+        DrafterError: says what is wrong.
+        ValueError: draws and tree contradict each other.
+    """
+    tree = proposal.tree
+    if not len(tree):
+        return
+    if tree.shape.depth > budget.depth or len(tree) > budget.nodes:
+        raise DrafterError(
+            f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {budget}"
+        )
+    kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
+    if not kinds <= judged:
+        names = ", ".join(sorted(kind.value for kind in kinds - judged))
+        raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
+    probs = proposal.probs
+    if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
+        raise DrafterError(
+            f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
+            f"floats of [distributions, {vocab}]"
+        )
+    if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
+        shape = tuple(tree.tokens.shape)
+        raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
+
+
+def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
+    """Refuse ids that do not exist; those on a device are waited for.
+
+    Raises:
+        DrafterError: says which there are.
+    """
+    ids = tree.host_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {ids}")

@@ -19,8 +19,8 @@ from truedraft.core.proposal import DrawCheck, DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
 from truedraft.core.verdict import Verdict
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
-from truedraft.errors import CompositionError, OptionError
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView, check_ids, check_proposal
+from truedraft.errors import CompositionError, DrafterError, OptionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 
@@ -120,10 +120,10 @@ class Cascade(Drafter):
                 f"{middle.name!r} has no model that could verify; the last member of a cascade is a draft model or "
                 "self:int8, as in cascade(prompt-lookup;draft)"
             )
-        if drafter.features is not None or list(drafter.members.values()) != [drafter]:
+        if drafter.features is not None or list(drafter.members.values()) != [drafter] or not drafter.is_inner:
             raise CompositionError(
-                f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, or looks at the target's own "
-                "vectors; use a drafter that reads tokens alone"
+                f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, looks at the target's own "
+                "vectors, or drafts ahead of them (async); use a drafter that reads tokens alone"
             )
         if drafter.target_cache and not middle.target_cache:
             raise CompositionError(
@@ -194,12 +194,16 @@ class Cascade(Drafter):
         self.drafter.begin(inside)
 
     def end(self, request: DraftRequest) -> None:
-        if request.id in self._texts:
-            text = self._brought_up(request)
-            own = replace(text.request, kept=request.kept)
-            del self._texts[request.id]
-            self.drafter.end(own)
-            self.middle.end(own)
+        text = self._texts.pop(request.id, None)
+        if text is None:
+            return
+        try:
+            self._bring_up(text, request)
+        finally:
+            try:
+                self.drafter.end(text.request)
+            finally:
+                self.middle.end(text.request)
 
     def rewind(self, request: DraftRequest) -> None:
         text = self._texts[request.id]
@@ -214,7 +218,9 @@ class Cascade(Drafter):
         drafting = [place for place, length in enumerate(lengths) if length]
         if not drafting:
             return proposals
-        texts = [self._brought_up(batch[place]) for place in drafting]
+        texts = [self._texts[batch[place].id] for place in drafting]
+        for place, text in zip(drafting, texts, strict=True):
+            self._bring_up(text, batch[place])
         caches = self.middle.caught_up([text.request for text in texts])
         chains = [
             _Chain(text, cache, cache.length, lengths[place], noise[place], batch[place].shaping)
@@ -236,9 +242,8 @@ class Cascade(Drafter):
         within = budget.within(self.limits).cut(room)
         return 0 if within.is_zero else min(within.depth, within.nodes)
 
-    def _brought_up(self, request: DraftRequest) -> _Text:
-        """The text with what was committed since, and without what a step that failed left behind it."""
-        text = self._texts[request.id]
+    def _bring_up(self, text: _Text, request: DraftRequest) -> None:
+        """Add what was committed since, and drop what a step that failed left behind it."""
         self._cut(text, text.committed)
         if text.request.cache is not request.cache:
             text.request = replace(text.request, cache=request.cache)
@@ -247,16 +252,15 @@ class Cascade(Drafter):
             text.tokens += new
             text.committed = len(text.tokens)
             self.drafter.observe([text.request], [StepOutcome(Proposal.empty(), (), new)])
-        return text
 
     def _write(self, chains: Sequence[_Chain]) -> None:
         """Round after round, until each chain has its length."""
         turn = 0
-        while growing := [chain for chain in chains if chain.left]:
+        while growing := [chain for chain in chains if chain.left > 0]:
             noise = [chain.noise.inside(turn, chain.length - chain.left) for chain in growing]
-            budgets = [self.drafter.limits.cut(chain.left - 1) for chain in growing]
+            budgets = [self._budget(chain) for chain in growing]
             requests = [chain.text.request for chain in growing]
-            guesses = self._without_unsound(self.drafter.propose(requests, budgets, noise))
+            guesses = self._checked(growing, budgets, self.drafter.propose(requests, budgets, noise))
             missed = [chain.text.tokens[chain.cache.length :] for chain in growing]
             probs = self._forward(growing, missed, guesses)
             verdicts = self._verdicts(growing, guesses, probs, noise)
@@ -269,8 +273,26 @@ class Cascade(Drafter):
             self.drafter.observe(requests, outcomes)
             turn += 1
 
-    def _without_unsound(self, guesses: Sequence[Proposal]) -> list[Proposal]:
-        """The guesses, less draws that were not made as they say: these would bend what the middle model writes."""
+    def _budget(self, chain: _Chain) -> Budget:
+        """Of a round, which adds a token of the middle model's own; no rows that the target's cache has no room for."""
+        most = self.drafter.limits.cut(chain.left - 1)
+        return replace(most, nodes=min(most.nodes, chain.left - 1)) if self.target_cache else most
+
+    def _checked(
+        self, chains: Sequence[_Chain], budgets: Sequence[Budget], guesses: Sequence[Proposal]
+    ) -> list[Proposal]:
+        """The guesses, less draws that were not made as they say: these would bend what the middle model writes.
+
+        Raises:
+            DrafterError: one is none, or not within its budget.
+        """
+        if len(guesses) != len(chains):
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} made {len(guesses)} proposals for {len(chains)} requests"
+            )
+        for chain, budget, guess in zip(chains, budgets, guesses, strict=True):
+            check_proposal(self.drafter.name, guess, budget, self._rule_of(chain).judges, self.model.vocab_size)
+            check_ids(self.drafter.name, guess.tree, self.model.vocab_size)
         check = DrawCheck(guesses, self.model.device)
         unsound = check.unsound(transfers.fetch(check.wanted))
         return [
@@ -326,28 +348,30 @@ class Cascade(Drafter):
         """What stays of the guesses, and one more token of the middle model; arguments as of `Rule.verify`."""
         by_rule: dict[Rule, list[int]] = {}
         for place, chain in enumerate(chains):
-            compared = chain.params.greedy or chain.params.coupled
-            by_rule.setdefault(self._coupled if compared else self._sampling, []).append(place)
+            by_rule.setdefault(self._rule_of(chain), []).append(place)
         verdicts: dict[int, Verdict] = {}
         for rule, places in by_rule.items():
             asked = [[each[place] for place in places] for each in (guesses, probs, noise)]
             verdicts.update(zip(places, rule.verify(*asked), strict=True))  # type: ignore[arg-type]
         return [verdicts[place] for place in range(len(chains))]
 
+    def _rule_of(self, chain: _Chain) -> Rule:
+        return self._coupled if chain.params.greedy or chain.params.coupled else self._sampling
+
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep of what was written what the target accepted."""
         for request, outcome in zip(batch, outcomes, strict=True):
             text = self._texts[request.id]
             if len(text.tokens) > text.committed:
-                self._cut(text, len(request.tokens) - len(outcome.tokens) + len(outcome.path))
+                self._cut(text, text.committed + len(outcome.path))
 
     def _cut(self, text: _Text, length: int) -> None:
         """Leave the first `length` tokens of a text; all of these are committed."""
         text.committed = length
         if len(text.tokens) > length:
             del text.tokens[length:]
-            self.drafter.rewind(text.request)
             self.middle.rewind(text.request)
+            self.drafter.rewind(text.request)
 
 
 def _below(count: int, shape: TreeShape) -> TreeShape:

@@ -111,7 +111,9 @@ class NgramDrafter(Drafter):
     def kinds(self) -> frozenset[DrawKind]:
         if not self._sampled:
             return frozenset({DrawKind.DETERMINISTIC})
-        return frozenset({DrawKind.INDEPENDENT if self.limits.width == 1 else DrawKind.WITHOUT_REPLACEMENT})
+        return frozenset(
+            {DrawKind.INDEPENDENT if max(self.branching, default=1) == 1 else DrawKind.WITHOUT_REPLACEMENT}
+        )
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target with another tokenizer than the table's.

@@ -142,8 +142,10 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         return self.kinds if self.sampled is not None or judged >= _DRAWN else _CHOSEN
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Every width and length of beams that were replayed; drawn paths were not."""
-        if self.sizes_chosen or self._draws(params):
+        """Every width and length of beams that were replayed; drawn paths were not.
+
+        Where they are drawn unasked they bring as much at least, so sizes that pay for chosen ones pay for them."""
+        if self.sizes_chosen or (self.sampled is not None and self._draws(params)):
             return ()
         plans = []
         timed: dict[int, Redrafter] = {}
@@ -156,8 +158,8 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         return plans
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """That of its beams, replayed at this length or the nearest; None for drawn paths, which were not."""
-        if self._draws(params):
+        """That of its beams, replayed at this length or the nearest; None where drawn paths were asked for."""
+        if self.sampled is not None and self._draws(params):
             return None
         curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
         return min(curves, key=lambda each: abs(each.length - self.length)).curve if curves else None

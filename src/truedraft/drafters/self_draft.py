@@ -154,6 +154,7 @@ class EarlyExit(SelfDraft):
     """
 
     name: ClassVar[str] = "early-exit"
+    can_verify = False  # what it leaves of a middle model's rows other layers would not clean
 
     def __init__(self, target: LanguageModel, layers: int, num_speculative_tokens: int = 4) -> None:
         super().__init__(target, target.first_layers(layers), num_speculative_tokens)

@@ -5,7 +5,6 @@ Loads nothing heavy before a drafter is made.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
 from collections import Counter
@@ -193,10 +192,14 @@ def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Calla
             continue
         taken[found.kind] += 1
         members.append(drafter)
-    if not members and target.weight_bytes >= _LEAST_OWN_BYTES:
+    if not taken.keys() - {"ngram"} and target.weight_bytes >= _LEAST_OWN_BYTES:
         own = KINDS["self"]
-        with contextlib.suppress(UnsupportedModelError):
-            members.append(own.make(Words("drafter", "self", "int4", own.widest), target))
+        try:
+            members.insert(0, own.make(Words("drafter", "self", "int4", own.widest), target))
+        except UnsupportedModelError:
+            pass  # such a target has no copy of fewer bits, and nobody asked for one
+        except Exception as error:
+            tell(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
     # Sampled drafts come first: their draws stand first where proposals are merged.
     lookup = KINDS["prompt-lookup"]
     return Portfolio([*members, lookup.make(Words("drafter", "prompt-lookup", None, lookup.widest), target)])
@@ -238,11 +241,28 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
             )
     if len(members) < 2:
         raise OptionError("drafter 'cascade' needs two members or more, as in cascade(prompt-lookup;draft)")
-    length = {name: read_whole(name, value) for name, value in words.options.items()}
-    first, *between, last = (_made(member, target) for member in members)
-    for middle in between:
-        first = Cascade(first, middle)
-    return Cascade(first, last, **length)
+    lengths = [_written_by(member) for member in members[1:]]
+    if words.options:
+        lengths[-1] = {name: read_whole(name, value) for name, value in words.options.items()}
+    drafter, *middles = (_made(member, target) for member in members)
+    for middle, length in zip(middles, lengths, strict=True):
+        drafter = Cascade(drafter, middle, **length)
+    return drafter
+
+
+def _written_by(middle: Words) -> dict[str, int]:
+    """How many tokens a member that verifies writes, where it says so; it draws them as a chain, by its own model.
+
+    Raises:
+        OptionError: it has other options, which would do nothing.
+    """
+    for name in middle.options:
+        if name != "num_speculative_tokens":
+            raise OptionError(
+                f"{name} of {middle.kind!r} does nothing behind the first member of a cascade, which writes one chain "
+                "there; leave it out"
+            )
+    return {name: read_whole(name, value) for name, value in middle.options.items()}
 
 
 def _made(words: Words, target: LanguageModel) -> Drafter:

@@ -6,15 +6,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from truedraft.core import transfers
 from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposal import Proposal, check_draws
+from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.drafters.base import Drafter, StepOutcome, check_ids, check_proposal
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
@@ -117,33 +115,11 @@ class GuardedDrafter:
 
     def _check(self, proposal: Proposal, asked: Asked) -> None:
         """Refuse what the rule would judge wrongly, or the budget forbids."""
-        tree, name, vocab = proposal.tree, self.name, self._vocab_size
-        if not len(tree):
-            return
-        if tree.shape.depth > asked.budget.depth or len(tree) > asked.budget.nodes:
-            raise DrafterError(
-                f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {asked.budget}"
-            )
-        kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
-        judges = asked.request.rule.judges
-        if not kinds <= judges:
-            names = ", ".join(sorted(kind.value for kind in kinds - judges))
-            raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
-        probs = proposal.probs
-        if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
-            raise DrafterError(
-                f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
-                f"floats of [distributions, {vocab}]"
-            )
-        if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
-            shape = tuple(tree.tokens.shape)
-            raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
+        check_proposal(self.name, proposal, asked.budget, asked.request.rule.judges, self._vocab_size)
 
     def check_ids(self, tree: TokenTree) -> None:
         """Refuse ids that do not exist."""
-        ids, last = tree.host_ids, self._vocab_size - 1
-        if ids and not 0 <= min(ids) <= max(ids) <= last:
-            raise DrafterError(f"drafter {self.name!r} proposed ids outside 0 to {last}: {ids}")
+        check_ids(self.name, tree, self._vocab_size)
 
     def observe(self, seen: Sequence[tuple[Request, StepOutcome]]) -> None:
         """Tell it what became of a step."""

@@ -88,7 +88,7 @@ class Request:
         view = TokenView(self.tokens)
         predicted = _predicted(params.prediction, target)
         self.draft = DraftRequest(
-            next(_numbers), params, view, self.shaping, scope, predicted, inputs, judged=rule.judges
+            next(_numbers), params, view, self.shaping, scope, predicted, inputs, judged=rule.prefers
         )
         self.counters = Counters()
         self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them

@@ -10,7 +10,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.specs import KINDS, from_spec
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names
-from truedraft.errors import ModelNotFoundError
+from truedraft.errors import ModelNotFoundError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.models.padding import unpadded_name
 from truedraft.options import Words
@@ -102,6 +102,12 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
         most = largest.limits.nodes
         trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
         return [Candidate(typed, largest, largest, trees)]
+    if words.options.get("async") == "1":
+        raise OptionError(
+            "a plan cannot say what async brings, which hangs on the cores that the target leaves; plan "
+            f"{spelled(replace(words, options={n: v for n, v in words.options.items() if n != 'async'}), {})!r}, and "
+            "compare both by truedraft generate --compare"
+        )
     if _CHAINS in chosen and not chosen & {_LENGTH, _BRANCHING}:
         return [_chains(words, typed, cast("DraftModel", base), int(words.options[_CHAINS]), target)]
     if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:

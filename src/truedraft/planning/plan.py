@@ -365,8 +365,11 @@ def memory_of(drafter: Drafter) -> Footprint:
     """Bytes of a drafter: its model, with a token of its own cache if it has one, or its heads; 0 without either."""
     if drafter.model is not None and drafter.target_cache:
         return Footprint(drafter.model.weight_bytes, each_token=True)
-    if drafter.model is not None:
-        return footprint_of(drafter.model)
+    models = {id(model): model for model, *_ in drafter.model_caches(-1, 0)}
+    if models:
+        each = [footprint_of(model) for model in models.values()]
+        weights, tokens = sum(own.weights for own in each), sum(own.cached_token for own in each)
+        return Footprint(weights, tokens, each_token=True)
     head = getattr(drafter, "head", None)
     if isinstance(head, torch.nn.Module):
         return Footprint(sum(weight.numel() * weight.element_size() for weight in head.parameters()))

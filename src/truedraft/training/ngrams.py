@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truedraft.drafters.ngram import NgramDrafter
+from truedraft.drafters.ngram_table import MOST_ORDER
 from truedraft.drafters.registry import TABLE, write_record
-from truedraft.errors import DataError, ModelError, UnsupportedModelError
+from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import describe_machine
 from truedraft.models.loading import load_model, quiet_transformers
 from truedraft.options import check_whole, read_bytes
@@ -63,6 +64,8 @@ class NgramConfig(NgramSizeOptions, TextOptions):
         """Refuse what counts nothing, before anything is loaded."""
         for name in ("order", "min_count", "max_text_tokens", "tokens", "prompt_tokens"):
             check_whole(name, getattr(self, name), 1)
+        if self.order > MOST_ORDER:
+            raise OptionError(f"must be {MOST_ORDER} at most, got {self.order}", field="order")
         read_bytes("max_bytes", self.max_bytes)
 
 
@@ -147,14 +150,20 @@ def train_ngrams(
             table.write(out / TABLE)
         took = time.perf_counter() - began
         prompts = cut_prompts(others, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
-        found = _measured(table, model, prompts, told, budget)
-        result = NgramResult(out, table, (out / TABLE).stat().st_size, source, took, found)
-        try:
-            write_record(out, "ngram", str(target), model.fingerprint, result.as_dict())
-        except (ModelError, UnsupportedModelError) as error:
-            told.on_note(f"the table does not say which target it is for: {error}")
+        result = NgramResult(out, table, (out / TABLE).stat().st_size, source, took, [])
+        _write_record(result, target, model, told)  # before it is measured, which may be interrupted
+        result = replace(result, evaluations=_measured(table, model, prompts, told, budget))
+        _write_record(result, target, model, told)
         _card(target, result, config.device).write(out)
     return result
+
+
+def _write_record(result: NgramResult, target: object, model: LanguageModel, told: Callbacks) -> None:
+    """Note which target a table is for."""
+    try:
+        write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict())
+    except (ModelError, UnsupportedModelError) as error:
+        told.on_note(f"the table does not say which target it is for: {error}")
 
 
 def _sides(

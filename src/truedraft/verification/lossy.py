@@ -45,6 +45,11 @@ class ThresholdAcceptance(Rule):
     by_groups: ClassVar[bool] = False
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
+    @property
+    def prefers(self) -> frozenset[DrawKind]:
+        """What a draft finds likeliest passes a threshold more often than what it drew."""
+        return frozenset({DrawKind.DETERMINISTIC, DrawKind.COUPLED})
+
     @abstractmethod
     def thresholds(self, probs: Tensor) -> Tensor:
         """What the probability of a child is compared with, `[rows]`, for each of the distributions `[rows, vocab]`."""

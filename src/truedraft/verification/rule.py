@@ -123,6 +123,7 @@ class Rule(ABC):
         by_groups: whether a walk is settled group by group, so that the kernels of groups say all about it. Not where
             a rule chooses among whole paths.
         judges: the kinds of draws that the rule can judge.
+        prefers: those of them that it keeps most of, where a drafter can draft in several ways.
     """
 
     name: ClassVar[str]
@@ -130,6 +131,10 @@ class Rule(ABC):
     coupled: ClassVar[bool] = False
     by_groups: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]]
+
+    @property
+    def prefers(self) -> frozenset[DrawKind]:
+        return self.judges
 
     @property
     def spec(self) -> str:

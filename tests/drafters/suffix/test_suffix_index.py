@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.drafters.suffix.index import END, LENGTHS, WALKED, WINDOW, SuffixIndex
+from truedraft.drafters.suffix.index import END, LENGTHS, WALKED, WINDOW, SuffixIndex, _hashes, hash_of
 
 DEPTH = 5
 
@@ -102,3 +102,9 @@ def test_memory_is_bounded_under_a_million_random_inserts() -> None:
     last = drawn.integers(0, 1000, 64)
     index.add(last)
     assert index.find(last[:40].tolist(), 8).following[0] == last[40:48].tolist()
+
+
+@given(st.lists(st.integers(0, 2**31 - 2), min_size=8, max_size=8))
+def test_one_ngram_has_the_hash_that_it_has_among_others(tokens: list[int]) -> None:
+    for length in LENGTHS:
+        assert hash_of(tokens[-length:]) == int(_hashes(np.array(tokens, np.int32), length)[-1])

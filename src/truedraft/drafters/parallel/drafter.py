@@ -50,6 +50,7 @@ class ParallelDraft(Drafter):
 
     name: ClassVar[str] = "draft"
     told_late = True
+    is_inner = False  # a round's noise is not what it drafts ahead with
 
     def __init__(self, draft: DraftModel, worker: AheadWorker, outcomes: int) -> None:
         if draft.limits.width > 1:
