@@ -178,7 +178,6 @@ def test_a_table_of_another_tokenizer_is_refused(target_folder, data, held_out, 
         ("  \n", NgramConfig(), DataError, "holds no text"),
         ("x", NgramConfig(order=8), DataError, "the longest text has 2 tokens, its end included, and n-grams of 8"),
         ("x = 1\n" * 9, NgramConfig(max_bytes="1K"), DataError, "bytes, and 1,024 are allowed; allow more"),
-        ("x = 1\n" * 9, NgramConfig(order=9), OptionError, "order must be 1 or more and at most 8, got 9"),
     ],
 )
 def test_unusable_text_and_sizes(target_folder, held_out, tmp_path, text, config, error, message):
@@ -230,3 +229,8 @@ def test_counting_tells_how_far_it_is() -> None:
 def test_nothing_to_count_is_refused() -> None:
     with pytest.raises(DataError, match="the text has no token"):
         count_ngrams([[], []], 3, 2)
+
+
+def test_an_order_that_no_table_has_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(OptionError, match="order must be 8 at most, got 9"):
+        NgramConfig(order=9)
