@@ -73,6 +73,7 @@ def main() -> int:
     prompts = [str(json.loads(line)["text"]) for line in lines[: asked.prompts]]
     draft = StepCosts(load_model("embedded:draft")).forwards()
     found: dict[str, Any] = {"machine": describe_machine("cpu"), "prompts": asked.prompts, "tokens": asked.tokens}
+    found["temperatures"] = TEMPERATURES
     for size in asked.pad_to:
         target = load_model("embedded:target", pad_to=size)
         own: dict[str, Any] = {"draft_cost": draft(1, [256]) / StepCosts(target).forwards()(1, [256])}
