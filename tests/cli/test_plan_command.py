@@ -76,7 +76,8 @@ def test_a_table_for_people(quick: None, run: Run, target: str, draft: str, prom
     result = run("plan", *words, *more, "--out", str(out))
     assert result.status == 0, result.err
     assert "recommended: " in result.out and "predicted" in result.out and "measured" in result.out
-    assert f"draft:{draft},num_speculative_tokens=" in result.out
+    ways = ("num_speculative_tokens=", "chains=", "branching=")  # which of them pays, times say
+    assert any(f"draft:{draft},{way}" in result.out for way in ways)
     assert {file.name for file in tmp_path.glob("mine*.svg")} == {
         "mine-survival.svg",
         "mine-costs.svg",

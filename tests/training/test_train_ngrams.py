@@ -232,5 +232,5 @@ def test_nothing_to_count_is_refused() -> None:
 
 
 def test_an_order_that_no_table_has_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(OptionError, match="order must be 8 at most, got 9"):
+    with pytest.raises(OptionError, match="order must be 1 or more and at most 8, got 9"):
         NgramConfig(order=9)

@@ -65,7 +65,7 @@ class NgramConfig(NgramSizeOptions, TextOptions):
         for name in ("order", "min_count", "max_text_tokens", "tokens", "prompt_tokens"):
             check_whole(name, getattr(self, name), 1)
         if self.order > MOST_ORDER:
-            raise OptionError(f"must be {MOST_ORDER} at most, got {self.order}", field="order")
+            raise OptionError(f"must be 1 or more and at most {MOST_ORDER}, got {self.order}", field="order")
         read_bytes("max_bytes", self.max_bytes)
 
 
