@@ -19,7 +19,7 @@ from truedraft.core.proposal import DrawKind, Proposal, check_draws
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.shaping import Shaping
 from truedraft.core.tree import TokenTree
-from truedraft.errors import DrafterError
+from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel
 from truedraft.theory import AcceptanceCurve
 
@@ -298,8 +298,12 @@ class Drafter(ABC):
             yield self.model, self.caches.get(number), self.cache_tokens(tokens)
 
     def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
-        """Caches of its model that hold all of each text but its last few tokens, at least one; see `can_verify`."""
-        raise NotImplementedError(f"{self.name} has no model that verifies")
+        """Caches of its model that hold all of each text but its last few tokens, at least one; see `can_verify`.
+
+        Raises:
+            CompositionError: it has no model that verifies.
+        """
+        raise CompositionError(f"{self.name!r} has no model that could verify what others draft")
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
         """What is known of the trees for requests with such options; None where it makes none of ranks."""

@@ -73,11 +73,6 @@ class TreeBuilder:
         self._behind = behind
 
     @property
-    def missed(self) -> int:
-        """Committed tokens that the draft has not seen."""
-        return len(self.request.tokens) - self.cache.length
-
-    @property
     def grows(self) -> bool:
         """Whether another level is drawn."""
         return bool(self._open)
