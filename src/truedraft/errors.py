@@ -16,6 +16,7 @@ TruedraftError
 ├── CacheError             key/value memory was used out of order or ran out
 ├── DataError              training or prompt data cannot be read or used
 ├── TrainingError          training cannot start or go on
+├── PeerError              another engine did not answer as it should
 └── MissingExtraError      an optional dependency is not installed
 
 Each message says what was wrong, with what value, and what to do; an error also knows which option it is about.
@@ -161,6 +162,10 @@ class DataError(TruedraftError):
 
 class TrainingError(TruedraftError):
     """Training cannot start or go on."""
+
+
+class PeerError(TruedraftError):
+    """Another engine did not answer, or not as it should."""
 
 
 class MissingExtraError(TruedraftError):

@@ -7,9 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from truedraft.errors import MissingExtraError, UnknownOptionError
+from truedraft.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
 from truedraft.peers.base import Outcome, PeerSetup, PeerSystems, System
 
-__all__ = ["Outcome", "PeerSetup", "PeerSystems", "System", "check_peer", "peer_systems"]
+__all__ = [
+    "FILTERS",
+    "Outcome",
+    "Peer",
+    "PeerFacts",
+    "PeerSetup",
+    "PeerSystems",
+    "Question",
+    "Reply",
+    "System",
+    "check_peer",
+    "peer_systems",
+]
 
 
 @dataclass(frozen=True, slots=True)
