@@ -112,7 +112,7 @@ class Recovery:
             self.check_ids(told.token_ids)
             if not self._says(told.token_ids, told, question):
                 raise PeerError(
-                    f"the text of its token ids is not what it wrote, {told.text!r:.80}: its tokenizer is another one"
+                    f"its token ids do not mean the text that it wrote, {repr(told.text)[:60]}: its tokenizer is another"
                 )
             return told.token_ids, ""
         if told.names is not None:

@@ -257,7 +257,10 @@ class _Chat:
     def whole(self) -> dict[str, Any]:
         """All choices."""
         streams, front = self._answering.streams, self._front
-        rest = {"usage": front.usage(self._answering, len(streams)), "speculation": front.speculation(streams)}
+        rest: dict[str, Any] = {
+            "usage": front.usage(self._answering, len(streams)),
+            "speculation": front.speculation(streams),
+        }
         choices = [self._choice(stream) for stream in streams]
         if self._body.return_token_ids:
             rest["prompt_token_ids"] = streams[0].prompt_ids
