@@ -112,7 +112,7 @@ class Recovery:
             self.check_ids(told.token_ids)
             if not self._says(told.token_ids, told, question):
                 raise PeerError(
-                    f"its token ids do not mean the text that it wrote, {repr(told.text)[:60]}: its tokenizer is another"
+                    f"its token ids do not mean the text that it wrote, {repr(told.text)[:60]}: its tokenizer differs"
                 )
             return told.token_ids, ""
         if told.names is not None:
