@@ -185,9 +185,7 @@ class _Completion:
         body, front, streams = self._body, self._front, self._answering.streams
         offsets = [0] * len(streams)
         waiting = {stream.number for stream in streams if body.echo}  # for the text of their prompt
-        unread = {
-            stream.number for stream in streams if body.return_token_ids
-        }  # of which the prompt's ids are not told
+        untold = {stream.number for stream in streams if body.return_token_ids}  # as to the ids of their prompt
         async for news in self._answering.news():
             stream = streams[news.number]
             if news.number in waiting:  # here, for logprobs of a prompt are known once it is read
@@ -196,6 +194,9 @@ class _Completion:
                 if body.logprobs is not None:
                     choice["logprobs"] = self._logprobs(stream, (), 0, echoes=True)
                 offsets[news.number] = len(choice["text"])
+                if body.return_token_ids:
+                    choice |= {"token_ids": [], "prompt_token_ids": stream.prompt_ids}
+                    untold.discard(news.number)
                 yield event(self._head | {"choices": [choice]})
             pieces = news.pieces if self._keeps else [each for each in news.pieces if each.answer is not None]
             answer = pieces[-1].answer if pieces else None
@@ -214,8 +215,8 @@ class _Completion:
                 choice["finish_reason"] = finish_reason(answer) if self._keeps else "length"
                 chunk["speculation"] = front.speculation([stream])
             if text or answer is not None or choice["logprobs"] or choice.get("token_ids") or stream.shows_steps:
-                if news.number in unread:
-                    unread.remove(news.number)
+                if news.number in untold:
+                    untold.remove(news.number)
                     choice["prompt_token_ids"] = stream.prompt_ids
                 yield event(chunk)
         if body.stream_options is not None and body.stream_options.include_usage:
