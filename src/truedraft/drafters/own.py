@@ -61,7 +61,7 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
 def _module(name: str) -> ModuleType | None:
     """An installed module, or one in the working directory; None if there is none."""
     try:
-        with _working_directory_importable():
+        with working_directory_importable():
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
@@ -74,7 +74,7 @@ def _module(name: str) -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
+def working_directory_importable() -> Iterator[None]:
     """As in `python -m`; only while a module is imported."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
