@@ -133,7 +133,7 @@ def sglang_formula(draft_tokens: Tensor, target_probs: Tensor, uniforms: Tensor)
 
 
 def eagle(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """EAGLE's acceptance (Li et al. 2401.15077) for a chain: speculative sampling, a drafted x stays with p(x) / q(x)."""
+    """EAGLE's acceptance (Li et al. 2401.15077) for a chain: speculative sampling, x stays with p(x) / q(x)."""
     p, p_x = _judged(draft_tokens, target_probs)
     q_x = draft_probs.gather(-1, draft_tokens[..., None])[..., 0]
     stays = uniforms[:, : p.shape[1]] <= p_x / q_x
@@ -233,7 +233,7 @@ def _vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tenso
 
 
 def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:
-    """Drafts of one length, and where their logits lie: for each row those of drafted tokens, then the bonus token's."""
+    """Drafts of one length, and where their logits lie: in each row those of drafted tokens, then the bonus."""
     batch, drafted = draft_tokens.shape
     places = torch.arange(batch * (drafted + 1), dtype=torch.int32, device=parts.device).view(batch, drafted + 1)
     ends = torch.arange(1, batch + 1, dtype=torch.int32, device=parts.device)

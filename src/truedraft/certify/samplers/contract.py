@@ -126,8 +126,8 @@ class Sampler:
         with _seeded(seed):
             try:
                 given = self.function(**arguments)
-            except TruedraftError:
-                raise
+            except TruedraftError as error:
+                raise _refused(self.name, str(error)) from error
             except Exception as error:
                 raise _refused(self.name, f"failed ({type(error).__name__}: {error}{_place(error)})") from error
         return self._checked(given, rows)
@@ -195,7 +195,7 @@ def _place(error: Exception) -> str:
 def _tensor(given: Any, batch: int, width: int, name: str) -> Tensor:
     """What was given back as a tensor `[batch, width]`, int64."""
     shape = f"tokens [batch, k + 1] = [{batch}, {width}] or {batch} lists of 1 to {width} ids"
-    if isinstance(given, list | tuple) and not isinstance(given, Tensor):
+    if isinstance(given, list | tuple):
         given = _filled(given, batch, width, name, shape)
     if isinstance(given, np.ndarray):
         given = torch.from_numpy(given)
@@ -230,7 +230,9 @@ def _seeded(seed: int) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device: a millisecond
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed_all(seed)
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
             yield

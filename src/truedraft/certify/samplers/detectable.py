@@ -59,4 +59,4 @@ def _moved(probs: Tensor, variation: float) -> Tensor:
     share = probs / mass if mass > 0.0 else gains.double() / gains.sum()
     variation = min(variation, 1.0 - mass)
     left = probs * ~gains
-    return torch.where(gains, probs + variation * share, probs - variation * left / left.sum())
+    return torch.where(gains, probs + variation * share, probs - variation * left / left.sum()).clamp_min(0.0)

@@ -140,8 +140,8 @@ class Evidence:
 def log_dirichlet(counts: Tensor, probs: Tensor) -> float:
     """The logarithm of the averaged likelihood ratio of counts against a distribution.
 
-    The prior is a mean of Dirichlet distributions with parameters c b, b nearly `probs`, for several c. With n rows, n_i
-    in cell i, one of them gives
+    The prior is a mean of Dirichlet distributions with parameters c b, b nearly `probs`, for several c. With n rows,
+    n_i of them in cell i, one c gives
 
         Gamma(c) / Gamma(c + n) times the product over i of Gamma(c b_i + n_i) / (Gamma(c b_i) p_i^n_i).
 

@@ -19,7 +19,9 @@ def verdict(certificate: SamplerCertificate) -> str:
     if certificate.status is Status.FAILS and found is not None:
         return f"{name} DEVIATES from the target, measured as lossy: {found.fault} ({found.detail})"
     if found is not None:
-        return f"not enough evidence: {name} deviated once, and that did not repeat in the time given; give more --minutes"
+        return (
+            f"not enough evidence: {name} deviated once, and that did not repeat in the time given; give more --minutes"
+        )
     return (
         f"not enough evidence: {name} shows no deviation, but one of up to {least:.3f} would not have been found, and "
         f"{GOAL:g} should be; give more --minutes"
@@ -52,15 +54,20 @@ def headings() -> tuple[str, ...]:
     return ("world", "rows", "log10 e", "total variation", "by chance", "smallest detectable")
 
 
-def rows(certificate: SamplerCertificate) -> Iterator[tuple[str, ...]]:
+def world_rows(certificate: SamplerCertificate) -> Iterator[tuple[str, ...]]:
     """Of the table of worlds."""
     for each in certificate.worlds:
         numbers = (each.total_variation, each.by_chance, each.smallest_detectable)
         yield (each.name, str(each.rows), f"{each.log10_e:.1f}", *(f"{number:.4f}" for number in numbers))
 
 
+def place_headings() -> tuple[str, ...]:
+    """Of the table of places."""
+    return ("place", "its worst world", "rows", "total variation", "by chance")
+
+
 def place_rows(certificate: SamplerCertificate) -> Iterator[tuple[str, ...]]:
-    """Of the table of places: place, its worst world, rows, total variation, and what that is by chance."""
+    """Of the table of places."""
     for each in certificate.places:
         yield (each.name, each.world, str(each.rows), f"{each.total_variation:.4f}", f"{each.by_chance:.4f}")
 
@@ -85,12 +92,12 @@ def markdown(certificate: SamplerCertificate, circumstances: Mapping[str, Any]) 
     """
     lines = ["# Certificate of a sampler", "", f"**{verdict(certificate)}**", ""]
     lines += [f"- {line}" for line in sentences(certificate)]
-    lines += ["", *_table(headings(), rows(certificate)), ""]
-    lines += _table(("place", "its worst world", "rows", "total variation", "by chance"), place_rows(certificate))
+    lines += ["", *_table(headings(), world_rows(certificate)), ""]
+    lines += _table(place_headings(), place_rows(certificate))
     lines += ["", *_table(("", ""), ((name, str(value)) for name, value in circumstances.items()))]
     return "\n".join([*lines, ""])
 
 
-def _table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
-    cells = [headings, ("---",) * len(headings), *rows]
+def _table(titles: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
+    cells = [titles, ("---",) * len(titles), *rows]
     return [f"| {' | '.join(each.replace('|', ' ') for each in row)} |" for row in cells]

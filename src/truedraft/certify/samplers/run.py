@@ -23,8 +23,9 @@ NOTICED, DEVIATES = 1e3, 1e6
 """E-values: rows until these are told; a deviation is called one where the second is reached, and again."""
 GOAL = 0.05
 """A sampler is lossless as far as was tested if a total variation of this size would have been found in every world."""
+ROWS = 60_000
+"""Of each world, at most."""
 _FIRST, _GROWTH, _LARGEST = 2, 1.25, 4096  # rows of a call
-_ROWS = 60_000  # of each world, at most
 _LEAST = 30_000  # of each world, for which more time is taken
 _NAMED = 1_000  # of each world, to name a fault
 
@@ -154,7 +155,13 @@ class _Run:
 
 
 def certify_sampler(
-    sampler: Sampler, *, seconds: float = 300.0, seed: int = 0, tell: Tell = lambda done: None
+    sampler: Sampler,
+    *,
+    seconds: float = 300.0,
+    seed: int = 0,
+    rows: int = ROWS,
+    worlds: Sequence[SamplerWorld] | None = None,
+    tell: Tell = lambda done: None,
 ) -> SamplerCertificate:
     """Check that a sampler's tokens, continued by the target, have the target's joint distribution.
 
@@ -163,6 +170,8 @@ def certify_sampler(
         seconds: about how long to take at most; up to four times as long where little could be seen by then, or where a
             deviation must be seen a second time. A fast sampler is done sooner.
         seed: of drafts and of the sampler's numbers.
+        rows: of each world, after which a run is over at the latest.
+        worlds: None is `sampler_worlds`.
         tell: is told the fraction that is done.
 
     Raises:
@@ -171,7 +180,7 @@ def certify_sampler(
     if not 0.0 < seconds < math.inf:
         raise OptionError(f"the time for a sampler must be above 0, got {seconds} seconds")
     started = now()
-    worlds = sampler_worlds()
+    worlds = sampler_worlds() if worlds is None else worlds
     time, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
 
     def run(number: int, done: Callable[[_Run], bool]) -> _Run:
@@ -179,16 +188,16 @@ def certify_sampler(
         own = _Run(worlds, seeds, Evidence(worlds, suspects()), [Tally(world) for world in worlds])
         while not own.rows_of_each or not done(own):
             own.go_on(sampler)
-            tell(min(1.0, max(own.rows_of_each / _ROWS, (time if number == 0 else patience).fraction)))
+            tell(min(1.0, max(own.rows_of_each / rows, (time if number == 0 else patience).fraction)))
         return own
 
     def first_done(own: _Run) -> bool:
-        enough = own.rows_of_each >= _LEAST
-        return DEVIATES in own.reached or own.rows_of_each >= _ROWS or (patience if not enough else time).over
+        limit = time if own.rows_of_each >= _LEAST else patience
+        return DEVIATES in own.reached or own.rows_of_each >= rows or limit.over
 
     def second_done(own: _Run) -> bool:
         again = DEVIATES in own.reached and own.rows_of_each >= _NAMED
-        return again or own.rows_of_each >= _ROWS or patience.over
+        return again or own.rows_of_each >= rows or patience.over
 
     runs = [run(0, first_done)]
     if DEVIATES in runs[0].reached:

@@ -1,8 +1,8 @@
 """What faulty samplers emit, in closed form: the joint distribution of a world's cells under each known fault.
 
 A fault changes one thing about speculative sampling: how much of the draft's mass is kept, what is drawn after a
-rejection, or the bonus token. p is the target's distribution, q the draft's, `[texts, vocab]` each. Which fault a sampler
-has is told by which of these distributions its tokens are likeliest under, not by rules about single numbers.
+rejection, or the bonus token. p is the target's distribution, q the draft's, `[texts, vocab]` each. Which fault a
+sampler has is told by which of these distributions its tokens are likeliest under, not by rules about single numbers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,12 @@ class Suspect:
 
 def suspects() -> list[Suspect]:
     """All faults that can be named."""
-    by_steps = [(fault, detail, partial(_joint, step=step)) for fault, detail, step in _steps()]
-    bonuses = [("the bonus token is wrong", detail, partial(_joint, bonus=bonus)) for detail, bonus in _BONUSES]
+    by_steps: list[tuple[str, str, Joint]] = [
+        (fault, detail, partial(_joint, step=step)) for fault, detail, step in _steps()
+    ]
+    bonuses: list[tuple[str, str, Joint]] = [
+        ("the bonus token is wrong", detail, partial(_joint, bonus=bonus)) for detail, bonus in _BONUSES
+    ]
     others: list[tuple[str, str, Joint]] = [
         ("shared noise", "one number judges all drafted tokens of a row", _one_number_for_all),
         ("typical acceptance", f"{_TYPICAL}, behind it the argmax", _typical_joint),
@@ -175,7 +179,11 @@ def _steps() -> Sequence[tuple[str, str, Step]]:
             for t in temperatures
         ),
         *(
-            ("judged at another temperature", f"the target's, where drafts are judged, at {t:g}", partial(_target_at, t))
+            (
+                "judged at another temperature",
+                f"the target's, where drafts are judged, at {t:g}",
+                partial(_target_at, t),
+            )
             for t in temperatures
         ),
         *(

@@ -1,4 +1,4 @@
-"""What is counted beside cells, to say where a sampler goes wrong: acceptance, places, and tokens that must not come."""
+"""What is counted beside cells, to say where a sampler goes wrong: acceptance, places, tokens that must not come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Place:
     @property
     def excess(self) -> float:
         """How much farther than by chance, in multiples of that."""
-        return self.total_variation / self.by_chance if self.by_chance > 0.0 else math.inf * self.total_variation
+        if self.by_chance > 0.0:
+            return self.total_variation / self.by_chance
+        return math.inf if self.total_variation > 0.0 else 0.0
 
 
 class Tally:

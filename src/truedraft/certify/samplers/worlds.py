@@ -124,7 +124,9 @@ def sampler_worlds() -> list[SamplerWorld]:
         _world(5, 1, "peaked target, flat draft", _peaked("peaked", 5), _table("flat q", 5, "dense", 2)),
         _world(4, 2, "flat target, peaked draft", _table("flat p", 4, "dense", 2), _peaked("peaked q", 4)),
         _world(5, 1, "target cut as by top-p", _cut(_table("cut", 5, "dense"), 3), _table("cut q", 5, "dense")),
-        _world(3, 3, "target and draft cut", _cut(_table("both p", 3, "dense"), 2), _cut(_table("both q", 3, "dense"), 2)),
+        _world(
+            3, 3, "target and draft cut", _cut(_table("both p", 3, "dense"), 2), _cut(_table("both q", 3, "dense"), 2)
+        ),
         _world(4, 2, "likeliest candidate", *_candidate(4, 0)),
         _world(3, 3, "unlikely candidate", *_candidate(3, 1)),
     ]
