@@ -37,6 +37,18 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
+class OthersOptions:
+    """Whose work is certified instead of our stack."""
+
+    sampler: str | None = option(
+        None,
+        "A rejection sampler, called on worlds whose exact answer is known; docs/certify_samplers.md says what it is "
+        "given. Of the other options it takes --minutes, --seed, --out and --json.",
+        "MODULE:FUNCTION",
+    )
+
+
+@dataclass(frozen=True)
 class CertifyReport(ReportOptions):
     """What `truedraft certify` tells."""
 
@@ -48,6 +60,7 @@ class CertifyOptions:
     """Options of `truedraft certify`."""
 
     stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
+    others: OthersOptions = group("Others' work")
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
         "Answer",
@@ -63,15 +76,19 @@ def certify(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
     Exit status 0 if so, 1 if not, 3 if there was not enough time to tell. A lossy rule is measured instead, which is
-    exit status 0 unless another check fails.
+    exit status 0 unless another check fails. With --sampler a function of others is certified instead.
     """
     from truedraft.cli.session import check_rule
 
     if not 0.0 < options.check.minutes < 1e6:
         raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
     params = seeded(options.sampling)
-    check_rule(options.stack.rule, params)
     folder = None if options.report.out is None else _folder(options.report.out)
+    if options.others.sampler is not None:
+        from truedraft.cli.certify_samplers import certify_one_sampler
+
+        return certify_one_sampler(options, folder)
+    check_rule(options.stack.rule, params)
     return _run(options, read_prompts(None, options.check.prompts), params, folder)
 
 
@@ -119,8 +136,11 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
     _show(certificate, terminal)
     record = _record(certificate, engine, options.stack, params)
     if folder is not None:
-        _write(folder, certificate, record)
-        terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")
+        from truedraft.certify import markdown
+
+        left_out = {"command", "findings", "failures", "undecided", "certified"}
+        circumstances = {name: value for name, value in record.items() if name not in left_out}
+        write_report(folder, markdown(certificate, circumstances), record, terminal)
     if options.report.json:
         terminal.json(record)
     if certificate.failures:
@@ -180,14 +200,16 @@ def _show(certificate: Certificate, terminal: Terminal) -> None:
         terminal.note(line)
 
 
-def _write(folder: Path, certificate: Certificate, record: dict[str, Any]) -> None:
-    from truedraft.certify import markdown
+def write_report(folder: Path, page: str, record: dict[str, Any], terminal: Terminal) -> None:
+    """Write a certificate as a page and as a record.
 
-    left_out = {"command", "findings", "failures", "undecided", "certified"}
-    circumstances = {name: value for name, value in record.items() if name not in left_out}
+    Raises:
+        DataError: that cannot be done.
+    """
     try:
-        (folder / _MARKDOWN).write_text(markdown(certificate, circumstances), encoding="utf-8")
+        (folder / _MARKDOWN).write_text(page, encoding="utf-8")
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
         (folder / _JSON).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
+    terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")

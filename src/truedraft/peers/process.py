@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,9 @@ def load_function(field: str, words: str) -> Callable[..., Any]:
         )
     for part in name.split("."):
         if not hasattr(found, part):
-            raise OptionError(f"{words!r}: module {module!r} has no {name}", field=field)
+            close = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise OptionError(f"{words!r}: module {module!r} has no {name}{hint}", field=field)
         found = getattr(found, part)
     if not callable(found):
         raise OptionError(f"{words!r} is a {type(found).__name__}, which cannot be called", field=field)

@@ -65,8 +65,7 @@ def certify_engine(
         prompts: token ids; the more, the better.
         params: how it is asked: temperature, top-k, top-p, min-p, penalties; its seed is that of the first request.
         rounded: the same weights as coarse as the engine may hold them, to measure what rounding does.
-        drafts: draft models that the engine may use, by name; with them faults of judging are named, without them they
-            are found by what they do.
+        drafts: draft models that the engine may use, by name, so that faults of judging are named.
         together: requests that are asked at once.
         seconds: when to stop at the latest, answers under way apart.
         tokens: of sampled answers that are wanted; less where the evidence is certain before.
@@ -97,17 +96,8 @@ def certify_engine(
     findings += _promises(asked, prompts, params, greedy, all_answers, target)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowance.log_ratio, "allowance_is": allowance.told}
-    return EngineReport(
-        findings,
-        peer.facts,
-        params,
-        together,
-        asked.tokens,
-        now() - began,
-        dict(asked.dropped),
-        dict(+asked.unsure),
-        more,
-    )
+    lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
+    return EngineReport(findings, peer.facts, params, together, asked.tokens, now() - began, **lost, more=more)
 
 
 def _refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: float, sends_seeds: bool) -> None:
