@@ -72,6 +72,7 @@ class Dialect:
         takes_ids: whether a prompt may be ids.
         logprobs: "raw" or "processed", as it gives them where it is not told; "" for unknown.
         most_seed: largest seed.
+        least_temperature: above 0; it samples at this one where a lower one is asked for.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Dialect:
     takes_ids: bool = True
     logprobs: str = ""
     most_seed: int = (1 << 63) - 1
+    least_temperature: float = 0.0
 
 
 def _openai_fields(params: SamplingParams) -> dict[str, Any]:
@@ -234,7 +236,7 @@ TRUEDRAFT = Dialect(
 # Its sampler: temperature, then min_p, then top_k and top_p at once, top_p on what top_k left.
 VLLM = Dialect(
     "vllm", "/v1/completions", ("temperature", "min_p", "top_k", "top_p"), (*_PLAIN, *_PENALTIES, *_OPEN_MODELS),
-    _vllm_fields, _read_openai, tells_ids=True, logprobs="raw",
+    _vllm_fields, _read_openai, tells_ids=True, logprobs="raw", least_temperature=0.01,
 )  # fmt: skip
 
 # Its ignore_eos forbids the end of text, and its penalties look at the prompt, so it does not take what we call so.
