@@ -194,7 +194,9 @@ def openai_like(
         if not takes_logprobs and "logprobs" in asked.body:
             return Made({"error": {"message": "no logprobs here"}}, 400)
         read = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        told = {"tokens": len(tokenizer.plain_ids(text)), "prompt_tokens": len(read)} | choice
+        told = {"prompt_tokens": len(read)} | choice
+        if "tokens" not in told:
+            told["tokens"] = len(tokenizer.plain_ids(text))
         return Made(completion(asked.body, text, **told))
 
     server.handlers["/v1/completions"] = answer
@@ -247,6 +249,7 @@ def test_a_server_that_takes_and_tells_text_alone(server: ScriptedServer, tokeni
     ("text", "told", "message"),
     [
         ("caf\ufffd", {}, "half a character"),
+        ("caf\ud83d", {"tokens": None}, "half a character"),
         (ANSWER, {"tokens": 99}, "99 tokens by its count"),
         (" return", {"prompt_tokens": 3}, "counts 3 tokens in a prompt of"),
     ],

@@ -154,7 +154,7 @@ def _read_openai(content: Mapping[str, Any]) -> Told:
     usage = content.get("usage") or {}
     names, logprobs, top = _read_logprobs(choice.get("logprobs"))
     return Told(
-        text=choice.get("text"),
+        text=_text(choice.get("text")),
         finish_reason=str(choice.get("finish_reason") or "none"),
         token_ids=_ids(choice.get("token_ids")),
         names=names,
@@ -163,7 +163,7 @@ def _read_openai(content: Mapping[str, Any]) -> Told:
         prompt_ids=_ids(choice.get("prompt_token_ids", content.get("prompt_token_ids"))),
         prompt_count=usage.get("prompt_tokens"),
         count=usage.get("completion_tokens"),
-        model=content.get("model"),
+        model=_text(content.get("model")),
     )
 
 
@@ -174,14 +174,14 @@ def _read_llama_cpp(content: Mapping[str, Any]) -> Told:
     if top is not None and not all(top):  # of tokens that it drafted and accepted it knows none
         logprobs = top = None
     return Told(
-        text=str(content["content"]),
+        text=_text(content["content"]),
         finish_reason=reasons.get(reason, reason),
         token_ids=_ids(content.get("tokens")) or (None if content["content"] else ()),
         names=names,
         logprobs=logprobs,
         top=top,
         prompt_count=content.get("tokens_evaluated"),
-        model=content.get("model"),
+        model=_text(content.get("model")),
     )
 
 
@@ -221,6 +221,12 @@ def _name(name: str) -> str | int:
     """A token's text, or its id where the name tells that."""
     number = name.removeprefix(_TOKEN_ID)
     return int(number) if number != name and number.isdecimal() else name
+
+
+def _text(found: object) -> str | None:
+    if found is None or isinstance(found, str):
+        return found
+    raise TypeError(f"a text is a {type(found).__name__}")
 
 
 def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from truedraft.core.params import SamplingParams
-from truedraft.errors import PeerError
+from truedraft.errors import PeerError, TruedraftError
 from truedraft.peers.asking import Peer, PeerFacts, Question, Reply
 from truedraft.peers.calling import Caller, Patience
 from truedraft.peers.dialects import BY_OWNER, LLAMA_CPP, OPENAI, OPENAI_FORMS, TRUEDRAFT, VLLM, Dialect, Told
@@ -147,6 +147,8 @@ class Endpoint(Peer):
         def work(number: int) -> None:
             try:
                 come.put((number, self._answer(questions[number], over)))
+            except TruedraftError as error:
+                come.put((number, error if isinstance(error, PeerError) else PeerError(str(error))))
             except BaseException as error:  # a mistake of ours is raised where somebody sees it
                 come.put((number, error))
 
