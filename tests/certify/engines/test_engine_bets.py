@@ -119,7 +119,7 @@ def test_a_fault_is_named(fault: str) -> None:
     params = FAULTS[fault]
     generator = torch.Generator().manual_seed(7)
     bets = Bets(alternatives_for(params, FILTERS, ["draft"]))
-    wanted = [one for one in alternatives_for(params, FILTERS, ["draft"]) if one.fault == fault][0]
+    wanted = next(one for one in alternatives_for(params, FILTERS, ["draft"]) if one.fault == fault)
     for seed in range(60):
         logits = 2.0 * random_logits(40, seed)
         drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}

@@ -165,6 +165,7 @@ def _sampled(
         for number, questions in enumerate(rounds):
             answered = asked.ask(questions)
             kept += answered
+            evidence.lost = asked.dropped_share
             for law in judge.laws(answered):
                 evidence.add(law, _drafted(law, drafts, judge), repeated=number == 0)
         tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
@@ -192,7 +193,7 @@ def _sampled_finding(evidence: Evidence, judge: Judge) -> Finding:
 def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, LanguageModel], asked: Asked) -> Evidence:
     slack = judge.allowance.at(params.temperature)
     names = [*drafts, COPIED]
-    return Evidence(judge.target.vocab_size, params, judge.filters, names, slack, asked.dropped_share)
+    return Evidence(judge.target.vocab_size, params, judge.filters, names, slack)
 
 
 def _drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
