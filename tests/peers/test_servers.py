@@ -69,13 +69,13 @@ def test_its_log_has_a_name_that_files_may_have(tmp_path: Path) -> None:
 
 def test_one_that_dies_says_its_last_words(tmp_path: Path) -> None:
     launch = Launch("fake engine", (sys.executable, "-c", "import sys; sys.exit('no such model')"))
-    with pytest.raises(PeerError, match=r"fake engine ended with status 1 .*fake-engine\.log ends with: no such model"):
-        with serving(launch, tmp_path):
-            pass
+    words = r"fake engine ended with status 1 .*fake-engine\.log ends with: no such model"
+    with pytest.raises(PeerError, match=words), serving(launch, tmp_path):
+        pass
     silent = Launch("silent", (sys.executable, "-c", "import os; os._exit(3)"))
-    with pytest.raises(PeerError, match=r"silent ended with status 3 before it answered; .*silent\.log is empty"):
-        with serving(silent, tmp_path):
-            pass
+    words = r"silent ended with status 3 before it answered; .*silent\.log is empty"
+    with pytest.raises(PeerError, match=words), serving(silent, tmp_path):
+        pass
 
 
 def test_one_that_dies_later_is_noticed(tmp_path: Path) -> None:
@@ -91,9 +91,12 @@ def test_one_that_dies_later_is_noticed(tmp_path: Path) -> None:
 def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truedraft.peers.servers._NOTE_EVERY_S", 0.0)
     notes: list[str] = []
-    with pytest.raises(PeerError, match=r"fake engine does not answer after 1 s; .*fake-engine\.log"):
-        with serving(healthy(health="/other"), tmp_path, notes.append, patience_s=1.0):
-            pass
+    words = r"fake engine does not answer after 1 s; .*fake-engine\.log"
+    with (
+        pytest.raises(PeerError, match=words),
+        serving(healthy(health="/other"), tmp_path, notes.append, patience_s=1.0),
+    ):
+        pass
     assert notes and notes[-1].startswith("fake engine is starting, ")
 
 
