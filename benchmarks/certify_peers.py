@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 
 from truedraft import SamplingParams, load_model
-from truedraft.certify.engines import certify_engine
+from truedraft.certify.engines import CERTAIN, certify_engine, engine_verdict
 from truedraft.cli.prompts import HELDOUT, read_prompts
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import TruedraftError
@@ -38,12 +37,10 @@ from truedraft.models.base import LanguageModel
 OUT = Path(__file__).with_name("results") / "certify_peers.jsonl"
 SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 """Temperatures, each with a top-p."""
-CERTAIN = 1e6
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 24
 TOKENS = 3000
 OTHER_SEEDS = 1_000_000
-_LARGEST = 1e300
 
 
 @dataclass(frozen=True)
@@ -133,12 +130,11 @@ def main() -> int:
     if asked.list:
         print("\n".join(cell.key for cell in left))
         return 0
-    target, prompts = judge()
+    bench = Bench.load()
     for way, several in todo:
-        if several:
-            for line in certified(way, several, target, prompts, effort):
-                kept.add(line)
-                note(f"{line['cell']}: {line['verdict']}")
+        for line in certified(way, several, bench, effort):
+            kept.add(line)
+            note(f"{line['cell']}: {line['verdict']}")
     made = [kept.lines[cell.key] for cell in left if cell.key in kept.lines]
     return (
         1 if any(line["verdict"] == "deviates" for line in made) else 3 if any("error" in line for line in made) else 0
@@ -164,23 +160,40 @@ def _wanted(cell: Cell, asked: argparse.Namespace, kept: Kept) -> bool:
     return (asked.cell is None or cell.key == asked.cell) and (asked.again or not kept.done(cell))
 
 
-def judge() -> tuple[LanguageModel, list[list[int]]]:
-    """The exported target's own weights, computed in float32, and prompts."""
-    target = load_model(model_folder("target"), dtype="float32")
-    return target, [encode_prompt(target, each.prompt)[:PROMPT_TOKENS] for each in read_prompts(None, HELDOUT)]
+@dataclass(frozen=True)
+class Bench:
+    """What engines are judged by.
+
+    Attributes:
+        target: the exported target's own weights, computed in float32.
+        rounded: the same in bfloat16, as engines hold them.
+        draft: the draft model that they have.
+        prompts: token ids.
+    """
+
+    target: LanguageModel
+    rounded: LanguageModel
+    draft: LanguageModel
+    prompts: Sequence[Sequence[int]]
+
+    @classmethod
+    def load(cls) -> Bench:
+        """Load all of it."""
+        target, rounded = (load_model(model_folder("target"), dtype=dtype) for dtype in ("float32", "bfloat16"))
+        draft = load_model(model_folder("draft"), dtype="float32")
+        prompts = [encode_prompt(target, each.prompt)[:PROMPT_TOKENS] for each in read_prompts(None, HELDOUT)]
+        return cls(target, rounded, draft, prompts)
 
 
-def certified(
-    way: EngineWay, several: Iterable[Cell], target: LanguageModel, prompts: Sequence[Sequence[int]], effort: Effort
-) -> Iterator[dict[str, Any]]:
+def certified(way: EngineWay, several: Iterable[Cell], bench: Bench, effort: Effort) -> Iterator[dict[str, Any]]:
     """Certify cells of one way of answering; an engine that died is started again for the next cell."""
     left = list(several)
     while left:
         running = None
         try:
-            with way.open(target) as running:
+            with way.open(bench.target) as running:
                 while left:
-                    line = certificate(left.pop(0), running, target, prompts, effort)
+                    line = certificate(left.pop(0), running, bench, effort)
                     yield line
                     if "error" in line:
                         running.check()
@@ -191,38 +204,46 @@ def certified(
                 return
 
 
-def certificate(
-    cell: Cell, running: Running, target: LanguageModel, prompts: Sequence[Sequence[int]], effort: Effort
-) -> dict[str, Any]:
+def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> dict[str, Any]:
     """One certificate, made twice where the first run speaks against the engine."""
-    peer = running.peer(cell.batch)
     runs: list[dict[str, Any]] = []
     began = time.perf_counter()
     try:
         for seed in (effort.seed, effort.seed + OTHER_SEEDS):
+            peer = running.peer(cell.batch, seed)
             report = certify_engine(
-                peer, target, prompts, cell.params,
-                together=cell.batch, minutes=effort.minutes, tokens=effort.tokens, seed=seed,
+                peer, bench.target, bench.prompts, replace(cell.params, seed=seed), rounded=bench.rounded,
+                drafts={"the draft model": bench.draft}, together=cell.batch, seconds=60.0 * effort.minutes,
+                tokens=effort.tokens, sends_seeds="seed" in peer.facts.takes,
             )  # fmt: skip
-            runs.append({"seed": seed, "evidence": min(report.evidence, _LARGEST), **report.as_dict()})
-            if not report.deviates and report.evidence < CERTAIN:
+            runs.append({"seed": seed, **report.as_dict()})
+            note(f"{cell.key}, seed {seed}: {engine_verdict(report)}")
+            if not report.deviates:
                 break
     except TruedraftError as error:
         return record(cell, "failed", error=str(error), command=running.command, runs=runs)
-    facts = peer.facts
     return record(
-        cell, verdict(runs), version=facts.version, filters=list(facts.filters), command=running.command,
-        log10_evidence=[round(math.log10(max(run["evidence"], 1e-300)), 2) for run in runs],
-        took_s=round(time.perf_counter() - began, 1), minutes=effort.minutes, runs=runs, machine=machine_facts(),
+        cell, verdict(runs), version=peer.facts.version, filters=list(peer.facts.filters), command=running.command,
+        evidence=[run["evidence"] for run in runs], faults=runs[-1]["faults"], failures=runs[-1]["failures"],
+        tokens=[run["tokens"] for run in runs], allowance=runs[-1]["allowance"], minutes=effort.minutes,
+        took_s=round(time.perf_counter() - began, 1), runs=runs, machine=machine_facts(),
+        **smallest(runs[-1]),
     )  # fmt: skip
 
 
+def smallest(run: dict[str, Any]) -> dict[str, Any]:
+    """The total variation that a run would have found, of its sampled tokens where there are any."""
+    found = [each["smallest_detectable_tv"] for each in run["findings"] if "smallest_detectable_tv" in each]
+    return {"smallest_detectable_tv": found[0]} if found else {}
+
+
 def verdict(runs: Sequence[dict[str, Any]]) -> str:
-    """A deviation is one that repeats."""
-    certain = [run["evidence"] >= CERTAIN for run in runs]
-    if len(certain) > 1:
-        return "deviates" if all(certain) else "spoke against once, not again"
-    return "no deviation found"
+    """A deviation is one that is certain and repeats."""
+    if all(run["evidence"] >= CERTAIN for run in runs):
+        return "deviates"
+    if any(run["deviates"] for run in runs):
+        return "suspicious: not certain twice"
+    return "not enough evidence" if runs[-1]["undecided"] else "no deviation found"
 
 
 def record(cell: Cell, words: str, **more: Any) -> dict[str, Any]:

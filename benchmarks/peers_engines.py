@@ -45,12 +45,12 @@ class Running:
     """An engine that answers.
 
     Attributes:
-        peer: by the number of questions that are asked at once.
+        peer: by the number of questions that are asked at once, and a seed for engines that take none.
         check: raises PeerError where it died.
         command: that started it, with paths relative to the repository; empty for one in this process.
     """
 
-    peer: Callable[[int], Peer]
+    peer: Callable[[int, int], Peer]
     check: Callable[[], None]
     command: str = ""
 
@@ -107,7 +107,7 @@ def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Runn
         )
         stack.callback(endpoint.close)
         words = " ".join(started.words).replace(f"{ROOT}/", "")
-        yield Running(lambda _: endpoint, server.check, words)
+        yield Running(lambda together, seed: endpoint, server.check, words)
 
 
 @contextlib.contextmanager
@@ -115,7 +115,11 @@ def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Runnin
     """transformers, in this process."""
     made = way()
     model = stock("target")
-    yield Running(lambda together: GeneratePeer(model, target.eos_token_ids, made, together=together), lambda: None)
+
+    def peer(together: int, seed: int) -> Peer:
+        return GeneratePeer(model, target.eos_token_ids, made, together=together, seed=seed)
+
+    yield Running(peer, lambda: None)
 
 
 def vllm(name: str, draft: Callable[[], Path | None] | None) -> Launch:
