@@ -27,7 +27,7 @@ import torch
 from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 
 from truedraft import SamplingParams, load_model
-from truedraft.certify.engines import CERTAIN, certify_engine, engine_verdict
+from truedraft.certify.engines import CERTAIN, TOKENS, certify_engine, engine_verdict
 from truedraft.cli.prompts import HELDOUT, read_prompts
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import TruedraftError
@@ -39,7 +39,6 @@ SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 """Temperatures, each with a top-p."""
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 24
-TOKENS = 3000
 OTHER_SEEDS = 1_000_000
 
 

@@ -104,8 +104,9 @@ def llamacpp_launch(
         more: words behind its command.
     """
     served = (str(program), "--model", str(target), "--alias", SERVED_NAME, "--host", "127.0.0.1", "--port", PORT)
-    # The context is shared among the slots.
-    slots = ("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _SLOT_TOKENS), "--threads", str(os.cpu_count() or 1))
+    # The context is shared among the slots. Its threads spin while they wait, which costs seconds on cores that others
+    # use too, so it gets one; words behind these say otherwise.
+    slots = ("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _SLOT_TOKENS), "--threads", "1")
     speculation = () if drafting is None else _llamacpp_drafting(drafting)
     needs = {program: _MAKE, target: _MAKE, **({} if drafting is None else drafting.check_model())}
     return Launch(name, (*served, *slots, *speculation, *more), needs=needs)
