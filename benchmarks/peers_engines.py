@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "peers"
 VLLM = ROOT / ".venv-vllm"
 LLAMA_CPP = ROOT / ".venv-llamacpp"
+REPAIRED = Path(__file__).parent / "vllm_repaired"
 DRAFT_TOKENS = 3
 NGRAM = 2
 OTHER_MERGES = 2000
@@ -79,6 +80,7 @@ def engine_ways() -> list[EngineWay]:
         EngineWay("vllm", "plain", partial(served, partial(vllm, "plain", None))),
         EngineWay("vllm", drafted, partial(served, partial(vllm, "draft", lambda: model_folder("draft")))),
         EngineWay("vllm", copied, partial(served, partial(vllm, "ngram", lambda: None))),
+        EngineWay("vllm", f"{drafted}, repaired", partial(served, partial(repaired, lambda: model_folder("draft")))),
         EngineWay("llama.cpp", "plain", partial(served, partial(llamacpp, "plain", None))),
         EngineWay("llama.cpp", drafted, partial(served, partial(llamacpp, "draft", lambda: gguf("draft")))),
         EngineWay("llama.cpp", copied, partial(served, partial(llamacpp, "ngram", lambda: None))),
@@ -126,6 +128,12 @@ def vllm(name: str, draft: Callable[[], Path | None] | None) -> Launch:
     """vLLM's server; the prompt cache is switched off, as a cached prompt is computed in other shapes."""
     drafting = None if draft is None else Drafting(DRAFT_TOKENS, draft(), NGRAM)
     return vllm_launch(f"vllm {name}", VLLM, model_folder("target"), drafting, ["--no-enable-prefix-caching"])
+
+
+def repaired(draft: Callable[[], Path | None]) -> Launch:
+    """vLLM's server with a draft model and a plugin that repairs what its CPU build does to drafted tokens."""
+    launch = vllm("repaired", draft)
+    return replace(launch, environment={**launch.environment, "PYTHONPATH": str(REPAIRED)})
 
 
 def llamacpp(name: str, draft: Callable[[], Path | None] | None) -> Launch:
