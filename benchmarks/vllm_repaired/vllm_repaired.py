@@ -13,7 +13,7 @@ _KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 def expand(output: Any, values: Any, ends: Any, replace_from: float, replace_to: float, *more: Any) -> None:
-    """Write each request's value to all of its drafted tokens; ends are cumulated counts of these; more is a launch's size."""
+    """Write each request's value to all of its drafted tokens; ends are their cumulated counts."""
     begin = 0
     for value, end in zip(values.tolist(), ends.tolist(), strict=True):
         output[begin:end] = replace_to if value == replace_from else value
