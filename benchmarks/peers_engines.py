@@ -34,6 +34,8 @@ RUNS = ROOT / "runs" / "peers"
 VLLM = ROOT / ".venv-vllm"
 LLAMA_CPP = ROOT / ".venv-llamacpp"
 REPAIRED = Path(__file__).parent / "vllm_repaired"
+PATIENCE_S = 1200.0
+"""vLLM compiles before it answers, which takes minutes where others use the cores."""
 DRAFT_TOKENS = 3
 NGRAM = 2
 OTHER_MERGES = 2000
@@ -103,7 +105,7 @@ def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Runn
     started = launch()
     ends = target.eos_token_ids
     tokenizer = Tokenizer.load(str(model_folder("target")))
-    with serving(started, RUNS, note) as server, contextlib.ExitStack() as stack:
+    with serving(started, RUNS, note, PATIENCE_S) as server, contextlib.ExitStack() as stack:
         endpoint = Endpoint.open(
             server.url, SERVED_NAME, tokenizer=tokenizer, vocab_size=target.vocab_size, eos_token_ids=ends, tell=note
         )
