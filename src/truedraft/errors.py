@@ -16,6 +16,7 @@ TruedraftError
 ├── CacheError             key/value memory was used out of order or ran out
 ├── DataError              training or prompt data cannot be read or used
 ├── TrainingError          training cannot start or go on
+├── PeerError              another engine did not answer as it should
 └── MissingExtraError      an optional dependency is not installed
 
 Each message says what was wrong, with what value, and what to do; an error also knows which option it is about.
@@ -94,11 +95,13 @@ class ChangedOptionsError(OptionError):
     Args:
         what: was begun.
         changes: for each field that differs its value before, and now.
+        kind: of thing that it is kept in.
     """
 
-    def __init__(self, what: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(self, what: str, changes: Mapping[str, tuple[Any, Any]], kind: str = "folder") -> None:
         super().__init__(what)
         self.changes = changes
+        self._kind = kind
         self._names: Mapping[str, str] = {}
 
     def __str__(self) -> str:
@@ -108,7 +111,7 @@ class ChangedOptionsError(OptionError):
         )
         return (
             f"{self.args[0]} was begun with another configuration ({changes}): go on with the values it was begun "
-            "with, or name a new folder"
+            f"with, or name a new {self._kind}"
         )
 
     def call_fields(self, names: Mapping[str, str]) -> None:
@@ -161,6 +164,22 @@ class DataError(TruedraftError):
 
 class TrainingError(TruedraftError):
     """Training cannot start or go on."""
+
+
+class PeerError(TruedraftError):
+    """Another engine did not answer, or not as it should.
+
+    Args:
+        message: as for every error.
+        status: of its answer by HTTP; None where there is none.
+
+    Attributes:
+        status: as given.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class MissingExtraError(TruedraftError):

@@ -261,20 +261,21 @@ def markdown(certificate: Certificate, circumstances: Mapping[str, Any]) -> str:
     lines += [f"- {line}" for line in meaning(certificate)] + [""]
     for part, findings in by_part(certificate).items():
         lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
-        lines += [f"| {_cell(f.name)} | {MARKS[f.status]} | {_cell(f.summary)} |" for f in findings] + [""]
+        lines += [f"| {table_cell(f.name)} | {MARKS[f.status]} | {table_cell(f.summary)} |" for f in findings] + [""]
     lines += ["## Circumstances", "", "| | |", "|---|---|"]
-    lines += [f"| {_cell(name)} | {_cell(_plain(value))} |" for name, value in circumstances.items()]
+    lines += [f"| {table_cell(name)} | {table_cell(plain_value(value))} |" for name, value in circumstances.items()]
     return "\n".join([*lines, ""])
 
 
-def _plain(value: Any) -> str:
+def plain_value(value: Any) -> str:
+    """A value of a record, in a table."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {plain_value(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value))
+        return ", ".join(map(plain_value, value))
     return str(value)
 
 
-def _cell(text: str) -> str:
+def table_cell(text: str) -> str:
     """Text that does not break a table."""
     return text.replace("|", "\\|").replace("\n", " ")

@@ -36,6 +36,12 @@ class Part(Enum):
     INVARIANCE = "invariance"
     DRAFT_STATE = "draft state"
     DIVERGENCE = "divergence"
+    # Of engines that are asked from outside.
+    SAMPLED = "sampled answers"
+    GREEDY = "greedy answers"
+    LOGPROBS = "log-probabilities"
+    BEHAVIOUR = "stops, lengths and seeds"
+    AGAINST = "against another engine"
 
 
 class Status(Enum):

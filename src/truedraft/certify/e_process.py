@@ -97,11 +97,13 @@ class EProcesses:
         names: of the tests.
         allowance: e, how far the distribution of a token may be off by rounding (total variation). Where it is a mean
             over tokens and no bound for each, the p-values hold to first order in l.
+        log_ratio: how far each log-probability may be off: then an event's odds are by twice as much at most.
     """
 
-    def __init__(self, names: Sequence[str], allowance: float = 0.0) -> None:
+    def __init__(self, names: Sequence[str], allowance: float = 0.0, log_ratio: float = 0.0) -> None:
         self._names = list(names)
         self._allowance = allowance + _SUMMING
+        self._odds = 2.0 * log_ratio
         self._logs = torch.zeros(len(_TILTS), len(self._names), dtype=torch.float64)  # of the martingales
         self._sums = torch.zeros(4, len(self._names), dtype=torch.float64)  # tokens, expected, observed, variance
 
@@ -116,21 +118,28 @@ class EProcesses:
         about = probs >= 0.0
         p, x = probs.clamp(0.0, 1.0), (hits & about).double()
         for row, tilt in enumerate(_TILTS):
-            allowed = (p + math.copysign(self._allowance, tilt)).clamp_(0.0, 1.0)
+            moved = p if not self._odds else p / (p + (1.0 - p) * math.exp(-math.copysign(self._odds, tilt)))
+            allowed = (moved + math.copysign(self._allowance, tilt)).clamp_(0.0, 1.0)
             ratio = tilt * x - torch.log1p(allowed * math.expm1(tilt))
             self._logs[row] += (ratio * about).sum(dim=0)
         p = p * about
         self._sums += torch.stack([about.double().sum(0), p.sum(0), x.sum(0), (p * (1.0 - p)).sum(0)])
 
+    def log_evidence(self) -> Tensor:
+        """The logarithm of each test's e-value so far, `[tests]`, float64; 0 of one that was about no token."""
+        return torch.logsumexp(self._logs, dim=0) - math.log(len(_TILTS))
+
     def results(self) -> list[TestResult]:
         """What came of each test so far."""
-        logs = torch.logsumexp(self._logs, dim=0) - math.log(len(_TILTS))
+        logs = self.log_evidence()
+        # Odds that move by a factor of e^d move no probability by more than d / 4.
+        allowance = self._allowance + self._odds / 4.0
         found = []
         for name, log, (tokens, expected, observed, variance) in zip(
             self._names, logs.tolist(), self._sums.T.tolist(), strict=True
         ):
             p_value = math.exp(-max(log, 0.0))
-            found.append(TestResult(name, int(tokens), expected, int(observed), variance, p_value, self._allowance))
+            found.append(TestResult(name, int(tokens), expected, int(observed), variance, p_value, allowance))
         return found
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import inspect
 import random
 import traceback
@@ -29,8 +28,8 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.samplers.worlds import Rows
-from truedraft.drafters.own import working_directory_importable
 from truedraft.errors import OptionError, TruedraftError
+from truedraft.peers import load_function
 
 _OFFSET = 3.0
 
@@ -153,25 +152,7 @@ def load_sampler(spec: str) -> Sampler:
     Raises:
         OptionError: no such module or function, or one that is no sampler.
     """
-    module, colon, path = spec.partition(":")
-    if not colon or not path or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
-        raise OptionError(f"must be MODULE:FUNCTION, got {spec!r}", field="sampler")
-    try:
-        with working_directory_importable():
-            found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            raise _refused(spec, f"there is no module {module!r}, nor one in the working directory") from error
-        raise _refused(spec, f"its module cannot be imported ({error})") from error
-    except Exception as error:
-        raise _refused(spec, f"its module cannot be imported ({type(error).__name__}: {error})") from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise _refused(spec, f"there is no {part!r} in it{hint}")
-        found = getattr(found, part)
-    return Sampler.of(found, spec)
+    return Sampler.of(load_function("sampler", spec), spec)
 
 
 def _unknown(parameter: inspect.Parameter) -> str:

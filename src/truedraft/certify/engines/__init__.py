@@ -1,0 +1,18 @@
+"""Other engines, asked from outside: the same proof for whatever answers token ids or text."""
+
+from truedraft.certify.engines.evidence import ALARM, CERTAIN
+from truedraft.certify.engines.report import EngineReport, engine_meaning, engine_page, engine_verdict, junit
+from truedraft.certify.engines.run import TOKENS, certify_engine, compare_engines
+
+__all__ = [
+    "ALARM",
+    "CERTAIN",
+    "TOKENS",
+    "EngineReport",
+    "certify_engine",
+    "compare_engines",
+    "engine_meaning",
+    "engine_page",
+    "engine_verdict",
+    "junit",
+]

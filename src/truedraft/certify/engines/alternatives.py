@@ -1,0 +1,264 @@
+"""What faulty engines draw their tokens from: distributions that bets are placed on, each with the fault that it names.
+
+Each is a function of what stands before a token alone. Faults of judging drafts need the draft's distributions: those
+of a draft model that is named, or candidates copied from the text as n-gram speculation does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from truedraft.certify import faults
+from truedraft.certify.engines.law import Law
+from truedraft.core import probs as L
+from truedraft.core.params import SamplingParams
+from truedraft.peers import FILTERS
+
+_SHARED_DRAFTS = 6
+"""Of so many drafted tokens, those likeliest to be rejected, shared noise is followed; of the others it is not."""
+_SHARED_SUPPORT = 96
+_NGRAM = 3
+_CUTS = (0.1, 0.3, 0.5)
+_BEHIND = 2
+"""Tokens behind which a state that was not rolled back may show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A distribution that a faulty engine may draw from.
+
+    Attributes:
+        name: of the alternative.
+        fault: the class of fault that it stands for.
+        probs: `[tokens, vocab]`, float64, from laws and drafts; a row that is p bets nothing.
+    """
+
+    name: str
+    fault: str
+    probs: Callable[[Law, Mapping[str, Tensor]], Tensor]
+
+
+def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Sequence[str]) -> list[Alternative]:
+    """Those that differ from the target's distribution under some options.
+
+    Args:
+        params: the request's.
+        filters: the engine's order.
+        drafts: names of the drafts that are known; their distributions come with each law.
+    """
+    found = _of_state()
+    if not params.greedy:
+        found += [*_of_temperature(params, filters), *_of_filters(params, filters)]
+        found += [one for draft in drafts for one in _of_judging(draft)]
+    else:
+        found.append(_options("drawn at temperature 1", "temperature", replace(params, temperature=1.0), FILTERS))
+        found += [one for draft in drafts for one in _of_judging(draft)[:1]]
+    return found
+
+
+def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[str]) -> Alternative:
+    return Alternative(name, fault, lambda law, drafts: law.under(params, filters))
+
+
+def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
+    """Other temperatures; twice, not at all, and greedy are faults that somebody made."""
+    t = params.temperature
+    found = [
+        Alternative("the likeliest token", "greedy above temperature 0", lambda law, drafts: _one_hot(law.probs)),
+        *(
+            _options(
+                f"{factor:g} times the temperature",
+                "another temperature",
+                replace(params, temperature=factor * t),
+                filters,
+            )
+            for factor in (0.5, 0.75, 0.9, 1.1, 1.33, 2.0)
+        ),
+    ]
+    if abs(t - 1.0) > 0.05:
+        twice = replace(params, temperature=t * t)
+        found += [
+            _options("temperature twice", "temperature applied twice", twice, filters),
+            _options("temperature 1", "temperature ignored", replace(params, temperature=1.0), filters),
+        ]
+    return found
+
+
+def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
+    """Filters left out, off by one token, or in another order."""
+    found = []
+    if params.top_p < 1.0:
+        found += [
+            _options("no top-p", "top-p ignored", replace(params, top_p=1.0), filters),
+            Alternative("one token more", "top-p off by one token", lambda law, drafts: _resized(law, filters, 1)),
+            Alternative("one token less", "top-p off by one token", lambda law, drafts: _resized(law, filters, -1)),
+        ]
+    if params.top_k > 0:
+        found.append(_options("no top-k", "top-k ignored", replace(params, top_k=0), filters))
+        for more in (1, -1) if params.top_k > 1 else (1,):
+            other = replace(params, top_k=params.top_k + more)
+            found.append(_options(f"top-k {other.top_k}", "top-k off by one token", other, filters))
+    if params.min_p > 0.0:
+        found.append(_options("no min-p", "min-p ignored", replace(params, min_p=0.0), filters))
+    active = [name for name in filters if _acts(name, params)]
+    orders = {tuple(name for name in order if name in active) for order in (FILTERS, _TEMPERATURE_LAST, _MIN_P_FIRST)}
+    found += [
+        _options(f"order {', '.join(order)}", "filters in another order", params, order)
+        for order in sorted(orders - {tuple(active)})
+        if active
+    ]
+    return found
+
+
+_TEMPERATURE_LAST = ("top_k", "top_p", "min_p", "temperature")
+_MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
+
+
+def _acts(name: str, params: SamplingParams) -> bool:
+    plain = SamplingParams(temperature=1.0)
+    return bool(getattr(params, name) != getattr(plain, name))
+
+
+def _of_state() -> list[Alternative]:
+    """Distributions of another text than the one that was answered."""
+    fault = "state of another text"
+    return [
+        Alternative("one token behind", fault, lambda law, drafts: _earlier(law.probs, 1)),
+        Alternative("two tokens behind", fault, lambda law, drafts: _earlier(law.probs, 2)),
+        Alternative("any place of the answer", fault, lambda law, drafts: _running_mean(law.probs)),
+        Alternative("the last token again", fault, _last_again),
+    ]
+
+
+def _of_judging(draft: str) -> list[Alternative]:
+    """Drafts accepted, rejected or replaced by a wrong rule. Tokens that no draft stood at bet nothing."""
+
+    def by(emitted: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Law, Mapping[str, Tensor]], Tensor]:
+        def probs(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
+            q, p = drafts[draft], law.probs
+            drafted = q.sum(dim=-1, keepdim=True) > 0.5
+            drafted[0] = False  # the prompt's forward gives the first token
+            return torch.where(drafted, emitted(p, torch.where(drafted, q, p)), p)
+
+        return probs
+
+    found = [
+        Alternative(f"{draft}: accepted always", "drafts accepted without judging", by(faults.emitted_always)),
+        Alternative(f"{draft}: residual", "residual replaced by p", by(faults.emitted_by_target_residual)),
+        Alternative(f"{draft}: one number twice", "noise used twice", by(faults.emitted_by_one_key)),
+        Alternative(f"{draft}: one Gumbel noise", "noise used twice", by(emitted_by_shared_gumbel)),
+        Alternative(
+            f"{draft}: another temperature", "draft judged at another temperature",
+            by(faults.emitted_at_another_temperature),
+        ),
+    ]  # fmt: skip
+    for cut in _CUTS:
+        emitted = _hiding(cut)
+        found.append(Alternative(f"{draft}: cut below {cut:g}", "draft cut by its own probability", by(emitted)))
+    return found
+
+
+# ---------------------------------------------------------------------------------------- what they draw from
+
+
+def _one_hot(probs: Tensor) -> Tensor:
+    return torch.zeros_like(probs).scatter_(-1, probs.argmax(dim=-1, keepdim=True), 1.0)
+
+
+def _resized(law: Law, filters: Sequence[str], more: int) -> Tensor:
+    """The nucleus with a token more, or without the one that crosses; of one token nothing is taken."""
+    wide = law.under(replace(law.question.params, top_p=1.0), filters)
+    sizes = (law.probs > 0.0).sum(dim=-1, keepdim=True)
+    order = wide.argsort(dim=-1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    kept = wide * (ranks < (sizes + more).clamp_min(1))
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _earlier(probs: Tensor, tokens: int) -> Tensor:
+    """The distributions of places before; p itself where there are none."""
+    return torch.cat([probs[:tokens], probs[:-tokens]])[: len(probs)] if len(probs) > tokens else probs
+
+
+def _running_mean(probs: Tensor) -> Tensor:
+    """The mean of the distributions of all places before."""
+    if len(probs) <= _BEHIND:
+        return probs
+    counts = torch.arange(1, len(probs), dtype=probs.dtype)[:, None]
+    means = probs.cumsum(dim=0)[:-1] / counts
+    return torch.cat([probs[:_BEHIND], means[_BEHIND - 1 :]])
+
+
+def _last_again(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
+    again = torch.zeros_like(law.probs)
+    first = len(law.question.prompt)
+    last = torch.tensor(law.text[first - 1 : first - 1 + len(law.tokens)])
+    return again.scatter_(-1, last[:, None], 1.0)
+
+
+def _hiding(cut: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def emitted(p: Tensor, q: Tensor) -> Tensor:
+        shown = q * (q >= cut)
+        kept = torch.minimum(p, q) * (q >= cut)
+        rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
+        hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
+        return kept + rejected * L.residual(p, q) + hidden * p
+
+    return emitted
+
+
+def emitted_by_shared_gumbel(p: Tensor, q: Tensor) -> Tensor:
+    """Of an engine whose replacement is the largest of log residual + g, g the noise that drew the draft from q.
+
+    Followed for the drafts that are rejected most, and for the residual's largest tokens; the others are replaced as
+    they should be.
+    """
+    residual = L.residual(p, q)
+    lost = (q - p).clamp_min(0.0)
+    emitted = torch.minimum(p, q)
+    for row in range(len(p)):
+        drafts = lost[row].topk(min(_SHARED_DRAFTS, lost.shape[-1]))
+        rest = float(lost[row].sum() - drafts.values.sum())
+        support = residual[row].topk(min(_SHARED_SUPPORT, residual.shape[-1])).indices
+        for weight, draft in zip(drafts.values.tolist(), drafts.indices.tolist(), strict=True):
+            if weight > 1e-4:
+                emitted[row] += weight * _replaced(q[row], draft, residual[row], support)
+            else:
+                rest += weight
+        emitted[row] += rest * residual[row]
+    return emitted
+
+
+def _replaced(q: Tensor, draft: int, residual: Tensor, support: Tensor) -> Tensor:
+    """The law of a replacement under the noise that drew a draft, over a part of the vocabulary."""
+    places = torch.cat([support, torch.tensor([draft])])
+    after = torch.cat([residual[support], torch.zeros(1, dtype=residual.dtype)])
+    own = faults.probs_under_shared_noise(q[places].clamp_min(1e-12), len(support), after / after.sum())
+    found = residual.clone()
+    found[support] = own[:-1] * residual[support].sum()
+    return found / found.sum()
+
+
+def ngram_candidates(law: Law) -> Tensor:
+    """Of each token what stood behind the last place where the text before it ends alike: one-hot, or no mass at all.
+
+    The longest of the last three tokens down to one is looked for, the latest place first, as n-gram speculation does.
+    """
+    text, first = law.text, len(law.question.prompt)
+    found = torch.zeros_like(law.probs)
+    seen: dict[tuple[int, ...], int] = {}
+    for place in range(1, len(text)):
+        if place >= first:
+            for size in range(_NGRAM, 0, -1):
+                behind = seen.get(tuple(text[max(0, place - size) : place]))
+                if behind is not None:
+                    found[place - first, text[behind]] = 1.0
+                    break
+        for size in range(1, _NGRAM + 1):
+            if place >= size:
+                seen[tuple(text[place - size : place])] = place
+    return found

@@ -1,0 +1,110 @@
+"""What an engine is asked, and what came back: rounds of questions, counted, dropped answers kept in mind."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from truedraft.core.params import SamplingParams
+from truedraft.errors import PeerError, PromptError
+from truedraft.peers import Peer, Question, Reply
+
+BEGINNING = 12
+"""Tokens of a prompt that is asked many times."""
+REPEATED_TOKENS = 4
+STREAM_TOKENS = 48
+_WHOLE = 4
+"""Of so many prompts one is asked whole, the others cut: a prefill tests nothing."""
+_DROPPED = 0.5
+
+Answered = tuple[Question, Reply]
+
+
+@dataclass
+class Asked:
+    """An engine, asked.
+
+    Args:
+        peer: the engine.
+        together: questions that are asked at once.
+        seed: of the first question that is sent one; the next ones count up.
+        sends_seeds: whether seeds are sent at all.
+
+    Attributes:
+        tokens: of all answers so far.
+        answers: so far.
+        dropped: answers that could not be used, by reason.
+        unsure: answers whose ids the engine did not tell itself, by reason.
+    """
+
+    peer: Peer
+    together: int
+    seed: int = 0
+    sends_seeds: bool = True
+    tokens: int = 0
+    answers: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    unsure: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._seeds = itertools.count(self.seed)
+
+    def open(self, prompt: Sequence[int], params: SamplingParams, length: int, **more: object) -> Question:
+        """The user's options for an answer of at most so many tokens, that stops at no text; with a seed of its own."""
+        seed = next(self._seeds) if self.sends_seeds and not params.greedy else None
+        plain = replace(params, seed=seed, max_tokens=length, stop=(), stop_token_ids=(), logprobs=None)
+        return Question(tuple(prompt), replace(plain, **more))  # type: ignore[arg-type]
+
+    def ask(self, questions: Sequence[Question]) -> list[Answered]:
+        """Ask so many at once as are to be asked together; answers that could not be used are counted and left out.
+
+        Raises:
+            PeerError: most of what was asked so far could not be used.
+        """
+        found: list[Answered] = []
+        for first in range(0, len(questions), self.together):
+            asked = questions[first : first + self.together]
+            for question, reply in zip(asked, self.peer.ask(asked), strict=True):
+                if isinstance(reply, PeerError):
+                    self.dropped[str(reply)] += 1
+                    continue
+                found.append((question, reply))
+                self.answers += 1
+                self.tokens += len(reply.token_ids)
+                self.unsure[reply.unsure] += bool(reply.unsure)
+            if sum(self.dropped.values()) > max(self.together, _DROPPED * self.answers):
+                reason, count = self.dropped.most_common(1)[0]
+                raise PeerError(
+                    f"{count} of {self.answers + sum(self.dropped.values())} answers were of no use: {reason}"
+                )
+        return found
+
+    @property
+    def dropped_share(self) -> float:
+        """Of all answers, what was dropped or had ids that were not told: so far may their distribution be off."""
+        lost = sum(self.dropped.values()) + sum(self.unsure.values())
+        return lost / max(1, self.answers + sum(self.dropped.values()))
+
+
+def streams(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Prompts in turn, over and over: whole ones and beginnings."""
+    cut = [list(prompt) if i % _WHOLE == 0 else list(prompt)[: 2 * BEGINNING] for i, prompt in enumerate(prompts)]
+    return itertools.cycle(cut)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None:
+    """Refuse prompts that leave no room.
+
+    Raises:
+        PromptError: there are none, or one is empty or too long.
+    """
+    if not prompts:
+        raise PromptError("there is nothing to certify with: give at least one prompt")
+    for number, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < context_length - STREAM_TOKENS:
+            raise PromptError(
+                f"prompt {number} has {len(prompt)} tokens; give 1 to {context_length - STREAM_TOKENS - 1}, so that "
+                "the model has room to answer"
+            )

@@ -1,0 +1,153 @@
+"""What an engine promises beside its distribution: lengths, stop texts, ends of text, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.certify.checks import Finding, Part, Status
+from truedraft.certify.engines.asked import Answered, Asked
+from truedraft.certify.engines.law import Allowance
+from truedraft.core.params import SamplingParams
+from truedraft.models.base import LanguageModel
+from truedraft.peers import Question
+from truedraft.text.tokenizer import Tokenizer
+
+_STOP_TOKENS = 24
+_STOP_PLACES = (3, 6, 10)
+"""Tokens of an answer at which a stop text begins: inside of blocks that speculation accepts as a whole, too."""
+_SEED_TOKENS = 24
+_SEED_PROMPTS = 3
+_SHOWN = 60
+
+
+def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding]:
+    """No answer is longer than asked for, goes on behind an end of text, or ends early without a reason."""
+    long, behind, short = [], [], []
+    ends = set(target.eos_token_ids)
+    for question, reply in answered:
+        count, most = len(reply.token_ids), question.params.max_tokens
+        if count > most:
+            long.append(f"{count} tokens where {most} were asked for")
+        if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
+            behind.append("tokens behind an end of text")
+        if count < most and reply.finish_reason == "length" and not reply.unsure:
+            short.append(f"{count} of {most} tokens, ended by its length")
+    return [
+        _counted("max_tokens is kept", long, len(answered)),
+        _counted("nothing stands behind an end of text", behind, len(answered)),
+        _counted("an answer ended by its length has all its tokens", short, len(answered)),
+    ]
+
+
+def stop_questions(asked: Asked, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
+    """Questions whose answers hold a stop text at known places: greedy ones again, with a text that stood in them."""
+    found = []
+    for question, reply in greedy:
+        for place in _STOP_PLACES:
+            text = tokenizer.decode(reply.token_ids)
+            behind = tokenizer.decode(reply.token_ids[place : place + 1])
+            if place < len(reply.token_ids) and behind.strip() and behind in text and "stop" in asked.peer.facts.takes:
+                params = replace(question.params, stop=(behind,), max_tokens=_STOP_TOKENS)
+                found.append(Question(question.prompt, params))
+                break
+    return found
+
+
+def stops(answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer) -> Finding:
+    """Answers end before their stop text, and not earlier.
+
+    Args:
+        answered: with stop texts.
+        greedy: the same prompts without; an answer is compared with its beginning where it is the same up to there.
+        tokenizer: of the target.
+    """
+    whole = {question.prompt: tokenizer.decode(reply.token_ids) for question, reply in greedy}
+    wrong: list[str] = []
+    for question, reply in answered:
+        text = reply.text if reply.text is not None else tokenizer.decode(reply.token_ids)
+        stop = question.params.stop[0]
+        expected = whole[question.prompt]
+        cut = expected[: expected.index(stop)] if stop in expected else None
+        if stop in text:
+            wrong.append(f"went on past {stop!r}: {_shown(text)}")
+        elif cut is not None and len(text) < len(cut) and cut.startswith(text):
+            wrong.append(f"ended before {stop!r}, with {_shown(text)} of {_shown(cut)}")
+    return _counted("answers end at their stop text", wrong, len(answered))
+
+
+def seeds(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Finding]:
+    """Whether a seed gives the same answer again, and with neighbours; measured, for few engines promise it."""
+    if params.greedy or "seed" not in asked.peer.facts.takes or not asked.sends_seeds:
+        return []
+    questions = [asked.open(prompt, params, _SEED_TOKENS) for prompt in prompts[:_SEED_PROMPTS]]
+    ask_alone = replace_together(asked, 1)
+    once, again = ask_alone.ask(questions), ask_alone.ask(questions)
+    others = [asked.open(prompt, params, _SEED_TOKENS) for prompt in prompts[-max(1, asked.together - 1) :]]
+    company = replace_together(asked, asked.together + 1)
+    beside = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])[:1]]
+    for each in (ask_alone, company):
+        asked.tokens, asked.answers = asked.tokens + each.tokens, asked.answers + each.answers
+    return [
+        _alike("the same seed, the same answer", once, again),
+        _alike("the same seed beside other requests, the same answer", once, beside),
+    ]
+
+
+def replace_together(asked: Asked, together: int) -> Asked:
+    """The same engine, asked so many questions at once, with counts of its own."""
+    return Asked(asked.peer, together, asked.seed, asked.sends_seeds)
+
+
+def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Finding:
+    pairs = list(zip(one, other, strict=False))
+    same = sum(a.token_ids == b.token_ids for (_, a), (_, b) in pairs)
+    status = Status.HOLDS if same == len(pairs) else Status.MEASURED
+    facts = {"answers": len(pairs), "same": same}
+    return Finding(Part.BEHAVIOUR, name, status, f"{same} of {len(pairs)} answers are the same", facts)
+
+
+def logprobs(differences: Tensor | None, allowance: Allowance, judged: bool) -> Finding:
+    """Log-probabilities that the engine tells, against the target's own.
+
+    Args:
+        differences: the engine's less ours, `[tokens]`; None where it tells none.
+        allowance: for rounding.
+        judged: whether rounding was measured, so that larger differences are a fault.
+    """
+    name = "told log-probabilities are the target's"
+    if differences is None or not len(differences):
+        return Finding(Part.LOGPROBS, name, Status.DOES_NOT_APPLY, "the engine tells none")
+    sizes = differences.abs()
+    median, most = float(sizes.median()), float(sizes.quantile(0.99))
+    facts: dict[str, Any] = {
+        "tokens": len(sizes),
+        "median": median,
+        "most_of_99_percent": most,
+        "largest": float(sizes.max()),
+    }
+    summary = f"{len(sizes)} tokens: they differ by {median:.2g} in the median and {most:.2g} at 99 %"
+    # Half of them beyond what nearly all should keep is no accident of single tokens.
+    if judged and median > allowance.log_ratio:
+        return Finding(
+            Part.LOGPROBS, name, Status.FAILS, f"{summary}; {allowance.log_ratio:.2g} passes for rounding", facts
+        )
+    return Finding(Part.LOGPROBS, name, Status.HOLDS if judged else Status.MEASURED, summary, facts)
+
+
+def _counted(name: str, wrong: Sequence[str], of: int) -> Finding:
+    """Holds if nothing is wrong; each thing that is wrong contradicts the promise by itself."""
+    facts = {"answers": of, "wrong": len(wrong)}
+    if not of:
+        return Finding(Part.BEHAVIOUR, name, Status.DOES_NOT_APPLY, "nothing could be asked", facts)
+    if not wrong:
+        return Finding(Part.BEHAVIOUR, name, Status.HOLDS, f"in all of {of} answers", facts)
+    summary = f"not in {len(wrong)} of {of} answers; the first {wrong[0]}"
+    return Finding(Part.BEHAVIOUR, name, Status.FAILS, summary, {**facts, "first": wrong[0]})
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")

@@ -1,0 +1,183 @@
+"""All evidence that tokens give against an engine, in one number that may be looked at at any time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.e_process import EProcesses, Events, TestResult
+from truedraft.certify.engines.alternatives import alternatives_for
+from truedraft.certify.engines.bets import Bet, Bets
+from truedraft.certify.engines.law import Law
+from truedraft.certify.engines.repeated import Repeated
+from truedraft.certify.sampling import Decision, Scored
+from truedraft.core.params import SamplingParams
+
+ALARM, CERTAIN = 1e3, 1e6
+"""Evidence at which a check fails, and at which, if it repeats, an engine is said to deviate."""
+_OUTSIDE = 1e-6
+"""Tokens outside what options allow that a sound engine may emit, as a part of all."""
+_FIRM = math.log(20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """When the evidence first reached a bound.
+
+    Attributes:
+        evidence: the bound.
+        tokens: that had been tested by then; None where it never was.
+    """
+
+    evidence: float
+    tokens: int | None
+
+
+class Evidence:
+    """Tests of a stream of answers: bets on faults, events as in our own certificates, counts of repeated beginnings.
+
+    Args:
+        vocab: size of the vocabulary.
+        params: options that all answers share.
+        filters: the engine's order.
+        drafts: names of the drafts whose distributions come with laws.
+        slack: the allowance at the request's temperature.
+        lost: part of the answers that may have been lost by what they said.
+    """
+
+    def __init__(
+        self, vocab: int, params: SamplingParams, filters: Sequence[str], drafts: Sequence[str], slack: float,
+        lost: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._bets = Bets(alternatives_for(params, filters, drafts))
+        self._events = Events(vocab, 1)
+        self._processes = EProcesses(self._events.names, lost, slack)
+        self._outside = EProcesses(["tokens that the options forbid"])
+        self._repeated = Repeated()
+        self._reached: dict[float, int] = {}
+        self.tokens = 0
+        self.sure = 0
+        self.outside = 0
+
+    def add(self, law: Law, drafts: Mapping[str, Tensor], *, repeated: bool) -> None:
+        """Test the tokens of one answer.
+
+        Args:
+            law: of the answer.
+            drafts: by name the draft's distributions `[tokens, vocab]`.
+            repeated: whether its prompt is asked many times.
+        """
+        before = self.log_parts()
+        parts = {"bets": self._bets.add(law, drafts)}
+        if repeated:
+            parts["counts"] = self._repeated.add(law)
+        self._outside.add(torch.full((len(law.tokens), 1), _OUTSIDE, dtype=torch.float64), law.outside[:, None])
+        self._processes.add(*self._of_events(law))
+        self._note_crossings(before, parts)
+        self.tokens += len(law.tokens)
+        self.sure += int(law.sure.sum())
+        self.outside += int(law.outside.sum())
+
+    def _of_events(self, law: Law) -> tuple[Tensor, Tensor]:
+        """Events of the tokens whose distribution is sure."""
+        nothing = [Decision(place, None, ()) for place in range(len(law.tokens))]
+        # No draft is known; that is what `coupled` says to the events.
+        scored = Scored(law.probs, law.tokens, law.question.prompt, nothing, 0, coupled=True)
+        chances, hits = self._events.measure(scored)
+        return chances.masked_fill(~law.sure[:, None], -1.0), hits
+
+    def log_parts(self) -> dict[str, float]:
+        """The logarithm of each part's evidence so far; each is an e-process, and so is their mean."""
+        events = self._processes.log_evidence()
+        return {
+            "bets": self._bets.log_evidence,
+            "counts": self._repeated.log_evidence,
+            "events": float(torch.logsumexp(events, dim=0)) - math.log(len(events)),
+            "outside": float(self._outside.log_evidence()[0]),
+        }
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the evidence so far."""
+        return _mean(self.log_parts())
+
+    @property
+    def log10(self) -> float:
+        """The same to the base ten."""
+        return self.log_evidence / math.log(10.0)
+
+    def _note_crossings(self, before: dict[str, float], parts: Mapping[str, Tensor]) -> None:
+        """Look behind each token of the parts that say so; the others say it at the end of the answer."""
+        places = max(len(each) for each in parts.values())
+        for place in range(places):
+            now = before | {name: float(each[place]) for name, each in parts.items()}
+            self._cross(_mean(now), self.tokens + place + 1)
+        self._cross(self.log_evidence, self.tokens + places)
+
+    def _cross(self, log: float, tokens: int) -> None:
+        for bound in (ALARM, CERTAIN):
+            if log >= math.log(bound):
+                self._reached.setdefault(bound, tokens)
+
+    @property
+    def milestones(self) -> list[Milestone]:
+        """For each bound when it was reached."""
+        return [Milestone(bound, self._reached.get(bound)) for bound in (ALARM, CERTAIN)]
+
+    def bets(self) -> list[Bet]:
+        """On each alternative, the most convincing first."""
+        return self._bets.results()
+
+    def events(self) -> list[TestResult]:
+        """Of each event that was about a token."""
+        return [test for test in self._processes.results() if test.tokens]
+
+    @property
+    def fault(self) -> str:
+        """The class of fault that the evidence names; "" where nothing is firm.
+
+        The alternative nearest to what the engine does gains most; answers that are alike name shared noise before it.
+        """
+        best, shared = self.bets()[0], self._repeated.log_shared
+        parts = self.log_parts()
+        if shared > max(best.log_evidence, _FIRM):
+            return "answers share their noise"
+        if best.log_evidence > _FIRM:
+            return best.fault
+        return "no known one" if max(parts.values()) > math.log(ALARM) else ""
+
+    def smallest_detectable(self) -> float:
+        """Total variation that some test over all tokens finds with probability 0.99, on the event that it is about."""
+        whole = [test for test in self.events() if 2 * test.tokens > self.sure]
+        level = 1.0 / (ALARM * 4.0 * max(1, len(self._events.names)))
+        return max((test.smallest_detectable(level) for test in whole), default=1.0)
+
+    def facts(self) -> dict[str, Any]:
+        """For the JSON record."""
+        return {
+            "tokens": self.tokens,
+            "tokens_away_from_edges": self.sure,
+            "tokens_outside": self.outside,
+            "log10_evidence": self.log10,
+            "log10_of_parts": {name: value / math.log(10.0) for name, value in self.log_parts().items()},
+            "tokens_until": {f"{one.evidence:g}": one.tokens for one in self.milestones},
+            "fault": self.fault,
+            "smallest_detectable_tv": self.smallest_detectable(),
+            "bets": [
+                {"alternative": bet.name, "fault": bet.fault, "log10_evidence": bet.log_evidence / math.log(10.0),
+                 "weight": bet.weight, "mean_tv": bet.mean_tv}
+                for bet in self.bets()[:5]
+            ],
+            "answers_alike_log10": self._repeated.log_shared / math.log(10.0),
+        }  # fmt: skip
+
+
+def _mean(logs: Mapping[str, float]) -> float:
+    """The logarithm of the mean."""
+    most = max(logs.values())
+    return most + math.log(sum(math.exp(each - most) for each in logs.values()) / len(logs))

@@ -1,0 +1,100 @@
+"""The same few prompts asked many times: what follows each beginning is counted, and bets are placed on the counts.
+
+At a beginning that came n times, (counts + c p) / (n + c) is what the next token is expected to follow if the engine
+has a distribution of its own there: a Dirichlet prior around p with c tokens' worth of trust. Whatever an engine does
+to the joint distribution of the first tokens shows at some beginning, also where it is no known fault. The bets are the
+same likelihood ratios as those on alternatives, with the same allowance for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.engines.law import Law
+
+_TRUST = (15.0, 60.0, 250.0)
+_SAME = (0.1, 0.4)
+_FLOOR = 1e-4
+_SUMMING = 1e-6
+
+
+class Repeated:
+    """Bets on counts behind equal beginnings, and on a token that the last answer had at the same place.
+
+    The latter is what answers have in common that share their noise.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        self._last: dict[tuple[int, ...], int] = {}
+        self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
+        self.answers = 0
+
+    def add(self, law: Law) -> Tensor:
+        """Go on with an answer.
+
+        Returns:
+            The logarithm of the mean e-value behind each of its tokens, `[tokens]`.
+        """
+        reached = []
+        self.answers += 1
+        for place, token in enumerate(law.tokens):
+            beginning = (*law.question.prompt, -1, *law.tokens[:place])
+            if bool(law.sure[place]):
+                p = law.probs[place]
+                own = max(float(p[token]), _FLOOR)
+                self._logs += self._of_counts(beginning, p, token, own, law.slack)
+                self._last[beginning] = token
+                self._counts[beginning][token] += 1
+            reached.append(self.log_evidence)
+        return torch.tensor(reached, dtype=torch.float64)
+
+    def _of_counts(self, beginning: tuple[int, ...], p: Tensor, token: int, own: float, slack: float) -> Tensor:
+        counts = self._counts[beginning]
+        total = sum(counts.values())
+        steps = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
+        if not total:
+            return steps
+        seen = torch.tensor(list(counts))
+        shares = torch.tensor([counts[one] / total for one in counts], dtype=torch.float64)
+        distance = float((shares - p[seen]).clamp_min(0.0).sum())
+        share = counts[token] / total
+        for number, trust in enumerate(_TRUST):
+            steps[number] = _step(total / (total + trust), share / own, distance, slack)
+        last = self._last[beginning]
+        for number, weight in enumerate(_SAME, len(_TRUST)):
+            steps[number] = _step(weight, float(token == last) / own, 1.0 - float(p[last]), slack)
+        return steps
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the mean e-value so far."""
+        return float(torch.logsumexp(self._logs, dim=0)) - math.log(len(self._logs))
+
+    @property
+    def log_shared(self) -> float:
+        """The same of the bets that answers are alike."""
+        return float(torch.logsumexp(self._logs[len(_TRUST) :], dim=0)) - math.log(len(_SAME))
+
+    def distances(self, laws: Sequence[Law]) -> dict[tuple[int, ...], float]:
+        """For each beginning of these laws how far its counts lie from p, in total variation, with noise and all."""
+        found = {}
+        for law in laws:
+            for place in range(len(law.tokens)):
+                beginning = (*law.question.prompt, -1, *law.tokens[:place])
+                counts = self._counts[beginning]
+                total = sum(counts.values())
+                if total:
+                    p = law.probs[place]
+                    found[beginning] = sum(max(0.0, n / total - float(p[token])) for token, n in counts.items())
+        return found
+
+
+def _step(weight: float, ratio: float, distance: float, slack: float) -> float:
+    """One bet: the logarithm of the likelihood ratio, less what rounding may give it."""
+    return math.log1p(weight * (ratio - 1.0)) - math.log1p(weight * 2.0 * math.sinh(slack) * distance + _SUMMING)
