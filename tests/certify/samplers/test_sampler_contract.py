@@ -145,7 +145,7 @@ def test_what_is_no_sampler_is_refused(function: Any, words: str) -> None:
 
 def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_sampler_of_mine.py").write_text(
-        "class Mine:\n    @staticmethod\n    def judge(draft_tokens, target_probs):\n        return draft_tokens[:, :1]\n"
+        "class Mine:\n    @staticmethod\n    def judge(draft_tokens, target_probs):\n        return draft_tokens\n"
     )
     (tmp_path / "a_broken_sampler.py").write_text("import no_such_library\n")
     (tmp_path / "a_failing_sampler.py").write_text("1 / 0\n")
