@@ -54,8 +54,8 @@ def test_a_function_of_ones_own(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--sampler", "nowhere_at_all:f"], "--sampler 'nowhere_at_all:f': there is no module 'nowhere_at_all'"),
-        (["--sampler", "nothing"], "--sampler must be MODULE:FUNCTION, got 'nothing'"),
+        (["--sampler", "nowhere_at_all:f"], "--sampler names no module that there is, 'nowhere_at_all'"),
+        (["--sampler", "nothing"], "--sampler must be module:function, got 'nothing'"),
         (["--sampler", f"{OURS}medussa"], "did you mean 'medusa'?"),
         (["--sampler", "json:dumps"], "asks for 'obj'"),
         (["--sampler", f"{OURS}sglang"], "pip install sgl-kernel"),
