@@ -98,7 +98,7 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
         raise OptionError("SGLang's sampler is a CUDA kernel, and this machine has no CUDA device; see sglang_formula")
     batch, drafted = draft_tokens.shape
     nodes = drafted + 1  # the root, which is the last token of the text, and the drafted ones
-    device = torch.device("cuda")
+    device = _cuda()
     index = torch.arange(batch * nodes, device=device).view(batch, nodes)
     following = torch.arange(1, nodes + 1, device=device).expand(batch, nodes).clone()
     following[:, -1] = _FILL
@@ -158,6 +158,10 @@ def medusa(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
     entropy = torch.special.entr(p).sum(-1)
     stays = p_x > ((-entropy).exp() * _EPSILON**0.5).clamp_max(_EPSILON)
     return _emitted(draft_tokens, stays, target_probs.argmax(-1))
+
+
+def _cuda() -> torch.device:
+    return torch.device("cuda")
 
 
 # ------------------------------------------------------------------------------------------------------------- chains

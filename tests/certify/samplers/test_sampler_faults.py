@@ -19,7 +19,7 @@ FEW = sampler_worlds()[::4]
 SOUND = {"token by token": token_by_token, "by blocks": by_blocks}
 
 
-def certified(own: Sampler, rows: int = 300, seed: int = 0) -> SamplerCertificate:
+def certified(own: Sampler, rows: int = 200, seed: int = 0) -> SamplerCertificate:
     return certify_sampler(own, seconds=LONG, rows=rows, seed=seed)
 
 
@@ -34,7 +34,7 @@ def planted_variation(fault: str, detail: str) -> float:
 def test_sound_samplers_raise_no_alarm(name: str) -> None:
     """Fifty runs: an e-value of 1,000 comes up in one of a thousand sound ones, at most; seeds are fixed."""
     for seed in range(50):
-        found = certify_sampler(sampler(name, SOUND[name]), seconds=LONG, rows=60, worlds=FEW, seed=seed)
+        found = certify_sampler(sampler(name, SOUND[name]), seconds=LONG, rows=40, worlds=FEW, seed=seed)
         assert len(found.runs) == 1
         assert found.runs[0].rows_to == {"1e3": None, "1e6": None}
         assert found.diagnosis is None
@@ -79,12 +79,12 @@ def test_few_rows_are_not_enough_evidence() -> None:
 
 def test_a_deviation_that_does_not_repeat_is_none() -> None:
     """A sampler that is wrong in its first calls alone, which are enough: two in each world."""
-    calls = 0
+    calls, first = 0, 2 * len(sampler_worlds())
 
     def recovers(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        wrong = {"accept": lambda p, q: torch.ones_like(p)} if calls <= 2 * len(sampler_worlds()) else {}
+        wrong = {"accept": lambda p, q: torch.ones_like(p)} if calls <= first else {}
         return token_by_token(draft_tokens, draft_probs, target_probs, uniforms, **wrong)
 
     found = certified(Sampler.of(recovers, "recovers"))
