@@ -148,16 +148,23 @@ class RunningTimes:
             found = self._forwards[key] = self._costs.forwards()(rows, [context] * requests)
         return found
 
-    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+    def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._proposals_s(drafter, requests, depth, greedy) * self._drafting[drafter].factor(requests)
 
-    def _proposals_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+    def _proposals_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
+        whole = int(depth)
+        seconds, more = self._proposal_s(drafter, whole, greedy), depth - whole
+        if more:  # levels that are expected are no whole number
+            seconds += more * (self._proposal_s(drafter, whole + 1, greedy) - seconds)
+        return seconds * (1.0 + _FURTHER_REQUEST * (requests - 1))
+
+    def _proposal_s(self, drafter: str, depth: int, greedy: bool) -> float:
         key = drafter, depth, greedy
         found = self._proposals.get(key)
         if found is None:
             curve = self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)
             found = self._proposals[key] = curve(depth)
-        return found * (1.0 + _FURTHER_REQUEST * (requests - 1))
+        return found
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         if behind <= 2:
@@ -208,12 +215,14 @@ class RunningTimes:
     def _observe_drafting(self, spent: DraftTime, greedy: bool) -> None:
         if not spent.depth:
             return
+        # How much a cascade's guesses saved was counted, so it is no part of how busy the machine is.
+        levels = spent.depth if spent.levels is None else spent.levels
         late = spent.behind - 2 * spent.requests
         if late <= 0:
-            expected = self._proposals_s(spent.drafter, spent.requests, spent.depth, greedy)
+            expected = self._proposals_s(spent.drafter, spent.requests, levels, greedy)
             self._drafting[spent.drafter].learn(spent.requests, spent.seconds, expected)
         elif late >= 4:
-            usual = self.drafting_s(spent.drafter, spent.requests, spent.depth, greedy)
+            usual = self.drafting_s(spent.drafter, spent.requests, levels, greedy)
             own = max(spent.seconds - usual, 0.0) / late
             before = self._read_s.get(spent.drafter, own)
             self._read_s[spent.drafter] = before + _LEARN * (own - before)
