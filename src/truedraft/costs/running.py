@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from bisect import bisect_right
@@ -15,7 +16,9 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.costs.kept import STEPS, StepCosts
 from truedraft.drafters.base import Drafter
+from truedraft.errors import TruedraftError
 
+_log = logging.getLogger(__name__)
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # that say how busy the machine is: at most, at least, and for how long
 _FADES_S = 5.0  # in which what was measured counts 1 / e as much, where nothing more was
@@ -162,9 +165,15 @@ class RunningTimes:
         key = drafter, depth, greedy
         found = self._proposals.get(key)
         if found is None:
-            curve = self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)
-            found = self._proposals[key] = curve(depth)
+            found = self._proposals[key] = self._measured_s(drafter, depth, greedy)
         return found
+
+    def _measured_s(self, drafter: str, depth: int, greedy: bool) -> float:
+        try:
+            return self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)(depth)
+        except TruedraftError as error:  # others can draft
+            _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
+            return math.inf
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         if behind <= 2:

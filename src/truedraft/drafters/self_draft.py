@@ -75,6 +75,10 @@ class SelfDraft(Drafter):
                 f"{target.name!r} to draft for that"
             )
 
+    def serves(self, request: DraftRequest) -> bool:
+        """Not where its weights could not be made, which is not tried again."""
+        return self.model.failure is None
+
     def cache_tokens(self, tokens: int) -> int:
         """None: drafted tokens lie where the target's own will."""
         return 0

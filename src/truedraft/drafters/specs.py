@@ -195,7 +195,10 @@ def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Calla
     if not taken.keys() - {"ngram"} and target.weight_bytes >= _LEAST_OWN_BYTES:
         own = KINDS["self"]
         try:
-            members.insert(0, own.make(Words("drafter", "self", "int4", own.widest), target))
+            drafter = own.make(Words("drafter", "self", "int4", own.widest), target)
+            if drafter.model is not None:
+                drafter.model.check_room()
+            members.insert(0, drafter)
         except UnsupportedModelError:
             pass  # such a target has no copy of fewer bits, and nobody asked for one
         except Exception as error:

@@ -15,7 +15,7 @@ from truedraft.drafters.ngram import NgramDrafter
 from truedraft.drafters.ngram_table import MOST_ORDER
 from truedraft.drafters.registry import TABLE, write_record
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
-from truedraft.machine import describe_machine
+from truedraft.machine import describe_machine, in_bytes
 from truedraft.models.loading import load_model, quiet_transformers
 from truedraft.options import check_whole, read_bytes
 from truedraft.planning import TREE_TEMPERATURES
@@ -28,7 +28,7 @@ from truedraft.training.texts.answer_writer import WritingConfig, write_answers
 from truedraft.training.texts.data import read_texts
 from truedraft.training.texts.prompts import cut_prompts, keep_back, shuffled, standard_library_texts
 from truedraft.training.texts.tokenizer import load_tokenizer
-from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, in_bytes, writing
+from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, writing
 
 if TYPE_CHECKING:
     from truedraft.drafters.ngram_table import NgramTable
