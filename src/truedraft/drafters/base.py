@@ -299,6 +299,11 @@ class Drafter(ABC):
         if self.model is not None:
             yield self.model, self.caches.get(number), self.cache_tokens(tokens)
 
+    def prefix_stores(self) -> Iterator[tuple[LanguageModel, Prefixes]]:
+        """What it keeps of what requests begin with, of each of its models that keeps something."""
+        if self.model is not None and self.prefixes is not None:
+            yield self.model, self.prefixes
+
     def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
         """Caches of its model that hold all of each text but its last few tokens, at least one; see `can_verify`.
 

@@ -167,7 +167,6 @@ class Cascade(Drafter):
             )
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
         self.model: LanguageModel = middle.model
-        self.prefixes: Prefixes | None = middle.prefixes
         self.target_cache = middle.target_cache
         self.drafter = drafter
         self.middle = middle
@@ -205,6 +204,10 @@ class Cascade(Drafter):
         ahead = tokens + self.limits.depth + self.drafter.limits.nodes
         yield from self.middle.model_caches(number, ahead)
         yield from self.drafter.model_caches(number, ahead)
+
+    def prefix_stores(self) -> Iterator[tuple[LanguageModel, Prefixes]]:
+        yield from self.middle.prefix_stores()
+        yield from self.drafter.prefix_stores()
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target that the middle model does not fit, or a drafter that does not fit that model."""
