@@ -25,7 +25,7 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.drafters import DraftRequest, NgramDrafter, PromptLookup, from_spec
-from truedraft.drafters.ngram import likeliest_tree
+from truedraft.drafters.ngram import tree_of
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError, VocabularyMismatchError
 from truedraft.testing import MarkovModel
@@ -219,7 +219,7 @@ def test_a_budget_cuts_width_depth_and_what_lies_below_unlikely_tokens() -> None
 
 def test_likeliest_tree_as_its_example_says() -> None:
     behind = {(): [(5, 0.6), (6, 0.3)], (5,): [(7, 0.9), (8, 0.1)], (5, 7): [(1, 0.0)], (6,): [(2, 1.0)]}
-    tree = likeliest_tree(lambda path: behind[path], Budget(3, 2, 3))
+    tree = tree_of(lambda path: behind[path], Budget(3, 2, 3))
     assert [tree.path_tokens(node) for node in range(3)] == [(5,), (5, 7), (6,)]
 
 

@@ -286,8 +286,7 @@ class Cascade(Drafter):
 
     def _length(self, request: DraftRequest, budget: Budget) -> int:
         """Of the chain: what the budget, the options and the middle model's context allow."""
-        room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # its last token is never fed
-        within = budget.within(self.limits).cut(room)
+        within = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
         return 0 if within.is_zero else min(within.depth, within.nodes)
 
     def _bring_up(self, text: _Text, request: DraftRequest) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.tree import TokenTree, likeliest_tree
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.ngram_table import NgramTable
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
@@ -31,6 +29,8 @@ _BRANCHING = (3, 1)
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 """Hints are of one kind where the likeliest token is about equally likely."""
+
+_Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, how likely they are together, and chance so far
 
 
 class NgramDrafter(Drafter):
@@ -173,7 +173,7 @@ class NgramDrafter(Drafter):
             largest = shaped.topk(min(most, len(shaped)))
             return list(zip(largest.indices.tolist(), largest.values.tolist(), strict=True))
 
-        tree = likeliest_tree(following, within)
+        tree = tree_of(following, within)
         return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
 
     def _logits(self, builders: Sequence[TreeBuilder]) -> Tensor:
@@ -203,32 +203,26 @@ class NgramDrafter(Drafter):
         return replace(proposal, probs=proposal.probs.to(self._device))
 
 
-def likeliest_tree(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
-    """The likeliest nodes of a tree, the likeliest first: a node is as likely as all the tokens of its path together.
-
-    Worked example: 5 has 0.6 and 6 has 0.3, and behind 5 come 7 with 0.9 and 8 with 0.1. The three likeliest nodes are
-    5 (0.6), 5 7 (0.54) and 6 (0.3).
+def tree_of(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
+    """The likeliest nodes, each as likely as all the tokens of its path together.
 
     Args:
         following: tokens behind a path and their probabilities, the likeliest ones; those without any are left out.
         within: limits. Nothing is drafted below a token that is less likely than they say.
     """
-    order = count()
-    waiting: list[tuple[float, int, int, tuple[int, ...], float]] = []  # -likely, order, parent, path, chance
-    ids: list[int] = []
-    parents: list[int] = []
 
-    def branch(parent: int, path: tuple[int, ...], likely: float, chance: float) -> None:
+    def below(
+        end: tuple[tuple[int, ...], float, float],
+    ) -> list[tuple[int, float, tuple[tuple[int, ...], float, float]]]:
+        path, likely, chance = end
+        if len(path) >= within.depth or chance < within.floor:
+            return []
+        found = []
         for token, probability in following(path):
             if probability > 0.0:
                 last = chance * within.chance(probability) if probability >= within.min_probability else -1.0
-                heappush(waiting, (-likely * probability, next(order), parent, (*path, token), last))
+                found.append((token, likely * probability, ((*path, token), likely * probability, last)))
+        return found
 
-    branch(-1, (), 1.0, 1.0)
-    while waiting and len(ids) < within.nodes:
-        likely, _, parent, path, chance = heappop(waiting)
-        ids.append(path[-1])
-        parents.append(parent)
-        if len(path) < within.depth and len(ids) < within.nodes and chance >= within.floor:
-            branch(len(ids) - 1, path, -likely, chance)
-    return TokenTree.of_ids(ids, shape_of(tuple(parents)))
+    root: _Path = (), 1.0, 1.0
+    return likeliest_tree(root, below, within.nodes)

@@ -103,8 +103,8 @@ class SelfDraft(Drafter):
         return [builder.proposal() for builder in builders]
 
     def _within(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget]) -> list[Budget]:
-        """The budgets cut to the options and to the context; the last token drafted is never fed."""
-        rooms = [self.model.most_tokens(request.tokens) - len(request.tokens) + 1 for request in batch]
+        """The budgets cut to the options and to the context."""
+        rooms = [self.model.most_drafted(request.tokens) for request in batch]
         return [budget.within(self.limits).cut(room) for budget, room in zip(budgets, rooms, strict=True)]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:

@@ -175,6 +175,10 @@ class LanguageModel(ABC):
         """Of a request that begins so, prompt and answer together."""
         return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
+    def most_drafted(self, tokens: Sequence[int]) -> int:
+        """Tokens of its own that it may write behind a text, one below another: the last of them it never reads."""
+        return self.most_tokens(tokens) - len(tokens) + 1
+
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward. A row's logits depend on its own context and ancestors only.
