@@ -45,12 +45,14 @@ class NgramDrafter(Drafter):
         table: is read, also by others at the same time.
         num_speculative_tokens: longest path; None is 4, or as `branching` says.
         nodes: most nodes of a tree; None is 7, or as `branching` says.
-        branching: draws at each node of depth 0, 1, ...; (3, 1) makes 3 + 3 nodes.
+        branching: draws at each node of depth 0, 1, ...; (3, 1), which makes 3 + 3 nodes, where nobody says, and one
+            below each end of that as far down as the longest path is to go.
         order: longest n-grams that are looked at, the drafted token included; None are all of the table's.
         sampled: whether requests at a temperature are given draws.
 
     Raises:
-        OptionError: an option is out of range, or branching is given where nothing is drawn.
+        OptionError: an option is out of range, or branching is given where nothing is drawn, or is less deep than the
+            longest path is to be.
     """
 
     name: ClassVar[str] = "ngram"
@@ -75,7 +77,13 @@ class NgramDrafter(Drafter):
         if branching is not None and not sampled:
             raise OptionError("branching says how many tokens are drawn; add sampled=true, or give nodes")
         self.table = table
-        self.branching = _BRANCHING if branching is None else tuple(branching)
+        depth = (num_speculative_tokens or 0) if sampled else 0
+        self.branching = _drawn(depth) if branching is None else tuple(branching)
+        if branching is not None and (num_speculative_tokens or 0) > len(branching):
+            raise OptionError(
+                f"branching {'-'.join(map(str, branching))} draws {len(branching)} tokens below one another, and "
+                f"num_speculative_tokens is {num_speculative_tokens}; leave out one of them"
+            )
         drawn = nodes_of(self.branching) if sampled else _NODES
         most, depth = nodes or drawn, num_speculative_tokens or (len(self.branching) if sampled else _DEPTH)
         self.limits = Budget(depth, most, most)
@@ -201,6 +209,11 @@ class NgramDrafter(Drafter):
         if proposal.probs is None or self._device == _HERE:
             return proposal
         return replace(proposal, probs=proposal.probs.to(self._device))
+
+
+def _drawn(depth: int) -> tuple[int, ...]:
+    """Draws at each depth where nobody said how many, as deep as was asked for."""
+    return _BRANCHING + (1,) * (depth - len(_BRANCHING))
 
 
 def tree_of(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:

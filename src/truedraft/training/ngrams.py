@@ -191,23 +191,25 @@ def _encoded(
         DataError: the text writes ids that the target has not.
     """
     documents: list[NDArray[np.int32]] = []
-    characters, done, kept = sum(map(len, texts)), 0, 0
+    characters, done, kept, left_out = sum(map(len, texts)), 0, 0, False
     with quiet_transformers():  # which warns of texts longer than the context
         for text in texts:
             parts: list[NDArray[np.int32]] = []
             for piece in _pieces(text):
                 told.on_progress("reading text", done, characters, f"{kept:,} tokens")
-                ids = tokenizer.encode(piece, add_special_tokens=False)[: most - kept]
-                parts.append(np.array(ids, np.int32))
-                done, kept = done + len(piece), kept + len(parts[-1])
+                ids = tokenizer.encode(piece, add_special_tokens=False)
+                parts.append(np.array(ids[: most - kept], np.int32))
+                left_out, kept = len(parts[-1]) < len(ids), kept + len(parts[-1])
+                done += round(len(piece) * len(parts[-1]) / len(ids)) if left_out else len(piece)
                 if kept >= most:
                     break
             documents.append(np.concatenate([*parts, np.array([tokenizer.eos_token_id], np.int32)]))
             if kept >= most:
                 break
     told.on_progress("reading text", characters, characters, f"{kept:,} tokens")
-    if done < characters:
-        told.on_note(f"the first {kept:,} tokens of the text are counted, {done / characters:.0%} of it")
+    if left_out or done < characters:
+        share = min(done / characters, 0.99)  # also where its last token alone is left out
+        told.on_note(f"the first {kept:,} tokens of the text are counted, {share:.0%} of it")
     largest = max((int(document.max()) for document in documents), default=-1)
     if largest >= vocab_size:
         raise DataError(
