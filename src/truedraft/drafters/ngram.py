@@ -77,15 +77,15 @@ class NgramDrafter(Drafter):
         if branching is not None and not sampled:
             raise OptionError("branching says how many tokens are drawn; add sampled=true, or give nodes")
         self.table = table
-        depth = (num_speculative_tokens or 0) if sampled else 0
-        self.branching = _drawn(depth) if branching is None else tuple(branching)
-        if branching is not None and (num_speculative_tokens or 0) > len(branching):
+        asked = num_speculative_tokens or 0
+        self.branching = _drawn(asked if sampled else 0) if branching is None else tuple(branching)
+        if branching is not None and asked > len(branching):
             raise OptionError(
                 f"branching {'-'.join(map(str, branching))} draws {len(branching)} tokens below one another, and "
                 f"num_speculative_tokens is {num_speculative_tokens}; leave out one of them"
             )
         drawn = nodes_of(self.branching) if sampled else _NODES
-        most, depth = nodes or drawn, num_speculative_tokens or (len(self.branching) if sampled else _DEPTH)
+        most, depth = nodes or drawn, asked or (len(self.branching) if sampled else _DEPTH)
         self.limits = Budget(depth, most, most)
         if sampled:
             self.limits = self.limits.within(Budget(len(self.branching), max(self.branching), drawn))
