@@ -12,7 +12,7 @@ import pytest
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import NgramDrafter
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.drafters.registry import TrainedDrafter, find_drafters
 from truedraft.errors import DataError, OptionError, VocabularyMismatchError
 from truedraft.training import Callbacks, NgramConfig, TimeBudget, WritingConfig, count_ngrams, evaluate, train_ngrams

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truedraft.drafters.ngram import NgramDrafter
-from truedraft.drafters.ngram_table import MOST_ORDER
+from truedraft.drafters.ngram.drafter import NgramDrafter
+from truedraft.drafters.ngram.table import MOST_ORDER
 from truedraft.drafters.registry import TABLE, write_record
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import describe_machine, in_bytes
@@ -31,7 +31,7 @@ from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, writing
 
 if TYPE_CHECKING:
-    from truedraft.drafters.ngram_table import NgramTable
+    from truedraft.drafters.ngram.table import NgramTable
     from truedraft.models.base import LanguageModel
     from truedraft.training.texts.data import Encoder
 

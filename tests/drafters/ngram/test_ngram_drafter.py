@@ -25,7 +25,7 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.drafters import DraftRequest, NgramDrafter, PromptLookup, from_spec
-from truedraft.drafters.ngram import tree_of
+from truedraft.drafters.ngram.drafter import tree_of
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError, VocabularyMismatchError
 from truedraft.testing import MarkovModel

@@ -18,7 +18,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, likeliest_tree
 from truedraft.drafters.base import Drafter, DraftRequest
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
