@@ -35,13 +35,14 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def drawing(drafter: Drafter, how: Drawing) -> Drafter:
-    """A draft model that draws in another way."""
+    """A draft model that draws for sampled requests in another way."""
     assert isinstance(drafter, DraftModel)
     make = drafter._builder
 
     def builder(request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
         made = make(request, budget, noise)
-        made.drawing = how
+        if not request.params.greedy:
+            made.drawing = how
         return made
 
     return altered(drafter, _builder=builder)
