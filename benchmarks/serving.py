@@ -26,7 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from exported import exported
 from serving_load import Load, Outcome, Request, closed_loop, open_loop
+
+from truedraft.peers.launches import SERVED_NAME, Drafting, vllm_launch
+from truedraft.peers.servers import PORT, Launch, Server
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).with_name("results") / "serving.jsonl"
@@ -60,74 +64,34 @@ class Cell:
     name: str
 
 
-class Server:
-    """A server in a process of its own.
+class Measured(Server):
+    """A server that is asked once before it is measured."""
 
-    Args:
-        name: for the record.
-        command: that starts it; {port} is where it listens.
-        port: that it gets.
-        environment: beside this process's own.
-    """
-
-    def __init__(
-        self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self.name = name
-        self.port = port
-        RUNS.mkdir(parents=True, exist_ok=True)
-        log = (RUNS / f"{name}.log").open("w")
-        words = [word.replace("{port}", str(port)) for word in command]
-        self.process = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **(environment or {})})
-
-    def wait(self) -> None:
-        """Until it answers."""
-        end = time.monotonic() + 600
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"{self.name} ended; see {RUNS / self.name}.log")
-            try:
-                asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
-            except OSError:
-                time.sleep(1)
-            else:
-                return
-        raise RuntimeError(f"{self.name} did not start")
+    def warm(self) -> None:
+        """Wait until it is healthy, and answer a request."""
+        self.wait(lambda words: print(words, file=sys.stderr))
+        asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
 
     def main_thread_s(self) -> float:
         """Processor seconds of its first thread: the event loop, where the engine has threads of its own."""
-        pid = self.process.pid
-        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def stop(self) -> None:
-        """End it."""
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
-
-def ours(*more: str, drafter: str = "draft,num_speculative_tokens=12", size: str | None = SIZE) -> list[str]:
-    """The command of our server."""
+def ours(
+    *more: str,
+    port: int = 8101,
+    name: str = "ours",
+    drafter: str = "draft,num_speculative_tokens=12",
+    size: str | None = SIZE,
+) -> Measured:
+    """Our server."""
     padded = [] if size is None else ["--pad-to", size]
-    return [
-        str(Path(sys.executable).with_name("truedraft")), "serve", "--port", "{port}", "--served-model-name", "model",
+    words = (
+        str(Path(sys.executable).with_name("truedraft")), "serve", "--port", PORT, "--served-model-name", SERVED_NAME,
         "--drafter", drafter, "--no-playground", "--max-queue", "1024", *padded, *more,
-    ]  # fmt: skip
-
-
-def vllm(venv: Path, target: Path, draft: Path | None, *more: str) -> list[str]:
-    """The command of vLLM's server."""
-    speculation = [] if draft is None else [
-        "--speculative-config",
-        json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}),
-    ]  # fmt: skip
-    # By its module: the command asks for a package of the name vllm, and its CPU build has another.
-    module = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    named = ["--port", "{port}", "--served-model-name", "model", "--dtype", "bfloat16", "--max-num-seqs", "32"]
-    return [*module, *named, *speculation, *more]
+    )  # fmt: skip
+    return Measured(Launch(name, words), RUNS, port)
 
 
 def prompts(count: int, tokens: int | None = None) -> list[str]:
@@ -180,46 +144,29 @@ def alike(temperature: float, turn: int) -> Load:
 
 def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) -> None:
     """The rows closed, open, shared, batch and first: both servers, in turns."""
-    target, draft, around = exported("target", SIZE), exported("draft", None), vllm_environment(venv)
+    target, draft = exported(RUNS, "target", SIZE), Drafting(DRAFT_TOKENS, exported(RUNS, "draft"))
     plain = row == "first"
     caching = row == "shared"
     off = () if caching else ("--prefix-cache-bytes", "0")
     vllm_caching = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
     servers = [
-        Server("ours", ours(*off, drafter="none" if plain else "draft,num_speculative_tokens=12"), 8101),
-        Server("vllm", vllm(venv, target, None if plain else draft, vllm_caching), 8102, around),
+        ours(*off, drafter="none" if plain else "draft,num_speculative_tokens=12"),
+        Measured(vllm_launch("vllm", venv, target, None if plain else draft, [vllm_caching]), RUNS, 8102),
     ]
     if row == "batch":
         servers += [
-            Server("ours plain", ours(*off, drafter="none"), 8103),
-            Server("vllm plain", vllm(venv, target, None, vllm_caching), 8104, around),
+            ours(*off, port=8103, name="ours plain", drafter="none"),
+            Measured(vllm_launch("vllm plain", venv, target, None, [vllm_caching]), RUNS, 8104),
         ]
     try:
         for server in servers:
-            server.wait()
+            server.warm()
         for cell, work in _cells(row, kept):
             while kept.turns(cell) < (BATCH_TURNS if row == "batch" else TURNS) and left_s() > 0:
                 kept.add(cell, {server.name: asdict(work(server.port)) for server in servers})
     finally:
         for server in servers:
             server.stop()
-
-
-def vllm_environment(venv: Path) -> dict[str, str]:
-    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc."""
-    wanted = (
-        (venv / "lib", "libiomp5.so"),
-        (Path("/usr/lib"), "libtcmalloc_minimal.so.4"),
-        (Path("/usr/lib"), "libtcmalloc.so.4"),
-    )
-    found = [next(iter(sorted(folder.rglob(name))), None) for folder, name in wanted]
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
-    }
 
 
 def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome]]]:
@@ -265,24 +212,14 @@ def run(work: Any) -> Outcome:
     return asyncio.run(work)
 
 
-def exported(name: str, pad_to: str | None) -> Path:
-    """An embedded model as a folder of its own."""
-    folder = RUNS / f"{name}-{pad_to or 'own'}"
-    if not folder.exists():
-        padded = [] if pad_to is None else ["--pad-to", pad_to]
-        command = [str(Path(sys.executable).with_name("truedraft")), "export", "--model", f"embedded:{name}"]
-        subprocess.run([*command, "--dtype", "bfloat16", "--out", str(folder), *padded], check=True)
-    return folder
-
-
 def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
-    server = Server("ours", ours("--prefix-cache-bytes", "0"), 8101)
+    server = ours("--prefix-cache-bytes", "0")
     command = [sys.executable, str(Path(__file__).with_name("serving_engine.py"))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
-        server.wait()
+        server.warm()
         for clients in (1, 8):
             cell, load = Cell("engine", f"{clients} clients, greedy"), loads(clients, 0.0)
             while kept.turns(cell) < 2 * TURNS and left_s() > 0:
@@ -305,9 +242,9 @@ def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
 def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """A conversation's first 1,500 tokens and another 100, cold and again."""
     cell = Cell("prefix", "1,500 of 1,600 tokens")
-    server = Server("ours", ours(drafter="draft,num_speculative_tokens=12"), 8101)
+    server = ours(drafter="draft,num_speculative_tokens=12")
     try:
-        server.wait()
+        server.warm()
         while kept.turns(cell) < TURNS and left_s() > 0:
             number = kept.turns(cell)
             chance = random.Random(number)
@@ -331,9 +268,9 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
         }, "required": ["name", "size"], "additionalProperties": False}}},
         "required": ["items"], "additionalProperties": False,
     }  # fmt: skip
-    server = Server("ours", ours(drafter="auto", size=None), 8101)
+    server = ours(drafter="auto", size=None)
     try:
-        server.wait()
+        server.warm()
         for clients in (1, 8):
             cell = Cell("form", f"{clients} clients")
             while kept.turns(cell) < TURNS and left_s() > 0:

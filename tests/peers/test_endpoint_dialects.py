@@ -68,6 +68,15 @@ def test_vllm_is_asked_by_ids_with_every_option_said(server: ScriptedServer, tok
     }  # fmt: skip
 
 
+def test_what_vllm_would_do_otherwise_is_refused(server: ScriptedServer, tokenizer: Tokenizer) -> None:
+    answers_vllm(server, tokenizer, (5,))
+    with opened(server, tokenizer) as endpoint:
+        cold = refusal(endpoint.ask([question(tokenizer, temperature=0.005)]))
+        assert cold == "vllm samples at temperature 0.01 or above, or at 0, got 0.005"
+        assert "does not take coupled" in refusal(endpoint.ask([question(tokenizer, coupled=True)]))
+    assert not server.posted()
+
+
 def test_what_ends_an_answer_is_no_token_of_it(server: ScriptedServer, tokenizer: Tokenizer) -> None:
     ids = tokenizer.plain_ids(ANSWER)
     logprobs = {
@@ -90,10 +99,11 @@ def test_a_stop_token_is_left_out_and_more_tokens_than_asked_for_are_kept(
     server: ScriptedServer, tokenizer: Tokenizer
 ) -> None:
     ids = tokenizer.plain_ids(ANSWER * 3)
-    answers_vllm(server, tokenizer, ids, reason="stop")
-    with opened(server, tokenizer) as endpoint:
-        reply = only(endpoint.ask([question(tokenizer, max_tokens=2, stop_token_ids=(ids[-1],))]))
-    assert reply.token_ids == ids[:-1] and len(reply.token_ids) > 2
+    for text in (ANSWER * 3, tokenizer.decode(ids[:-1])):  # with the text of the stop token, and as vLLM without it
+        answers_vllm(server, tokenizer, ids, reason="stop", text=text)
+        with opened(server, tokenizer) as endpoint:
+            reply = only(endpoint.ask([question(tokenizer, max_tokens=2, stop_token_ids=(ids[-1],))]))
+        assert reply.token_ids == ids[:-1] and len(reply.token_ids) > 2
 
 
 def test_a_stop_text_cuts_the_text_and_not_the_ids(server: ScriptedServer, tokenizer: Tokenizer) -> None:
@@ -184,7 +194,9 @@ def openai_like(
         if not takes_logprobs and "logprobs" in asked.body:
             return Made({"error": {"message": "no logprobs here"}}, 400)
         read = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        told = {"tokens": len(tokenizer.plain_ids(text)), "prompt_tokens": len(read)} | choice
+        told = {"prompt_tokens": len(read)} | choice
+        if "tokens" not in told:
+            told["tokens"] = len(tokenizer.plain_ids(text))
         return Made(completion(asked.body, text, **told))
 
     server.handlers["/v1/completions"] = answer
@@ -237,6 +249,7 @@ def test_a_server_that_takes_and_tells_text_alone(server: ScriptedServer, tokeni
     ("text", "told", "message"),
     [
         ("caf\ufffd", {}, "half a character"),
+        ("caf\ud83d", {"tokens": None}, "half a character"),
         (ANSWER, {"tokens": 99}, "99 tokens by its count"),
         (" return", {"prompt_tokens": 3}, "counts 3 tokens in a prompt of"),
     ],

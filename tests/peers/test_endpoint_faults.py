@@ -189,6 +189,8 @@ def test_a_closed_connection_is_tried_again(server: ScriptedServer) -> None:
         (Made(b"", 302, {"Location": "https://elsewhere/"}), "sends us on to 'https://elsewhere/'; give that address"),
         (Made({"choices": []}), "answered JSON that is no completion (IndexError"),
         (Made({"choices": [{"text": "", "token_ids": ["x"]}]}), "answered JSON that is no completion (ValueError"),
+        (Made({"choices": [{"text": 5}]}), "answered JSON that is no completion (TypeError: a text is a int)"),
+        (Made({"choices": [{"text": ""}], "model": 5}), "answered JSON that is no completion (TypeError"),
         (Made({"choices": 3}), "answered JSON that is no completion (TypeError"),
         (Made({"id": "x"}), "answered JSON that is no completion (KeyError: 'choices')"),
     ],

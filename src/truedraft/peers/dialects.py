@@ -72,6 +72,7 @@ class Dialect:
         takes_ids: whether a prompt may be ids.
         logprobs: "raw" or "processed", as it gives them where it is not told; "" for unknown.
         most_seed: largest seed.
+        least_temperature: above 0; it samples at this one where a lower one is asked for.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Dialect:
     takes_ids: bool = True
     logprobs: str = ""
     most_seed: int = (1 << 63) - 1
+    least_temperature: float = 0.0
 
 
 def _openai_fields(params: SamplingParams) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _read_openai(content: Mapping[str, Any]) -> Told:
     usage = content.get("usage") or {}
     names, logprobs, top = _read_logprobs(choice.get("logprobs"))
     return Told(
-        text=choice.get("text"),
+        text=_text(choice.get("text")),
         finish_reason=str(choice.get("finish_reason") or "none"),
         token_ids=_ids(choice.get("token_ids")),
         names=names,
@@ -161,7 +163,7 @@ def _read_openai(content: Mapping[str, Any]) -> Told:
         prompt_ids=_ids(choice.get("prompt_token_ids", content.get("prompt_token_ids"))),
         prompt_count=usage.get("prompt_tokens"),
         count=usage.get("completion_tokens"),
-        model=content.get("model"),
+        model=_text(content.get("model")),
     )
 
 
@@ -172,14 +174,14 @@ def _read_llama_cpp(content: Mapping[str, Any]) -> Told:
     if top is not None and not all(top):  # of tokens that it drafted and accepted it knows none
         logprobs = top = None
     return Told(
-        text=str(content["content"]),
+        text=_text(content["content"]),
         finish_reason=reasons.get(reason, reason),
         token_ids=_ids(content.get("tokens")) or (None if content["content"] else ()),
         names=names,
         logprobs=logprobs,
         top=top,
         prompt_count=content.get("tokens_evaluated"),
-        model=content.get("model"),
+        model=_text(content.get("model")),
     )
 
 
@@ -221,6 +223,12 @@ def _name(name: str) -> str | int:
     return int(number) if number != name and number.isdecimal() else name
 
 
+def _text(found: object) -> str | None:
+    if found is None or isinstance(found, str):
+        return found
+    raise TypeError(f"a text is a {type(found).__name__}")
+
+
 def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:
     return None if found is None else tuple(map(int, found))
 
@@ -234,7 +242,7 @@ TRUEDRAFT = Dialect(
 # Its sampler: temperature, then min_p, then top_k and top_p at once, top_p on what top_k left.
 VLLM = Dialect(
     "vllm", "/v1/completions", ("temperature", "min_p", "top_k", "top_p"), (*_PLAIN, *_PENALTIES, *_OPEN_MODELS),
-    _vllm_fields, _read_openai, tells_ids=True, logprobs="raw",
+    _vllm_fields, _read_openai, tells_ids=True, logprobs="raw", least_temperature=0.01,
 )  # fmt: skip
 
 # Its ignore_eos forbids the end of text, and its penalties look at the prompt, so it does not take what we call so.

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from truedraft.core.params import SamplingParams
-from truedraft.errors import PeerError
+from truedraft.errors import PeerError, TruedraftError
 from truedraft.peers.asking import Peer, PeerFacts, Question, Reply
 from truedraft.peers.calling import Caller, Patience
 from truedraft.peers.dialects import BY_OWNER, LLAMA_CPP, OPENAI, OPENAI_FORMS, TRUEDRAFT, VLLM, Dialect, Told
@@ -147,6 +147,8 @@ class Endpoint(Peer):
         def work(number: int) -> None:
             try:
                 come.put((number, self._answer(questions[number], over)))
+            except TruedraftError as error:
+                come.put((number, error if isinstance(error, PeerError) else PeerError(str(error))))
             except BaseException as error:  # a mistake of ours is raised where somebody sees it
                 come.put((number, error))
 
@@ -169,11 +171,7 @@ class Endpoint(Peer):
         Raises:
             PeerError: there is none that can be used.
         """
-        if refused := self.refuses(question.params):
-            raise PeerError(f"{self.facts.name} does not take {refused} as they are meant here; leave them out")
-        seed, most = question.params.seed, self._dialect.most_seed
-        if seed is not None and seed > most:
-            raise PeerError(f"{self.facts.name} takes seeds up to {most}, got {seed}")
+        self._check(question.params)
         prompt = list(question.prompt) if self._dialect.takes_ids else self._recovery.prompt_text(question.prompt)
         body: dict[str, Any] = {"prompt": prompt} | self._dialect.fields(question.params)
         if self.model is not None:
@@ -182,6 +180,17 @@ class Endpoint(Peer):
         if told.model is not None and self._names and not any(_is_model(told.model, name) for name in self._names):
             raise PeerError(f"{self._caller.url} was asked for model {self.model!r}, and {told.model!r} answered")
         return self._recovery.reply(told, question)
+
+    def _check(self, params: SamplingParams) -> None:
+        """Refuse what the engine would take otherwise than it is meant."""
+        name, dialect = self.facts.name, self._dialect
+        if refused := self.refuses(params):
+            raise PeerError(f"{name} does not take {refused} as they are meant here; leave them out")
+        if params.seed is not None and params.seed > dialect.most_seed:
+            raise PeerError(f"{name} takes seeds up to {dialect.most_seed}, got {params.seed}")
+        least = dialect.least_temperature
+        if 0.0 < params.temperature < least:
+            raise PeerError(f"{name} samples at temperature {least} or above, or at 0, got {params.temperature}")
 
 
 def _found(come: tuple[int, Reply | PeerError | BaseException]) -> tuple[int, Reply | PeerError]:

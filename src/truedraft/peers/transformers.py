@@ -23,7 +23,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_config, load_weights, quiet_transformers, resolve_source
 from truedraft.peers.base import Outcome, PeerSetup, PeerSystems, System
 
-_LOOKUP_TOKENS = 10  # what transformers' documentation uses
+LOOKUP_TOKENS = 10  # what transformers' documentation uses
 ASSISTED = "transformers assisted"
 
 
@@ -67,7 +67,7 @@ def transformers_systems(setup: PeerSetup) -> PeerSystems:
             f"batch {setup.batch}"
         )
         return PeerSystems(systems, {}, (note,))
-    lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+    lookup = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     systems.append(StockGenerate("transformers lookup", model, eos, options=lookup))
     if setup.draft is None:
         note = "transformers' assisted generation is left out: no draft model is among the drafters"
@@ -121,7 +121,7 @@ class StockGenerate(System):
         self._eos = tuple(eos_token_ids)
         self._assistant = assistant
         # One object for all calls: with the heuristic schedule, generate keeps in it what it learnt.
-        self._schedule = None if setting is None else _schedule(setting)
+        self._schedule = None if setting is None else schedule_of(setting)
         self._options = options or {}
 
     @property
@@ -130,12 +130,12 @@ class StockGenerate(System):
 
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
         """Answer prompts in one call, padded on the left."""
-        ids, mask = _left_padded(prompts, self._model.device)
+        ids, mask = left_padded(prompts, self._model.device)
         clock = _Clock()
         self._configure(params)
         extra = self._options | ({} if self._assistant is None else {"assistant_model": self._assistant})
         try:
-            with quiet_transformers(), _seeded(params.seed), _counting(self._model, self._assistant) as calls:
+            with quiet_transformers(), seeded(params.seed), _counting(self._model, self._assistant) as calls:
                 out = self._model.generate(ids, attention_mask=mask, streamer=clock, **extra)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ModelError(f"transformers failed ({type(error).__name__}: {error})") from error
@@ -180,7 +180,8 @@ class StockGenerate(System):
         return tuple(tokens[:end])
 
 
-def _schedule(setting: AssistedSetting) -> GenerationConfig:
+def schedule_of(setting: AssistedSetting) -> GenerationConfig:
+    """What an assistant's configuration says of drafting."""
     return GenerationConfig(
         num_assistant_tokens=setting.tokens,
         num_assistant_tokens_schedule=setting.schedule,
@@ -239,7 +240,7 @@ def _counting(model: PreTrainedModel, assistant: PreTrainedModel | None) -> Iter
 
 
 @contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
+def seeded(seed: int | None) -> Iterator[None]:
     """transformers draws from torch's global state, which is as before afterwards."""
     with torch.random.fork_rng():
         if seed is not None:
@@ -247,7 +248,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and their mask, `[prompts, longest]`; what lies left of a prompt is masked."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

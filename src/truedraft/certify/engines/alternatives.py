@@ -18,6 +18,8 @@ from truedraft.core import probs as L
 from truedraft.core.params import SamplingParams
 from truedraft.peers import FILTERS
 
+COPIED = "copied from the text"
+"""The name of candidates that are copied as n-gram speculation does."""
 _SHARED_DRAFTS = 6
 """Of so many drafted tokens, those likeliest to be rejected, shared noise is followed; of the others it is not."""
 _SHARED_SUPPORT = 96
@@ -150,15 +152,20 @@ def _of_judging(draft: str) -> list[Alternative]:
         Alternative(f"{draft}: accepted always", "drafts accepted without judging", by(faults.emitted_always)),
         Alternative(f"{draft}: residual", "residual replaced by p", by(faults.emitted_by_target_residual)),
         Alternative(f"{draft}: one number twice", "noise used twice", by(faults.emitted_by_one_key)),
+    ]
+    if draft == COPIED:  # nothing was drawn, so nothing of the drawing can be wrong
+        return found
+    found += [
         Alternative(f"{draft}: one Gumbel noise", "noise used twice", by(emitted_by_shared_gumbel)),
         Alternative(
-            f"{draft}: another temperature", "draft judged at another temperature",
+            f"{draft}: another temperature",
+            "draft judged at another temperature",
             by(faults.emitted_at_another_temperature),
         ),
-    ]  # fmt: skip
+    ]
     for cut in _CUTS:
-        emitted = _hiding(cut)
-        found.append(Alternative(f"{draft}: cut below {cut:g}", "draft cut by its own probability", by(emitted)))
+        name = f"{draft}: cut below {cut:g}"
+        found.append(Alternative(name, "draft cut by its own probability", by(_hiding(cut))))
     return found
 
 

@@ -1,0 +1,258 @@
+"""Certificates for other engines over the embedded target: `make certify-peers`.
+
+    python benchmarks/certify_peers.py [--engines vllm ...] [--minutes 2] [--out FILE]
+    python benchmarks/certify_peers.py --cell "vllm | draft model | 0.8 | 1 | batch 1" --again
+
+Every engine, way of drafting, temperature, top-p and number of requests at once is a cell: one line of JSON, written as
+soon as it is done; a rerun goes on behind them. Cells whose engine failed are tried again. Where the evidence against
+an engine is large a cell is repeated with other seeds, and called a deviation only if both reach 10^6.
+Exit status 0 if no engine deviates, 1 if one does, 3 if a cell could not be finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers_engines import EngineWay, Running, engine_ways, model_folder, note
+
+from truedraft import SamplingParams, load_model
+from truedraft.certify.engines import CERTAIN, TOKENS, certify_engine, engine_verdict
+from truedraft.cli.prompts import HELDOUT, read_prompts
+from truedraft.engine.prompts import encode_prompt
+from truedraft.errors import TruedraftError
+from truedraft.machine import machine_facts
+from truedraft.models.base import LanguageModel
+
+OUT = Path(__file__).with_name("results") / "certify_peers.jsonl"
+SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
+"""Temperatures, each with a top-p."""
+PROMPT_TOKENS = 48
+ANSWER_TOKENS = 24
+OTHER_SEEDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One certificate."""
+
+    engine: str
+    way: str
+    temperature: float
+    top_p: float
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """Unique among the cells."""
+        return f"{self.engine} | {self.way} | {self.temperature:g} | {self.top_p:g} | batch {self.batch}"
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of its requests."""
+        return SamplingParams(max_tokens=ANSWER_TOKENS, temperature=self.temperature, top_p=self.top_p)
+
+
+def cells(way: EngineWay) -> Iterator[Cell]:
+    """Of a way of answering."""
+    for batch, (temperature, top_p) in itertools.product(way.batches, SAMPLING):
+        yield Cell(way.engine, way.way, temperature, top_p, batch)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a cell is given.
+
+    Attributes:
+        minutes: at most.
+        tokens: at least, where the time allows.
+        seed: of the first run.
+    """
+
+    minutes: float
+    tokens: int
+    seed: int
+
+
+class Kept:
+    """The file of what was found: the last line of a cell counts.
+
+    Args:
+        path: of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        self.lines: dict[str, dict[str, Any]] = {}
+        for line in map(json.loads, lines):
+            self.lines[line["cell"]] = line
+
+    def done(self, cell: Cell) -> bool:
+        """Whether a cell has a verdict."""
+        line = self.lines.get(cell.key)
+        return line is not None and "error" not in line
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Write one."""
+        self.lines[line["cell"]] = line
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def main() -> int:
+    """Make the certificates that are not there yet."""
+    asked = _asked()
+    torch.set_num_threads(asked.threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
+    kept = Kept(asked.out)
+    effort = Effort(asked.minutes, asked.tokens, asked.seed)
+    todo = [
+        (way, [cell for cell in cells(way) if _wanted(cell, asked, kept)])
+        for way in engine_ways()
+        if way.engine in asked.engines
+    ]
+    left = [cell for _, several in todo for cell in several]
+    if asked.cell is not None and not left:
+        sys.stderr.write(f"there is no cell {asked.cell!r} left; --list shows all, --again repeats one\n")
+        return 2
+    if asked.list:
+        print("\n".join(cell.key for cell in left))
+        return 0
+    bench = Bench.load()
+    for way, several in todo:
+        for line in certified(way, several, bench, effort):
+            kept.add(line)
+            note(f"{line['cell']}: {line['verdict']}")
+    made = [kept.lines[cell.key] for cell in left if cell.key in kept.lines]
+    return (
+        1 if any(line["verdict"] == "deviates" for line in made) else 3 if any("error" in line for line in made) else 0
+    )
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(dict.fromkeys(way.engine for way in engine_ways()))
+    parser.add_argument("--engines", nargs="+", choices=names, default=names)
+    parser.add_argument("--cell", help="only this one")
+    parser.add_argument("--again", action="store_true", help="cells that have a verdict too")
+    parser.add_argument("--list", action="store_true", help="name the cells that are left")
+    parser.add_argument("--minutes", type=float, default=2.0, help="for each run of a cell")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run of a cell")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=OUT)
+    return parser.parse_args()
+
+
+def _wanted(cell: Cell, asked: argparse.Namespace, kept: Kept) -> bool:
+    return (asked.cell is None or cell.key == asked.cell) and (asked.again or not kept.done(cell))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What engines are judged by.
+
+    Attributes:
+        target: the exported target's own weights, computed in float32.
+        rounded: the same in bfloat16, as engines hold them.
+        draft: the draft model that they have.
+        prompts: token ids.
+    """
+
+    target: LanguageModel
+    rounded: LanguageModel
+    draft: LanguageModel
+    prompts: Sequence[Sequence[int]]
+
+    @classmethod
+    def load(cls) -> Bench:
+        """Load all of it."""
+        target, rounded = (load_model(model_folder("target"), dtype=dtype) for dtype in ("float32", "bfloat16"))
+        draft = load_model(model_folder("draft"), dtype="float32")
+        prompts = [encode_prompt(target, each.prompt)[:PROMPT_TOKENS] for each in read_prompts(None, HELDOUT)]
+        return cls(target, rounded, draft, prompts)
+
+
+def certified(way: EngineWay, several: Iterable[Cell], bench: Bench, effort: Effort) -> Iterator[dict[str, Any]]:
+    """Certify cells of one way of answering; an engine that died is started again for the next cell."""
+    left = list(several)
+    while left:
+        running = None
+        try:
+            with way.open(bench.target) as running:
+                while left:
+                    line = certificate(left.pop(0), running, bench, effort)
+                    yield line
+                    if "error" in line:
+                        running.check()
+        except TruedraftError as error:
+            note(str(error))
+            if running is None:
+                yield from (record(cell, "could not be started", error=str(error)) for cell in left)
+                return
+
+
+def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> dict[str, Any]:
+    """One certificate, made twice where the first run speaks against the engine."""
+    runs: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    try:
+        for seed in (effort.seed, effort.seed + OTHER_SEEDS):
+            peer = running.peer(cell.batch, seed)
+            report = certify_engine(
+                peer, bench.target, bench.prompts, replace(cell.params, seed=seed), rounded=bench.rounded,
+                drafts={"the draft model": bench.draft}, together=cell.batch, seconds=60.0 * effort.minutes,
+                tokens=effort.tokens, sends_seeds="seed" in peer.facts.takes,
+            )  # fmt: skip
+            runs.append({"seed": seed, **report.as_dict()})
+            note(f"{cell.key}, seed {seed}: {engine_verdict(report)}")
+            if not report.deviates:
+                break
+    except TruedraftError as error:
+        return record(cell, "failed", error=str(error), command=running.command, runs=runs)
+    return record(
+        cell, verdict(runs), version=peer.facts.version, filters=list(peer.facts.filters), command=running.command,
+        evidence=[run["evidence"] for run in runs], faults=runs[-1]["faults"], failures=runs[-1]["failures"],
+        tokens=[run["tokens"] for run in runs], allowance=runs[-1]["allowance"], minutes=effort.minutes,
+        took_s=round(time.perf_counter() - began, 1), runs=runs, machine=machine_facts(),
+        **smallest(runs[-1]),
+    )  # fmt: skip
+
+
+def smallest(run: dict[str, Any]) -> dict[str, Any]:
+    """The total variation that a run would have found, of its sampled tokens where there are any."""
+    found = [each["smallest_detectable_tv"] for each in run["findings"] if "smallest_detectable_tv" in each]
+    return {"smallest_detectable_tv": found[0]} if found else {}
+
+
+def verdict(runs: Sequence[dict[str, Any]]) -> str:
+    """A deviation is one that is certain and repeats."""
+    if all(run["evidence"] >= CERTAIN for run in runs):
+        return "deviates"
+    if any(run["deviates"] for run in runs):
+        return "suspicious: not certain twice"
+    return "not enough evidence" if runs[-1]["undecided"] else "no deviation found"
+
+
+def record(cell: Cell, words: str, **more: Any) -> dict[str, Any]:
+    """A line of the file."""
+    again = f"python benchmarks/certify_peers.py --cell {shlex.quote(cell.key)} --again"
+    return {
+        "cell": cell.key, "engine": cell.engine, "way": cell.way, "temperature": cell.temperature, "top_p": cell.top_p,
+        "batch": cell.batch, "verdict": words, "reproduce": again, **more,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""How engines' servers are started: vLLM's CPU build and llama.cpp's server, plain, with a draft model, with n-grams.
+
+Each engine lives in an environment of its own (`make certify-peers` builds them); nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from truedraft.peers.servers import PORT, Launch
+
+SERVED_NAME = "model"
+"""What servers call the model they serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How a server drafts.
+
+    Attributes:
+        tokens: drafted at a time, at most.
+        model: folder of the draft model, or its GGUF file; None drafts n-grams of the text itself.
+        ngram: tokens that must match before an n-gram draft: for vLLM at most so many and at least one.
+    """
+
+    tokens: int
+    model: Path | None = None
+    ngram: int = 3
+
+    def check_model(self) -> dict[Path, str]:
+        """What must be there."""
+        return {} if self.model is None else {self.model: _EXPORT}
+
+
+_EXPORT = "truedraft export"
+_MAKE = "make certify-peers"
+_SEQUENCES = 32
+_SLOTS = 8
+_SLOT_TOKENS = 2048
+
+
+def vllm_launch(
+    name: str, venv: Path, target: Path, drafting: Drafting | None = None, more: Sequence[str] = ()
+) -> Launch:
+    """vLLM's server.
+
+    Args:
+        name: for its log and for reports.
+        venv: the virtual environment that has vLLM.
+        target: folder of the model.
+        drafting: None answers plainly.
+        more: words behind its command.
+    """
+    python = venv / "bin" / "python"
+    # By its module: the command asks for a package of the name vllm, and its CPU build has another.
+    module = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target))
+    named = ("--host", "127.0.0.1", "--port", PORT, "--served-model-name", SERVED_NAME, "--dtype", "bfloat16")
+    limits = ("--max-num-seqs", str(_SEQUENCES))
+    speculation = () if drafting is None else ("--speculative-config", json.dumps(_vllm_drafting(drafting)))
+    needs = {venv / "bin" / "vllm": _MAKE, target: _EXPORT, **({} if drafting is None else drafting.check_model())}
+    return Launch(name, (*module, *named, *limits, *speculation, *more), _vllm_environment(venv), needs=needs)
+
+
+def _vllm_drafting(drafting: Drafting) -> Mapping[str, object]:
+    if drafting.model is not None:
+        return {"method": "draft_model", "model": str(drafting.model), "num_speculative_tokens": drafting.tokens}
+    return {
+        "method": "ngram", "num_speculative_tokens": drafting.tokens,
+        "prompt_lookup_max": drafting.ngram, "prompt_lookup_min": 1,
+    }  # fmt: skip
+
+
+def _vllm_environment(venv: Path) -> dict[str, str]:
+    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc."""
+    wanted = (
+        (venv / "lib", "libiomp5.so"),
+        (Path("/usr/lib"), "libtcmalloc_minimal.so.4"),
+        (Path("/usr/lib"), "libtcmalloc.so.4"),
+    )
+    found = [next(iter(sorted(folder.rglob(name))), None) for folder, name in wanted]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
+    }
+
+
+def llamacpp_launch(
+    name: str, program: Path, target: Path, drafting: Drafting | None = None, more: Sequence[str] = ()
+) -> Launch:
+    """llama.cpp's server.
+
+    Args:
+        name: for its log and for reports.
+        program: `llama-server`.
+        target: the model's GGUF file.
+        drafting: None answers plainly.
+        more: words behind its command.
+    """
+    served = (str(program), "--model", str(target), "--alias", SERVED_NAME, "--host", "127.0.0.1", "--port", PORT)
+    # The context is shared among the slots. Its threads spin while they wait, which costs seconds on cores that others
+    # use too, so it gets one; words behind these say otherwise.
+    slots = ("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _SLOT_TOKENS), "--threads", "1")
+    speculation = () if drafting is None else _llamacpp_drafting(drafting)
+    needs = {program: _MAKE, target: _MAKE, **({} if drafting is None else drafting.check_model())}
+    return Launch(name, (*served, *slots, *speculation, *more), needs=needs)
+
+
+def _llamacpp_drafting(drafting: Drafting) -> tuple[str, ...]:
+    tokens = str(drafting.tokens)
+    if drafting.model is not None:
+        return "--model-draft", str(drafting.model), "--spec-type", "draft-simple", "--spec-draft-n-max", tokens
+    sizes = ("--spec-ngram-simple-size-n", str(drafting.ngram), "--spec-ngram-simple-size-m", tokens)
+    return "--spec-type", "ngram-simple", "--spec-draft-n-max", tokens, *sizes

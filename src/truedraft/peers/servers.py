@@ -1,0 +1,175 @@
+"""Engines' servers as child processes: started, waited for until they are healthy, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from truedraft.errors import PeerError
+
+PORT = "{port}"
+"""Stands in a command where the port belongs."""
+
+_PATIENCE_S = 600.0
+_STOP_S = 60.0
+_NOTE_EVERY_S = 10.0
+_LAST_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How an engine's server is started.
+
+    Attributes:
+        name: for its log and for reports.
+        words: of its command; `PORT` stands where it is told its port.
+        environment: beside this process's own.
+        health: the path that answers 200 as soon as requests are taken.
+        needs: programs, folders and files without which it cannot start, each with the line that brings it.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    health: str = "/health"
+    needs: Mapping[Path, str] = field(default_factory=dict)
+
+    def at(self, port: int) -> list[str]:
+        """Its command, on a port."""
+        return [word.replace(PORT, str(port)) for word in self.words]
+
+
+class Server:
+    """An engine's server in a process of its own, in a process group of its own.
+
+    Args:
+        launch: how it is started.
+        logs: folder of its log, which is made where it is missing.
+        port: that it gets; None takes a free one.
+
+    Raises:
+        PeerError: something that it needs is not there, or its program cannot be run.
+    """
+
+    def __init__(self, launch: Launch, logs: Path, port: int | None = None) -> None:
+        self.name = launch.name
+        self.launch = launch
+        self.port = free_port() if port is None else port
+        for path, brings in launch.needs.items():
+            if not path.exists():
+                raise PeerError(f"{launch.name} cannot start: there is no {path}; `{brings}` makes it")
+        logs.mkdir(parents=True, exist_ok=True)
+        self.log = logs / f"{_file_name(launch.name)}.log"
+        environment = {**os.environ, **launch.environment}
+        with self.log.open("w") as log:
+            try:
+                self._process = subprocess.Popen(
+                    launch.at(self.port), stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise PeerError(f"{launch.name} cannot start: {launch.words[0]} is no program ({error})") from error
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        return self._process.pid
+
+    def wait(self, note: Callable[[str], None] | None = None, patience_s: float = _PATIENCE_S) -> None:
+        """Until it is healthy.
+
+        Args:
+            note: is told every ten seconds how long it has been waited for, and the log's last line.
+            patience_s: how long.
+
+        Raises:
+            PeerError: it ended, or is not healthy by then; the log's last lines are told.
+        """
+        began = told = time.monotonic()
+        while not self._healthy():
+            now = time.monotonic()
+            if (status := self._process.poll()) is not None:
+                raise PeerError(f"{self.name} ended with status {status} before it answered; {self._log_words()}")
+            if now - began > patience_s:
+                raise PeerError(f"{self.name} does not answer after {patience_s:.0f} s; {self._log_words()}")
+            if note is not None and now - told >= _NOTE_EVERY_S:
+                told = now
+                note(f"{self.name} is starting, {now - began:.0f} s: {''.join(self._last_lines(1))}")
+            time.sleep(0.2)
+
+    def check(self) -> None:
+        """Whether it still runs.
+
+        Raises:
+            PeerError: it does not; the log's last lines are told.
+        """
+        if (status := self._process.poll()) is not None:
+            raise PeerError(f"{self.name} died with status {status}; {self._log_words()}")
+
+    def stop(self) -> None:
+        """End it, with whatever it has started: engines keep workers."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + self.launch.health, timeout=5.0) as answer:
+                return bool(answer.status == 200)
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _last_lines(self, count: int) -> list[str]:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        return [line.strip() for line in lines if line.strip()][-count:]
+
+    def _log_words(self) -> str:
+        last = " | ".join(self._last_lines(_LAST_LINES))
+        return f"{self.log} ends with: {last}" if last else f"{self.log} is empty"
+
+
+@contextlib.contextmanager
+def serving(
+    launch: Launch, logs: Path, note: Callable[[str], None] | None = None, patience_s: float = _PATIENCE_S
+) -> Iterator[Server]:
+    """A server that is healthy, and ended afterwards.
+
+    Raises:
+        PeerError: it cannot start, or is not healthy in time.
+    """
+    server = Server(launch, logs)
+    try:
+        server.wait(note, patience_s)
+        yield server
+    finally:
+        server.stop()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
