@@ -53,6 +53,15 @@ def test_a_sound_sampler_is_lossless_where_enough_was_seen(name: str) -> None:
         assert found.accepted == pytest.approx(found.accepted_by_rule, abs=0.005)
 
 
+def test_half_precision_is_not_called_faulty() -> None:
+    def rounds(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
+        return token_by_token(draft_tokens, draft_probs.bfloat16(), target_probs.bfloat16(), uniforms)
+
+    found = certified(Sampler.of(rounds, "rounds"), rows=4_000)
+    assert found.runs[0].rows_to["1e3"] is None
+    assert found.diagnosis is None
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_named(name: str) -> None:
     own, fault, detail = FAULTS[name]
