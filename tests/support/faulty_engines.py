@@ -22,7 +22,6 @@ from support.faulty_parts import (
     draws_in_bfloat16,
     emitted_by_bfloat16,
     emitted_by_cutting,
-    emitted_by_shared_noise,
     emitted_judged_at_one,
     judges_at_one,
     keeps_rejected,
@@ -333,7 +332,7 @@ FAULTS = (
         "shared noise",
         SamplingParams(temperature=5.0, top_p=0.2),
         _shared,
-        _at_judged(emitted_by_shared_noise),
+        _at_judged(faults.emitted_by_shared_noise),
         draft=_flat_draft,
     ),
     Planted(

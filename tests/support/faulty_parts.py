@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.certify.faults import probs_under_shared_noise
 from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
@@ -212,20 +211,6 @@ def _committing(model: LanguageModel, wrong: Callable[[RequestCache, Sequence[in
 
 
 # ------------------------------------------------------------------------------------------------ what they emit
-
-
-def emitted_by_shared_noise(p: Tensor, q: Tensor) -> Tensor:
-    """Of `recovers_by_the_same_noise` beside `draws_by_gumbel`.
-
-    A rejected x has q(x) > p(x), so no residual: it cannot come again, and given that x came first in the race under q
-    the others' times do not depend on which x it was. So all rejections have one law, `probs_under_shared_noise`.
-    """
-    left, found = L.residual(p, q), torch.minimum(p, q).double()
-    for row in range(len(p)):
-        rejected = float((q[row] - p[row]).clamp_min(0.0).sum(dtype=torch.float64))
-        if rejected > 0.0:
-            found[row] += rejected * probs_under_shared_noise(q[row], int((q[row] - p[row]).argmax()), left[row])
-    return (found / found.sum(dim=-1, keepdim=True)).to(p)
 
 
 def emitted_by_cutting(p: Tensor, q: Tensor, least: float) -> Tensor:

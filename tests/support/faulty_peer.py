@@ -98,7 +98,7 @@ class FaultyPeer(Peer):
         for place, origin in enumerate(answer.origins):
             text = tokenizer.decode(answer.token_ids[: place + 1])
             if origin is not Origin.ACCEPTED:
-                if self.planted.ends == "late" and any(stop in text for stop in stops):
+                if self.planted.ends == "late" and any(stop in before for stop in stops):
                     return place + 1, text, "stop"  # with all that its last step wrote
                 ended = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in stops]
                 start = min((each for each in ended if each >= 0), default=-1)

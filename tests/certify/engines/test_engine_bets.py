@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from truedraft import SamplingParams
+from truedraft.certify import faults
 from truedraft.certify.e_process import EProcesses
 from truedraft.certify.engines.alternatives import (
     COPIED,
     Alternative,
     alternatives_for,
-    emitted_by_shared_gumbel,
     ngram_candidates,
 )
 from truedraft.certify.engines.bets import WEIGHTS, Bets
@@ -157,7 +157,7 @@ def test_shared_gumbel_noise_gives_what_drawing_with_it_gives() -> None:
     replaced = (L.residual(p, q).log() + gumbel).argmax(dim=-1)
     tokens = torch.where(kept, drafts, replaced)
     counted = torch.bincount(tokens, minlength=VOCAB) / draws
-    expected = emitted_by_shared_gumbel(p, q)[0]
+    expected = faults.emitted_by_shared_noise(p, q)[0]
     assert float((expected - p[0]).abs().max()) > 0.01  # it is a fault
     assert (counted - expected).abs().max() < 5.0 * 0.5 / math.sqrt(draws)
 
