@@ -2,8 +2,8 @@
 
     python benchmarks/engine_power.py [--only NAME ...] [--seeds 0] [--tokens 3000] [--out FILE]
 
-The engines of `tests/support/faulty_engines.py`, asked in process: once with the draft model named, once without. A line
-of JSON for each run, written as soon as it is done; runs that the file has are passed over.
+The engines of `tests/support/faulty_engines.py`, asked in process: once with the draft model named, once without. A
+line of JSON for each run, written as soon as it is done; runs that the file has are passed over.
 """
 
 from __future__ import annotations
