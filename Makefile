@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-samplers results-rules bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -134,6 +134,12 @@ certify-short: $(STAMP)
 	mkdir -p out
 	rm -f out/certificates.jsonl
 	$(BIN)/python benchmarks/certify_embedded.py --short --minutes 0.6 --out out/certificates.jsonl
+
+# Published rejection samplers on worlds whose answer is known, and how soon faults are found: docs/certify_samplers.md.
+# Counts only, a quarter of an hour; vLLM's are added from its own environment.
+results-samplers: $(STAMP) $(VLLM)/bin/vllm
+	$(BIN)/python benchmarks/certify_samplers.py > /dev/null
+	PYTHONPATH=src $(VLLM)/bin/python benchmarks/certify_samplers.py --append --no-power --samplers vllm vllm_ngram vllm_rule vllm_put_right > /dev/null
 
 # Tokens per call of coupled requests and of block verification, against the optimal rule and token by token; counts only.
 results-rules: $(STAMP)

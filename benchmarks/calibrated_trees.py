@@ -18,8 +18,8 @@ import torch
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, Medusa, Redrafter
-from truedraft.drafters.calibration import FACT
-from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
+from truedraft.drafters.heads.calibration import FACT
+from truedraft.drafters.heads.guess_trees import FixedTrees, LikeliestTrees
 from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.machine import describe_machine

@@ -30,7 +30,7 @@ from recipes.stdlib.sources import load_sources  # noqa: E402
 from truedraft import Engine, SamplingParams, load_model  # noqa: E402
 from truedraft.core.noise import KeyedNoise  # noqa: E402
 from truedraft.drafters import DraftRequest, from_spec  # noqa: E402
-from truedraft.drafters.ngram_table import NgramTable  # noqa: E402
+from truedraft.drafters.ngram.table import NgramTable  # noqa: E402
 from truedraft.embedded import heldout_prompts_file  # noqa: E402
 from truedraft.machine import describe_machine  # noqa: E402
 from truedraft.models.base import LanguageModel  # noqa: E402

@@ -22,7 +22,7 @@ import torch
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import Drafter, NoDrafter, Redrafter
-from truedraft.drafters.beams import Beams, beam_search, merge, trees_of, with_dropped
+from truedraft.drafters.heads.beams import Beams, beam_search, merge, trees_of, with_dropped
 from truedraft.embedded import embedded_heads, heldout_prompts_file
 from truedraft.heads.redrafter import RedrafterRunner
 from truedraft.machine import this_machine

@@ -99,7 +99,7 @@ def test_the_snippets_of_a_page_run_in_order(
 )
 def test_a_command_works(line: str, page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     words = shlex.split(line)
-    if page == "serving.md":
+    if page in ("serving.md", "certify_engines.md"):
         request.getfixturevalue("server")
     if words[0] == "pip":
         extra = re.fullmatch(r"truedraft\[(\w+)\]", words[2])

@@ -1,4 +1,4 @@
-"""Where things are kept between runs."""
+"""Where things are kept between runs, and what memory is left."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from truedraft import machine
 from truedraft.errors import OptionError
-from truedraft.machine import cache_folder
+from truedraft.machine import cache_folder, free_memory, in_bytes
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -46,3 +48,30 @@ def test_a_folder_that_cannot_be_expanded_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(variable, "~nobody-of-that-name/cache")
     with pytest.raises(OptionError, match=f"{variable} is '~nobody-of-that-name/cache', the home folder of nobody"):
         cache_folder()
+
+
+def test_free_memory_is_what_the_system_and_a_containers_limit_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = Path
+    monkeypatch.setattr(machine, "Path", lambda name: tmp_path / str(name).lstrip("/"))
+    cpu = torch.device("cpu")
+    assert free_memory(cpu) is None, "nobody tells"
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    7000 kB\n")
+    assert free_memory(cpu) == 7000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in {"memory.max": "max", "memory.current": "5000", "memory.stat": "anon 1\n"}.items():
+        (group / name).write_text(text)
+    assert free_memory(cpu) == 7000 * 1024, "a group without a limit"
+    (group / "memory.max").write_text("6000")
+    assert free_memory(cpu) == 1000
+    (group / "memory.stat").write_text("anon 1\ninactive_file 400\n")
+    assert free_memory(cpu) == 1400
+    monkeypatch.setattr(machine, "Path", real)
+    assert sys.platform != "linux" or (free_memory(cpu) or 0) > 0
+
+
+def test_sizes_in_words() -> None:
+    assert [in_bytes(count) for count in (12, 3_400, 3_276_800_000)] == ["12 bytes", "3.4 kB", "3.3 GB"]

@@ -95,11 +95,13 @@ class ChangedOptionsError(OptionError):
     Args:
         what: was begun.
         changes: for each field that differs its value before, and now.
+        kind: of thing that it is kept in.
     """
 
-    def __init__(self, what: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(self, what: str, changes: Mapping[str, tuple[Any, Any]], kind: str = "folder") -> None:
         super().__init__(what)
         self.changes = changes
+        self._kind = kind
         self._names: Mapping[str, str] = {}
 
     def __str__(self) -> str:
@@ -109,7 +111,7 @@ class ChangedOptionsError(OptionError):
         )
         return (
             f"{self.args[0]} was begun with another configuration ({changes}): go on with the values it was begun "
-            "with, or name a new folder"
+            f"with, or name a new {self._kind}"
         )
 
     def call_fields(self, names: Mapping[str, str]) -> None:
@@ -165,7 +167,19 @@ class TrainingError(TruedraftError):
 
 
 class PeerError(TruedraftError):
-    """Another engine did not answer, or not as it should."""
+    """Another engine did not answer, or not as it should.
+
+    Args:
+        message: as for every error.
+        status: of its answer by HTTP; None where there is none.
+
+    Attributes:
+        status: as given.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class MissingExtraError(TruedraftError):

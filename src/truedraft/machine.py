@@ -123,6 +123,44 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of memory that could still be taken where a model lives: of the device, or of the system and of the group
+    of processes that this one is in; None where nobody tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [_system_free(), _group_free()]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _system_free() -> int | None:
+    """Linux alone tells it."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _group_free() -> int | None:
+    """What a container's limit leaves, files that are kept in memory counted as free; None without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (folder / "memory.stat").read_text().splitlines()
+        files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError, IndexError):  # one without a limit says "max"
+        return None
+    return max(limit - used + files, 0)
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes in words."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
 def describe_machine(device: str = "cpu") -> str:
     """The GPU's name, or the processor's with its cores."""
     if torch.device(device).type == "cuda":

@@ -6,12 +6,17 @@ Commands and servers read both: `truedraft.cli.parameters` makes typer's paramet
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from truedraft.errors import OptionError, UnknownOptionError
@@ -286,3 +291,36 @@ def check_positive(name: str, value: float) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def imported_module(name: str, what: str) -> ModuleType | None:
+    """A user's own module, installed or in the working directory; None if there is none.
+
+    Args:
+        name: of it.
+        what: it is for, as "of a drafter".
+
+    Raises:
+        OptionError: importing it failed.
+    """
+    try:
+        with _working_directory_importable():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise OptionError(f"the module {name!r} {what} cannot be imported ({error})") from error
+    except (Exception, SystemExit) as error:
+        raise OptionError(f"the module {name!r} {what} cannot be imported ({type(error).__name__}: {error})") from error
+
+
+@contextlib.contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    """As in `python -m`; only while a module is imported."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)

@@ -22,8 +22,8 @@ from truedraft.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.costs import StepCosts
-from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
-from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.heads.guess_trees import FixedTrees, LikeliestTrees
+from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.engine import Engine

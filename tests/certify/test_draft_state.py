@@ -16,7 +16,7 @@ from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality
 from truedraft.drafters import DraftModel, Medusa, NgramDrafter, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 

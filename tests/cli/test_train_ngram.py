@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.training import evaluate, ngrams
 
 Run = Callable[..., Result]

@@ -60,6 +60,18 @@ def test_budgets_of_candidates() -> None:
     assert tree.budget(7) == Budget(3, 4, 7, 0.2)
 
 
+def test_tokens_that_guesses_give_take_no_level_of_drafting() -> None:
+    """Of three tokens the two behind the first take half a level each; of a tree as deep as it is, as many."""
+    chain = Candidate("a", CHAIN, [0.9, 0.8, 0.7], guessed=0.5)
+    assert [chain.levels(nodes) for nodes in (1, 2, 3, 9)] == [1.0, 1.5, 2.0, 2.5]
+    assert Candidate("a", Budget(3, 4, 9), [0.5] * 9).levels(7) == 3
+    allocator = Allocator(FakeTimes([0.0] + [0.010] * 9, {"a": 0.004}), [0], greedy=True)
+    assert allocator.priced([(chain, 3)]).seconds == pytest.approx(0.010 + 2 * 0.004)
+    slow = Candidate("a", CHAIN, [0.9, 0.8, 0.7])
+    both = Allocator(FakeTimes([0.0] + [0.010] * 9, {"a": 0.004}), [0, 0], greedy=True)
+    assert both.priced([(chain, 3), (slow, 3)]).seconds == pytest.approx(0.010 + 3 * 0.004 * 1.2)
+
+
 def test_nothing_to_choose_from_is_plain_decoding() -> None:
     allocator = Allocator(WORKED, [0, 0], greedy=True)
     assert shares(allocator.best([[], []])) == [None, None]

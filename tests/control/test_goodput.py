@@ -7,7 +7,9 @@ otherwise; seeds are fixed, and bounds lie well beyond what other seeds give.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import random
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -27,6 +29,7 @@ from support.simulated_drafting import (
 from truedraft.control import Budget, Goodput, Hint, Thompson, UpperBound
 from truedraft.control.survival import Exploration
 from truedraft.core.params import SamplingParams
+from truedraft.drafters.cascade import _OWN_MEMORY, _Guessed
 
 EXPLORATIONS: list[Callable[[], Exploration]] = [UpperBound, Thompson]
 
@@ -53,6 +56,58 @@ def lengths(simulation: Simulation, request: int = 0, last: int = 200) -> list[i
     """Of the last decisions for a request, probes apart."""
     decisions = [each for each in simulation.requests[request].decisions if each.reason != "probe"]
     return [each.budget.nodes for each in decisions[-last:]]
+
+
+# ------------------------------------------------------------------------------------------ cascades
+
+
+def answering(rate: float, guesses: float, answers: int, counted: bool = True) -> tuple[Simulation, list[float]]:
+    """Answers of 64 tokens, seeded at a temperature, long after one another, by a cascade: a level takes 0.4 of a step.
+
+    Args:
+        rate: of its tokens that are accepted.
+        guesses: chance that one of its chain's tokens behind the first takes no level.
+        answers: that are given.
+        counted: whether it says how many tokens took none.
+
+    Returns:
+        The simulation, and of each answer its tokens over those of plain decoding.
+    """
+    chance = random.Random(7)
+    learned: defaultdict[int, _Guessed] = defaultdict(lambda: _Guessed(_OWN_MEMORY))
+
+    def levels(length: int) -> int:
+        taken = length - sum(chance.random() < guesses for _ in range(length - 1))
+        learned[simulation.requests[0].id].learn(length - taken, length - 1)
+        return taken
+
+    def hint(request: int, seconds: float) -> Hint:
+        return Hint(guessed=learned[request].share() if counted else 0.0)
+
+    limits = Budget(12, 1, 12)
+    simulation = simulated(drafters=[SimulatedDrafter(steady(rate), 0.4 * STEP_S, limits, hint, levels=levels)])
+    found = []
+    for number in range(answers):
+        params = SamplingParams(temperature=0.8, seed=1)
+        simulation.requests = [SimulatedRequest(number, params, remaining=64)]
+        simulation.reset()
+        while simulation.requests[0].remaining > 0:
+            simulation.step()
+        found.append(simulation.of_plain)
+        simulation.clock.now += 8.0
+    return simulation, found
+
+
+@pytest.mark.parametrize("guesses", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("rate", [0.1, 0.4, 0.9])
+def test_a_cascade_is_priced_by_what_its_guesses_save(rate: float, guesses: float) -> None:
+    """Whether it copies or not is seen from its rounds: on the mean no answer is slower than plain decoding, and where
+    it saves most levels it is much faster than one whose levels nobody counts."""
+    _, found = answering(rate, guesses, 40)
+    assert statistics.mean(found) > 0.97
+    if rate == 0.9 and guesses == 0.8:
+        _, uncounted = answering(rate, guesses, 40, counted=False)
+        assert statistics.median(found) > 1.25 * statistics.median(uncounted)
 
 
 # ------------------------------------------------------------------------------------------ steady acceptance

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.trees import ancestor_mask
-from truedraft.core.tree import TokenTree, TreeShape, chain_shape, merged_paths
+from truedraft.core.tree import TokenTree, TreeShape, chain_shape, likeliest_tree, merged_paths
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -165,3 +168,34 @@ def test_tokens_stay_on_a_device_until_the_host_has_their_ids(monkeypatch: pytes
     waited = TokenTree.chain(torch.tensor([5]))
     assert waited.host_ids == [5]
     assert not waited.on_device
+
+
+@quick
+@given(st.randoms(use_true_random=False), st.integers(0, 20))
+def test_the_likeliest_tree_has_the_likeliest_of_all_paths(random: Random, nodes: int) -> None:
+    """Against all paths of three levels, sorted; a path is never likelier than the one that it goes on from."""
+    shares = {
+        path: [random.random() for _ in range(random.randrange(4))]
+        for length in range(3)
+        for path in itertools.product(range(3), repeat=length)
+    }
+    every: dict[tuple[int, ...], float] = {}
+
+    def following(path: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
+        above = every.get(path, 1.0)
+        found = [(token, above * share, (*path, token)) for token, share in enumerate(shares.get(path, ()))]
+        every.update({end: likely for _, likely, end in found})
+        return found
+
+    waiting: list[tuple[int, ...]] = [()]
+    while waiting:
+        waiting += [end for *_, end in following(waiting.pop())]
+    tree = likeliest_tree((), following, nodes)
+    best = sorted(every, key=lambda path: -every[path])[:nodes]
+    assert [tree.path_tokens(node) for node in range(len(tree))] == best
+
+
+def test_of_equally_likely_nodes_the_first_that_was_found_comes_first() -> None:
+    behind = {(): [(5, 0.5, (5,)), (6, 0.5, (6,))], (5,): [(7, 0.5, (5, 7))], (6,): [], (5, 7): []}
+    tree = likeliest_tree((), lambda path: behind[path], 9)
+    assert [tree.path_tokens(node) for node in range(3)] == [(5,), (6,), (5, 7)]

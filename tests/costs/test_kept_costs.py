@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -200,7 +201,7 @@ def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store_module.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
     stores = CostStore(), CostStore(tmp_path / "costs" / "short")
     told = {store.save(CostKey(what, {}, {}), {}) for store in stores for what in ("one", "another")}
     assert told == {could_not_be_kept(tmp_path, "No space left on device")}

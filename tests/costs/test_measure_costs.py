@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from timed_doubles import Clock, TimedDrafter, TimedModel
 
 from support.tiny_models import noisy, packed
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import Proposal
 from truedraft.costs import Effort, measure_drafter, measure_target
 from truedraft.costs.measuring import in_rounds
 from truedraft.drafters import DraftModel, PromptLookup
@@ -128,6 +132,29 @@ def test_a_proposal_counts_for_the_depth_that_it_has() -> None:
     clock = Clock()
     cost = measure_drafter(TimedDrafter(clock, depth=4, most=2), TimedModel.of(clock, linear), effort=ONCE, clock=clock)
     assert [point.depth for point in cost.points] == [1, 2]
+
+
+def test_a_cascade_counts_for_the_levels_that_it_took_on_a_text_without_repeats() -> None:
+    """Its first guess is always right and the second never: a chain of four takes two levels."""
+
+    class Saving(TimedDrafter):
+        levels = 0
+
+        def propose(
+            self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+        ) -> list[Proposal]:
+            seen.append(list(batch[0].tokens[:3]))
+            self.levels = (budgets[0].depth + 1) // 2
+            return super().propose(batch, budgets, noise)
+
+    seen: list[list[int]] = []
+    clock = Clock()
+    target = TimedModel.of(clock, linear)
+    cost = measure_drafter(Saving(clock, depth=4), target, effort=THRICE, clock=clock)
+    assert [point.depth for point in cost.points] == [1, 2]
+    assert cost(1) == pytest.approx(4e-3 + 2e-3 * 1.5, abs=1.1e-3)
+    assert cost(2) == pytest.approx(4e-3 + 2e-3 * 3.5, abs=1.1e-3)
+    assert all(len(set(tokens)) == target.vocab_size for tokens in seen)
 
 
 def test_a_drafter_that_finds_nothing_costs_its_search() -> None:

@@ -113,6 +113,18 @@ def test_curves_first_and_then_what_steps_take() -> None:
     assert times.drafting_s("a", 1, 3, True) == pytest.approx(6 * DRAFT_S)
 
 
+def test_levels_that_guesses_saved_say_nothing_of_the_machine() -> None:
+    """Eight tokens in two levels are as fast as ever, and a chain of as many levels as tokens is priced as before."""
+    times, _, machine = times_of()
+    assert times.drafting_s("a", 1, 2.5, True) == pytest.approx(2.5 * DRAFT_S)
+    assert times.step_s(9, [100], True) == pytest.approx(machine.step_s(9))
+    spent = DraftTime("a", 1, 8, 8, 1, 2 * DRAFT_S, levels=2)
+    for _ in range(3):
+        times.observe(record(machine.step_s(9) + spent.seconds, 9, [spent]))
+    assert times.drafting_s("a", 1, 8, True) == pytest.approx(8 * DRAFT_S)
+    assert times.drafting_s("a", 1, 2.5, True) == pytest.approx(2.5 * DRAFT_S)
+
+
 def test_prompts_and_what_is_decided_for_plain_steps_are_not_counted() -> None:
     times, _, machine = times_of()
     plain = machine.step_s(1)

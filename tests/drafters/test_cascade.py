@@ -19,7 +19,7 @@ from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.statistics import Statistics
-from truedraft.core.budget import Budget
+from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree, chain_shape
@@ -306,6 +306,48 @@ def test_the_context_ends_a_chain_and_a_budget_of_zero_does_no_work() -> None:
         cascade.propose([near], [budget], [KeyedNoise(0, 126, 1, greedy=True)])[0] for budget in (Budget(0), Budget(8))
     )
     assert (len(nothing.tree), len(few.tree)) == (0, 3)
+
+
+def written(cascade: Cascade, params: SamplingParams, number: int, *, kept: bool = True, chains: int = 6) -> Hint:
+    """What it expects of its guesses for a request behind some chains of five."""
+    request = DraftRequest(number, params, [1, 2], kept=kept)
+    cascade.begin(request)
+    for step in range(chains):
+        noise = KeyedNoise(number, 2, step, greedy=params.greedy)
+        (proposal,) = cascade.propose([request], [Budget(5)], [noise])
+        cascade.observe([request], [StepOutcome(proposal, (), ())])
+        cascade.rewind(request)
+    hint = cascade.hint(request)
+    cascade.end(request)
+    return hint
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
+def test_it_counts_the_levels_that_guesses_save(params: SamplingParams) -> None:
+    """Guesses of the middle model's own twin are all right: a chain of five takes one level. Without any it takes
+    five."""
+    right = Cascade(DraftModel(MIDDLE, 8), DraftModel(MIDDLE), 8)
+    assert written(right, params, 0).guessed > 0.8
+    assert right.levels == 1
+    alone = Cascade(NoDrafter(), DraftModel(MIDDLE), 8)
+    assert written(alone, params, 0).guessed < 0.15
+    assert alone.levels == 5
+
+
+@torch.inference_mode()
+def test_what_it_counts_of_a_seeded_request_is_told_of_no_other() -> None:
+    nobody = SamplingParams()
+    for params, kept, told in [
+        (WARM, True, False),
+        (SamplingParams(temperature=1.0), True, True),
+        (nobody, True, True),
+        (nobody, False, False),
+    ]:
+        cascade = Cascade(DraftModel(MIDDLE, 8), DraftModel(MIDDLE), 8)
+        first = written(cascade, WARM, 0, chains=0).guessed
+        assert written(cascade, params, 1, kept=kept).guessed > first
+        assert (written(cascade, WARM, 2, chains=0).guessed > first) is told, (params, kept)
 
 
 def test_a_tree_below_a_chain() -> None:

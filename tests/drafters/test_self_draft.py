@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from support.backends import native_backend
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
-from truedraft.control import InTurn
+from truedraft.control import Goodput, InTurn
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
@@ -19,6 +19,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import EarlyExit, SelfDraft, from_spec, specs
 from truedraft.drafters.base import DraftRequest
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
+from truedraft.models import huggingface
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
@@ -191,6 +192,58 @@ def test_auto_falls_back_on_it_where_it_could_pay(target: HuggingFaceModel, monk
     alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", AloneBackend)
     monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
     assert list(from_spec("auto", alone).members) == ["prompt-lookup"]
+
+
+def test_auto_makes_no_copy_that_finds_no_room(target: HuggingFaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as the copy's and a third are enough; with fewer it says so and takes the others."""
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
+    copied = target.quantized(4).weight_bytes
+    told: list[str] = []
+    monkeypatch.setattr(huggingface, "free_memory", lambda device: 4 * copied // 3 + 2)
+    assert list(from_spec("auto", target, tell=told.append).members) == ["self", "prompt-lookup"]
+    assert not told
+    monkeypatch.setattr(huggingface, "free_memory", lambda device: copied)
+    assert list(from_spec("auto", target, tell=told.append).members) == ["prompt-lookup"]
+    (sentence,) = told
+    assert sentence.startswith("the drafter self:int4 is left out: tiny in 4 bits takes ")
+    assert "are free" in sentence and "\n" not in sentence
+    monkeypatch.setattr(huggingface, "free_memory", lambda device: None)
+    assert list(from_spec("auto", target, tell=told.append).members) == ["self", "prompt-lookup"]
+
+
+@pytest.mark.parametrize("why", ["memory went", "making fails"])
+@pytest.mark.parametrize("controller", ["in turn", "goodput"])
+def test_a_copy_that_could_not_be_made_is_not_tried_again(
+    target: HuggingFaceModel, monkeypatch: pytest.MonkeyPatch, why: str, controller: str
+) -> None:
+    """The answer goes on with the others, later requests never ask for it, and nor does another `auto`."""
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
+    tries: list[int] = []
+
+    def fail(*given: object) -> None:
+        tries.append(1)
+        raise RuntimeError("not enough memory: you tried to allocate 7 bytes")
+
+    monkeypatch.setattr(Weights, "quantized", fail)
+    drafter = from_spec("auto", target)
+    if why == "memory went":
+        monkeypatch.setattr(huggingface, "free_memory", lambda device: tries.append(1) or 10)
+    engine = Engine(target, drafter, controller=InTurn() if controller == "in turn" else Goodput())
+    params = SamplingParams(max_tokens=30)
+    plain = Engine(target).generate(list(PROMPTS[0]), params)
+    first = engine.generate(list(PROMPTS[0]), params)
+    asked = len(tries)
+    assert asked == 1
+    second = engine.generate(list(PROMPTS[0]), params)
+    assert first.token_ids == second.token_ids == plain.token_ids
+    assert second.stats.draft_tokens > 0 and not second.warnings, "the others draft"
+    said = "10 bytes are free" if why == "memory went" else "its weights could not be made (not enough memory"
+    if controller == "in turn":
+        assert any(said in each for each in first.warnings)
+    told: list[str] = []
+    assert list(from_spec("auto", target, tell=told.append).members) == ["prompt-lookup"]
+    assert said in told[0] and len(tries) == asked
+    assert target.quantized(8).failure is None
 
 
 def test_memory_counts_no_second_cache(target: HuggingFaceModel) -> None:

@@ -15,7 +15,7 @@ from truedraft.control import Goodput
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Request
 from truedraft.errors import OptionError, PromptError

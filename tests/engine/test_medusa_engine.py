@@ -26,8 +26,8 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.drafters.calibration import Calibration
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.calibration import Calibration
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.heads import MedusaHeads
 from truedraft.heads.published import published_tree
 from truedraft.testing import ScriptedController

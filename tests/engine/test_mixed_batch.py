@@ -15,7 +15,7 @@ from support.tiny_models import VOCAB, build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import ScriptedDrafter

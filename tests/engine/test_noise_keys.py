@@ -20,7 +20,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.control import FixedBudget
 from truedraft.core.noise import KeyedNoise, Purpose, UniformKeys, mix, uniforms
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
 from truedraft.engine.request import Request

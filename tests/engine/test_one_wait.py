@@ -26,7 +26,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.engine import Answer
 from truedraft.engine.step import Step
 from truedraft.models.base import ForwardOutput, Segment

@@ -12,8 +12,8 @@ from support.chi_square import p_value
 from support.head_models import fitted_heads
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import StepRecord
-from truedraft.drafters import Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup
-from truedraft.models.base import LanguageModel
+from truedraft.drafters import Cascade, Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 
 SHARED = [(7 * place * place + 3 * place + 5) % 60 for place in range(150)]
@@ -107,6 +107,41 @@ def test_kept_bytes_are_bounded_and_counted(target: LanguageModel) -> None:
     kept = sum(store.n_bytes for store in engine._sharing.stores)
     assert 0 < kept <= most
     assert engine.cache_bytes >= before + kept
+
+
+def test_all_models_of_a_cascade_keep_within_the_bound(target: LanguageModel) -> None:
+    """The drafts inside share what prompts begin with, too, and what they keep counts."""
+    most = 300_000
+    models = [tiny_models.noisy("llama", noise) for noise in (0.3, 0.1, 0.01)]
+    small, small_too, middle = map(DraftModel, models)
+    cascade = Cascade(Cascade(small, small_too, 3), middle, 5)
+    engine = Engine(target, Portfolio([cascade, PromptLookup()]), controller="fixed", prefix_cache_bytes=most)
+    stores = [store for _, store in cascade.prefix_stores()]
+    assert [id(each) for each in stores] == [id(each.prefixes) for each in (middle, small_too, small)]
+    fed: list[int] = []
+    for model in models:
+        model.forward = fed_to(model, fed)  # type: ignore[method-assign]
+    for start in range(6):
+        engine.generate([start, *SHARED], SamplingParams(max_tokens=24))
+    assert all(0 < store.n_bytes <= store.most_bytes for store in stores)
+    assert sum(store.most_bytes for store in engine._sharing.stores) <= most
+    assert sum(store.n_bytes for store in stores) < sum(store.n_bytes for store in engine._sharing.stores) <= most
+    fed.clear()
+    again = engine.generate([5, *SHARED], SamplingParams(max_tokens=24))
+    assert again.token_ids == Engine(target).generate([5, *SHARED], SamplingParams(max_tokens=24)).token_ids
+    assert max(fed) < len(SHARED), "no model read the prompt again"
+    assert not Engine(target, cascade, prefix_cache_bytes=0)._sharing.stores[3].shares
+
+
+def fed_to(model: LanguageModel, fed: list[int]) -> Callable[[Sequence[Segment]], ForwardOutput]:
+    """The model's forward, which notes how many tokens a segment brings."""
+    forward = model.forward
+
+    def watched(segments: Sequence[Segment]) -> ForwardOutput:
+        fed.extend(len(segment.tokens) for segment in segments)
+        return forward(segments)
+
+    return watched
 
 
 def test_short_memory_takes_from_what_is_kept(target: LanguageModel) -> None:

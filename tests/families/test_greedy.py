@@ -35,7 +35,7 @@ from truedraft.drafters import (
     PromptLookup,
     SuffixDrafter,
 )
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend

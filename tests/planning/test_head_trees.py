@@ -11,8 +11,8 @@ import torch
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
-from truedraft.drafters.calibration import tree_curves
-from truedraft.drafters.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.calibration import tree_curves
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.errors import OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.lm_head import LmHead, LogitFinish

@@ -14,9 +14,9 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.core.survival import Survival
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.calibration import Calibration
-from truedraft.drafters.guess_trees import LikeliestTrees
-from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.heads.calibration import Calibration
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel

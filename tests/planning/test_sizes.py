@@ -16,8 +16,8 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.costs import CostStore, Effort, StepCosts, drafter_cost, target_cost
 from truedraft.costs.store import target_key
 from truedraft.drafters import PromptLookup, Redrafter
-from truedraft.drafters.guess_trees import FixedTrees, LikeliestTrees
-from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.heads.guess_trees import FixedTrees, LikeliestTrees
+from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError
 from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead

@@ -15,7 +15,7 @@ from support.tiny_models import PROMPTS, noisy, packed
 from truedraft import Engine, SamplingParams
 from truedraft.core.params import SamplingParams as Params
 from truedraft.core.stats import Counters
-from truedraft.drafters import DraftModel, Medusa, PromptLookup, Redrafter
+from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import DrafterError, ModelError, OptionError
@@ -275,3 +275,21 @@ def test_the_worked_example() -> None:
     assert steps.calls.tolist() == [4.0, 2.0, 2.0]
     assert steps.visits[2].tolist() == [1.0, 0.0, 0.0, 1.0]
     assert steps.depths[1].tolist() == [1, 1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------ cascades
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, COUPLED], ids=["greedy", "drawn", "coupled"])
+def test_a_walk_says_how_much_a_cascades_guesses_save(params: Params) -> None:
+    """Guesses of the middle model's twin are all right; a token that it never writes is always wrong."""
+    model = world()
+    right = Cascade(DraftModel(model, 8), DraftModel(model), 6)
+    least = min(range(8), key=lambda token: max(float(model.probs_after([each])[token]) for each in range(8)))
+    wrong = Cascade(ScriptedDrafter(lambda tokens: [[least] * 4]), DraftModel(model), 6)
+    shares = []
+    for drafter in (right, wrong):
+        walks = walk_along(drafter, model, traced(model, WORLD_PROMPTS, params, drafter))
+        shares += [sum(walk.guessed for walk in walks) / len(walks)]
+    assert shares[0] > 0.9
+    assert shares[1] < 0.35

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from truedraft import Engine, SamplingParams
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.models.base import LanguageModel
 from truedraft.training.ngram_counts import count_ngrams
 

@@ -54,6 +54,7 @@ class SimulatedDrafter:
         limits: as of any drafter.
         hint: what it knows before it drafts, by request and seconds; None is nothing.
         known: gains that were measured before.
+        levels: draws how many levels a chain of a length takes, each `token_s`; None: as many as it is long.
     """
 
     acceptance: Acceptance
@@ -61,6 +62,7 @@ class SimulatedDrafter:
     limits: Budget = field(default_factory=lambda: Budget(8, 1, 8))
     hint: Callable[[int, float], Hint] | None = None
     known: Sequence[float] = ()
+    levels: Callable[[int], int] | None = None
 
     def acceptance_curve(self, params: SamplingParams) -> Any:
         return type("Curve", (), {"marginal_gains": self.known}) if self.known else None
@@ -267,8 +269,10 @@ class Simulation:
             own = [step for step in steps if step.shares and step.shares[0].drafter == name]
             if own:
                 depth = max(step.depth for step in own)
-                seconds = self.machine.drafting_s(drafter, len(own), depth) * factor
-                spent.append(DraftTime(name, len(own), depth, sum(step.nodes for step in own), len(own), seconds))
+                levels = None if drafter.levels is None else drafter.levels(depth)
+                seconds = self.machine.drafting_s(drafter, len(own), depth if levels is None else levels) * factor
+                nodes = sum(step.nodes for step in own)
+                spent.append(DraftTime(name, len(own), depth, nodes, len(own), seconds, levels))
         target_s = self.machine.step_s(sum(step.rows for step in steps)) * factor
         draft_s = sum(each.seconds for each in spent)
         total_s = draft_s + target_s + decide_s

@@ -134,6 +134,12 @@ def test_a_draft_cost_by_depth_and_by_nodes() -> None:
     assert DraftCost(())(7) == DraftCost(()).of_nodes(7) == 0.0
 
 
+def test_the_cost_of_chains_of_which_guesses_give_some_tokens() -> None:
+    cost = DraftCost(tuple(DraftPoint(levels, levels, 0.002 * levels) for levels in (1, 2, 4))).guessed(0.5, 6)
+    assert [point.depth for point in cost.points] == [1, 2, 3, 4, 5, 6]
+    assert [cost(length) for length in (1, 2, 5)] == [pytest.approx(each) for each in (0.002, 0.003, 0.006)]
+
+
 def test_a_draft_cost_is_monotone_though_its_measurements_are_not() -> None:
     cost = DraftCost((DraftPoint(1, 1, 2.0), DraftPoint(2, 2, 1.0)))
     assert cost(1) == cost(2) == 1.5

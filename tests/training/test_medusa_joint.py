@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from truedraft import Engine, load_model
-from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import MissingExtraError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import load_causal_lm

@@ -16,9 +16,9 @@ import torch
 from huggingface_hub import ModelCard
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters.calibration import Calibration
-from truedraft.drafters.guess_trees import LikeliestTrees
-from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.heads.calibration import Calibration
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.training import heads as heads_module

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters.redrafter import Redrafter
+from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.errors import CompositionError, DataError, ModelError, OptionError, TrainingError
 from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees

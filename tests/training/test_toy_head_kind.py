@@ -16,7 +16,7 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, chain_shape
-from truedraft.drafters.head import HeadDrafter
+from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, ModelError
 from truedraft.heads import Head, HeadRecord, MedusaHeads
 from truedraft.models.base import LanguageModel

@@ -12,7 +12,7 @@ import pytest
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import NgramDrafter
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.drafters.registry import TrainedDrafter, find_drafters
 from truedraft.errors import DataError, OptionError, VocabularyMismatchError
 from truedraft.training import Callbacks, NgramConfig, TimeBudget, WritingConfig, count_ngrams, evaluate, train_ngrams
@@ -119,6 +119,20 @@ def test_no_more_text_is_counted_than_allowed(target_folder, tokenizer, data, he
             break
     assert result.table.facts.counted_tokens == sum(map(len, counted)) == 30 + len(counted)
     assert notes and notes[0].startswith("the first 30 tokens of the text are counted, ")
+
+
+@pytest.mark.parametrize("short", [0, 1, 5])
+def test_what_is_cut_from_the_last_piece_of_a_text_is_told(tokenizer, short) -> None:
+    notes: list[str] = []
+    texts = ["def f(a):\n    return a\n", "import os\nimport sys\n"]
+    whole = module._encoded(texts, tokenizer, 1 << 20, 1 << 20, Callbacks(on_note=notes.append))
+    assert not notes
+    counted = sum(len(document) - 1 for document in whole)
+    cut = module._encoded(texts, tokenizer, 1 << 20, counted - short, Callbacks(on_note=notes.append))
+    assert sum(len(document) - 1 for document in cut) == counted - short
+    assert len(notes) == (1 if short else 0), "all of it is no cut"
+    assert all(f"the first {counted - short} tokens of the text are counted, " in note for note in notes)
+    assert not any("100%" in note for note in notes)
 
 
 def test_answers_of_the_target_are_counted_and_going_on_gives_the_same_table(

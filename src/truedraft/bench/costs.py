@@ -49,6 +49,9 @@ class CurveCosts:
         return sum(self._of(name, step) for name in self._drafting)
 
     def _of(self, name: str, step: StepRecord) -> float:
+        levels = next((each.levels for each in step.drafting if each.drafter == name), None)
+        if levels is not None:
+            return self._drafting[name](levels)
         nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
         each = -(-sum(nodes) // max(1, len(nodes)))
         if (name, each) not in self._of_nodes:

@@ -244,9 +244,9 @@ def meaning(certificate: Certificate) -> list[str]:
     return lines
 
 
-def by_part(certificate: Certificate) -> dict[Part, list[Finding]]:
-    """The findings under their headings, in the order of the parts."""
-    found = {part: [each for each in certificate.findings if each.part is part] for part in Part}
+def by_part(findings: Sequence[Finding]) -> dict[Part, list[Finding]]:
+    """Findings under their headings, in the order of the parts."""
+    found = {part: [each for each in findings if each.part is part] for part in Part}
     return {part: each for part, each in found.items() if each}
 
 
@@ -257,14 +257,20 @@ def markdown(certificate: Certificate, circumstances: Mapping[str, Any]) -> str:
         certificate: what came out.
         circumstances: model, drafter, rule, dtype, device, machine and the like; shown as they are.
     """
-    lines = ["# Certificate", "", f"**{verdict(certificate)}**", ""]
-    lines += [f"- {line}" for line in meaning(certificate)] + [""]
-    for part, findings in by_part(certificate).items():
-        lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
-        lines += [f"| {table_cell(f.name)} | {MARKS[f.status]} | {table_cell(f.summary)} |" for f in findings] + [""]
-    lines += ["## Circumstances", "", "| | |", "|---|---|"]
-    lines += [f"| {table_cell(name)} | {table_cell(plain_value(value))} |" for name, value in circumstances.items()]
-    return "\n".join([*lines, ""])
+    return page("Certificate", verdict(certificate), meaning(certificate), certificate.findings, circumstances)
+
+
+def page(
+    title: str, bold: str, lines: Sequence[str], findings: Sequence[Finding], circumstances: Mapping[str, Any]
+) -> str:
+    """A page of findings in Markdown: what it all comes to, sentences about it, the findings, the circumstances."""
+    found = [f"# {title}", "", f"**{bold}**", "", *(f"- {line}" for line in lines), ""]
+    for part, own in by_part(findings).items():
+        found += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
+        found += [f"| {_cell(f.name)} | {MARKS[f.status]} | {_cell(f.summary)} |" for f in own] + [""]
+    found += ["## Circumstances", "", "| | |", "|---|---|"]
+    found += [f"| {_cell(name)} | {_cell(plain_value(value))} |" for name, value in circumstances.items()]
+    return "\n".join([*found, ""])
 
 
 def plain_value(value: Any) -> str:
@@ -276,6 +282,6 @@ def plain_value(value: Any) -> str:
     return str(value)
 
 
-def table_cell(text: str) -> str:
+def _cell(text: str) -> str:
     """Text that does not break a table."""
     return text.replace("|", "\\|").replace("\n", " ")

@@ -104,22 +104,25 @@ class EProcesses:
         self._names = list(names)
         self._allowance = allowance + _SUMMING
         self._odds = 2.0 * log_ratio
+        self._lost = 0.0
         self._logs = torch.zeros(len(_TILTS), len(self._names), dtype=torch.float64)  # of the martingales
         self._sums = torch.zeros(4, len(self._names), dtype=torch.float64)  # tokens, expected, observed, variance
 
-    def add(self, probs: Tensor, hits: Tensor) -> None:
+    def add(self, probs: Tensor, hits: Tensor, lost: float = 0.0) -> None:
         """Go on with more tokens.
 
         Args:
             probs: `[tokens, tests]`, float64: what the target gives to each token's event; negative where a test is not
                 about this token.
             hits: `[tokens, tests]`, bool: whether the event came about.
+            lost: how much more than by rounding the distribution may be off here.
         """
+        self._lost = max(self._lost, lost)
         about = probs >= 0.0
         p, x = probs.clamp(0.0, 1.0), (hits & about).double()
         for row, tilt in enumerate(_TILTS):
             moved = p if not self._odds else p / (p + (1.0 - p) * math.exp(-math.copysign(self._odds, tilt)))
-            allowed = (moved + math.copysign(self._allowance, tilt)).clamp_(0.0, 1.0)
+            allowed = (moved + math.copysign(self._allowance + lost, tilt)).clamp_(0.0, 1.0)
             ratio = tilt * x - torch.log1p(allowed * math.expm1(tilt))
             self._logs[row] += (ratio * about).sum(dim=0)
         p = p * about
@@ -133,7 +136,7 @@ class EProcesses:
         """What came of each test so far."""
         logs = self.log_evidence()
         # Odds that move by a factor of e^d move no probability by more than d / 4.
-        allowance = self._allowance + self._odds / 4.0
+        allowance = self._allowance + self._odds / 4.0 + self._lost
         found = []
         for name, log, (tokens, expected, observed, variance) in zip(
             self._names, logs.tolist(), self._sums.T.tolist(), strict=True

@@ -254,6 +254,26 @@ def emitted_by_hiding(p: Tensor, q: Tensor) -> Tensor:
     return kept + rejected * L.residual(p, q) + hidden * p
 
 
+def emitted_by_shared_noise(p: Tensor, q: Tensor) -> Tensor:
+    """Of an engine whose replacement is the largest of log residual + g, g the Gumbel noise that drew the draft from q.
+
+    A rejected x has q(x) > p(x), so nothing of it is left and it cannot come again; and given that x came first in the
+    race under q, the times of the others do not depend on which x it was. So `probs_under_shared_noise` is the same
+    after every rejection.
+
+    Worked example: p = (0.1, 0.6, 0.3), q = (1/2, 1/4, 1/4). Token 0 is rejected with 0.4, which leaves (0, 7/8, 1/8).
+    Token 1 starts at 2/7 and token 2 at 2, when S is 3/2: token 1 came by then with 3/5, and gets 7/8 of the rest,
+    19/20 in all. So (0.1, 0.63, 0.27) is emitted.
+    """
+    left, found = L.residual(p, q), torch.minimum(p, q).double()
+    lost = (q - p).clamp_min(0.0)
+    rejected, drafts = lost.sum(dim=-1, dtype=torch.float64).tolist(), lost.argmax(dim=-1).tolist()
+    for row, (weight, draft) in enumerate(zip(rejected, drafts, strict=True)):
+        if weight > 0.0:
+            found[row] += weight * probs_under_shared_noise(q[row], draft, left[row])
+    return (found / found.sum(dim=-1, keepdim=True)).to(p.dtype)
+
+
 def probs_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
     """Of `coupled_one_key`: the distribution of a token chosen under `after` by the noise that chose `token` under `p`.
 

@@ -13,12 +13,12 @@ from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.control.specs import controller_from_spec
-from truedraft.core.params import TEXT_OPTIONS, SamplingParams
+from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError
 from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.certify import Certificate, Stack
+    from truedraft.certify import Certificate, Finding, Stack
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
 
@@ -37,6 +37,43 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
+class OthersOptions:
+    """Whose work is certified instead of our stack."""
+
+    endpoint: str | None = option(
+        None,
+        "A server with OpenAI's completions, or llama.cpp's own, that is said to run --model: its answers are scored "
+        "under the model's own forward. docs/certify_engines.md says what is sent and tested.",
+        "URL",
+    )
+    against: str | None = option(None, "A second server: the two are compared, without the model's weights.", "URL")
+    process: str | None = option(
+        None,
+        "A Python function from token ids to new token ids, in place of a server; it is given those of max_tokens, "
+        "temperature, top_p, top_k, min_p, seed and stop that it names.",
+        "MODULE:FUNCTION",
+    )
+    served_model: str | None = option(None, "The model's name at the server.", "NAME", shown_default="its first")
+    api_key_env: str | None = option(None, "The environment variable that holds the server's key.", "NAME")
+    seed_per_request: bool = flag("Send each request a seed of its own, where the server takes seeds.")
+    draft_model: str | None = option(
+        None, "The draft model that the server uses, so that faults of judging its drafts are named.", "M"
+    )
+    tokens: int = option(4000, "Sampled tokens that a server is asked for.", "N", least=1)
+    timeout: float = option(120.0, "Seconds that a server may take for one answer.", "S")
+    transcript: Path | None = option(
+        None, "Keep questions and answers in this file, and go on from it after an interruption.", "FILE"
+    )
+    junit: Path | None = option(None, "Write the checks of a server as JUnit's XML.", "FILE")
+    sampler: str | None = option(
+        None,
+        "A rejection sampler, called on worlds whose exact answer is known; docs/certify_samplers.md says what it is "
+        "given. Of the other options it takes --minutes, --seed, --out and --json.",
+        "MODULE:FUNCTION",
+    )
+
+
+@dataclass(frozen=True)
 class CertifyReport(ReportOptions):
     """What `truedraft certify` tells."""
 
@@ -48,10 +85,11 @@ class CertifyOptions:
     """Options of `truedraft certify`."""
 
     stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
+    others: OthersOptions = group("Others' work")
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
         "Answer",
-        without=("stop", "stop_token_ids", "ignore_eos", *TEXT_OPTIONS),
+        without=("stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids"),
         max_tokens=64,
         temperature=1.0,
     )
@@ -63,16 +101,50 @@ def certify(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
     Exit status 0 if so, 1 if not, 3 if there was not enough time to tell. A lossy rule is measured instead, which is
-    exit status 0 unless another check fails.
+    exit status 0 unless another check fails. With --endpoint, --process or --sampler the work of others is certified.
     """
     from truedraft.cli.session import check_rule
 
     if not 0.0 < options.check.minutes < 1e6:
         raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
     params = seeded(options.sampling)
-    check_rule(options.stack.rule, params)
     folder = None if options.report.out is None else _folder(options.report.out)
+    _check_whose(options.others)
+    if options.others.sampler is not None:
+        from truedraft.cli.certify_samplers import certify_one_sampler
+
+        return certify_one_sampler(options, folder)
+    if options.others.endpoint is not None or options.others.process is not None:
+        from truedraft.cli.certify_engines import certify_one_engine
+
+        # Seed 0 unless one is given: an interrupted run must find its questions again.
+        return certify_one_engine(
+            options, dataclasses.replace(options.sampling, seed=options.sampling.seed or 0), folder
+        )
+    check_rule(options.stack.rule, params)
     return _run(options, read_prompts(None, options.check.prompts), params, folder)
+
+
+def _check_whose(others: OthersOptions) -> None:
+    """Refuse to certify two things at once, and options that would be looked at by nobody."""
+    given = [name for name in ("endpoint", "process", "sampler") if getattr(others, name) is not None]
+    if len(given) > 1:
+        raise OptionError(f"and --{given[0]} name two things to certify; leave one of them out", field=given[1])
+    plain = OthersOptions()
+    takes = _TAKEN_BY.get(given[0] if given else "", ())
+    for each in dataclasses.fields(OthersOptions):
+        if each.name not in (*given, *takes) and getattr(others, each.name) != getattr(plain, each.name):
+            needs = " or ".join(f"--{name}" for name, taken in _TAKEN_BY.items() if each.name in taken)
+            raise OptionError(f"is for {needs} alone; give that, too", field=each.name)
+
+
+_TAKEN_BY = {
+    "endpoint": (
+        "against", "served_model", "api_key_env", "seed_per_request", "draft_model", "tokens", "timeout", "transcript",
+        "junit",
+    ),
+    "process": ("seed_per_request", "draft_model", "tokens", "transcript", "junit"),
+}  # fmt: skip
 
 
 def _folder(out: Path) -> Path:
@@ -92,7 +164,7 @@ def _folder(out: Path) -> Path:
 
 
 def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, folder: Path | None) -> int:
-    from truedraft.certify import Part, Stack
+    from truedraft.certify import Part, Stack, meaning, verdict
     from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
     from truedraft.cli.terminal import Terminal
@@ -116,11 +188,14 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
             tell=tell,
             in_float32=None if options.check.no_float32 else _in_float32(options, params, terminal),
         )
-    _show(certificate, terminal)
+    show_findings(certificate.findings, verdict(certificate), meaning(certificate), terminal)
     record = _record(certificate, engine, options.stack, params)
     if folder is not None:
-        _write(folder, certificate, record)
-        terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")
+        from truedraft.certify import markdown
+
+        left_out = {"command", "findings", "failures", "undecided", "certified"}
+        circumstances = {name: value for name, value in record.items() if name not in left_out}
+        write_report(folder, markdown(certificate, circumstances), record, terminal)
     if options.report.json:
         terminal.json(record)
     if certificate.failures:
@@ -158,10 +233,11 @@ def _record(certificate: Certificate, engine: Engine, stack: StackOptions, param
     return {"command": "certify"} | certificate.as_dict() | times | circumstances_record(engine, stack, params)
 
 
-def _show(certificate: Certificate, terminal: Terminal) -> None:
+def show_findings(findings: Sequence[Finding], bold: str, lines: Sequence[str], terminal: Terminal) -> None:
+    """A table of findings, what it all comes to, and sentences about it."""
     from rich.table import Table
 
-    from truedraft.certify import MARKS, Status, by_part, meaning, verdict
+    from truedraft.certify import MARKS, Status, by_part
 
     styles = {Status.HOLDS: "green", Status.FAILS: "bold red", Status.MEASURED: "cyan", Status.DOES_NOT_APPLY: "dim"}
     styles[Status.NOT_ENOUGH] = "bold yellow"
@@ -169,25 +245,27 @@ def _show(certificate: Certificate, terminal: Terminal) -> None:
     table.add_column("check", ratio=2, overflow="fold")
     table.add_column("", no_wrap=True)
     table.add_column("what came of it", ratio=5, overflow="fold")
-    for part, findings in by_part(certificate).items():
+    for part, own in by_part(findings).items():
         table.add_row(part.value, "", "", style="bold")
-        for finding in findings:
+        for finding in own:
             table.add_row(f"  {finding.name}", MARKS[finding.status], finding.summary, style=styles[finding.status])
         table.add_section()
     terminal.out.print(table)
-    terminal.out.print(verdict(certificate), style="bold", soft_wrap=True)
-    for line in meaning(certificate):
+    terminal.out.print(bold, style="bold", soft_wrap=True)
+    for line in lines:
         terminal.note(line)
 
 
-def _write(folder: Path, certificate: Certificate, record: dict[str, Any]) -> None:
-    from truedraft.certify import markdown
+def write_report(folder: Path, page: str, record: dict[str, Any], terminal: Terminal) -> None:
+    """Write a certificate as a page and as a record.
 
-    left_out = {"command", "findings", "failures", "undecided", "certified"}
-    circumstances = {name: value for name, value in record.items() if name not in left_out}
+    Raises:
+        DataError: that cannot be done.
+    """
     try:
-        (folder / _MARKDOWN).write_text(markdown(certificate, circumstances), encoding="utf-8")
+        (folder / _MARKDOWN).write_text(page, encoding="utf-8")
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
         (folder / _JSON).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
+    terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")

@@ -19,6 +19,7 @@ from truedraft.errors import (
     DataError,
     ModelNotFoundError,
     OptionError,
+    PeerError,
     PromptError,
     TruedraftError,
     UnsupportedModelError,
@@ -26,7 +27,9 @@ from truedraft.errors import (
 
 DONE, FAILED, UNUSABLE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
-_UNUSABLE = (OptionError, PromptError, ModelNotFoundError, UnsupportedModelError, CompositionError, DataError)
+_UNUSABLE = (
+    OptionError, PromptError, ModelNotFoundError, UnsupportedModelError, CompositionError, DataError, PeerError
+)  # fmt: skip
 _DEBUG = "TRUEDRAFT_DEBUG"
 
 

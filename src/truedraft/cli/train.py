@@ -500,7 +500,8 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
         OptionError: there are none, or a process is training there.
     """
     from truedraft.cli.terminal import Terminal
-    from truedraft.training.workspace import clear_work, in_bytes
+    from truedraft.machine import in_bytes
+    from truedraft.training.workspace import clear_work
 
     freed, terminal, out = clear_work(job.out), Terminal(), job.out
     terminal.out.print(f"removed the working files of the training in {out}: {in_bytes(freed)} freed", soft_wrap=True)

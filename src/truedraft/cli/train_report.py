@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from truedraft.machine import machine_facts
-from truedraft.training.workspace import duration, in_bytes
+from truedraft.machine import in_bytes, machine_facts
+from truedraft.training.workspace import duration
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal

@@ -42,6 +42,7 @@ class Candidate:
         steps: over which that must pay.
         hint: kind of what it knows beforehand.
         odds: how its own probabilities tell acceptance; None where it cannot stop by them.
+        guessed: share of a chain's tokens, its first apart, that take no level of drafting.
     """
 
     drafter: str
@@ -51,6 +52,7 @@ class Candidate:
     steps: int = 1
     hint: int = 0
     odds: tuple[float, float] | None = None
+    guessed: float = 0.0
 
     @property
     def setup_s(self) -> float:
@@ -71,6 +73,11 @@ class Candidate:
     def depth(self, nodes: int) -> int:
         """Of a proposal of so many nodes."""
         return min(nodes, self.limits.depth)
+
+    def levels(self, nodes: int) -> float:
+        """Of drafting, one behind another, that a proposal of so many nodes is expected to take."""
+        depth = self.depth(nodes)
+        return depth - self.guessed * (depth - 1) if self.guessed else depth
 
 
 Share: TypeAlias = tuple[Candidate, int] | None
@@ -116,7 +123,7 @@ class Allocator:
         self._contexts = contexts
         self._greedy = greedy
         self._steps_s: dict[int, float] = {}  # by rows
-        self._drafting_s: dict[tuple[str, int, int], float] = {}  # by drafter, requests and depth
+        self._drafting_s: dict[tuple[str, int, float], float] = {}  # by drafter, requests and levels
 
     def step_s(self, rows: int) -> float:
         """Seconds of the step with so many rows, drafting apart."""
@@ -132,7 +139,7 @@ class Allocator:
 
     def drafting_s(self, candidate: Candidate, requests: int, nodes: int) -> float:
         """Seconds of drafting for so many requests, of which the deepest gets so many nodes."""
-        key = candidate.drafter, requests, candidate.depth(nodes)
+        key = candidate.drafter, requests, candidate.levels(nodes)
         found = self._drafting_s.get(key)
         if found is None:
             found = self._drafting_s[key] = self._times.drafting_s(*key, self._greedy)
@@ -284,14 +291,15 @@ class Allocator:
     def priced(self, shares: list[Share]) -> Allocation:
         """The allocation with these shares."""
         mean, seconds = 0.0, 0.0
-        largest: dict[str, tuple[Candidate, int, int]] = {}  # by drafter: one of its candidates, requests, most nodes
+        largest: dict[str, tuple[Candidate, int, int]] = {}  # by drafter: what takes most levels, and requests
         for share in shares:
             if share is not None:
                 candidate, nodes = share
                 mean += math.log1p(sum(candidate.gains[:nodes])) / len(shares)
                 seconds += candidate.setup_s
-                _, requests, most = largest.get(candidate.drafter, (candidate, 0, 0))
-                largest[candidate.drafter] = candidate, requests + 1, max(most, nodes)
+                before, requests, most = largest.get(candidate.drafter, (candidate, 0, 0))
+                deepest = max((before, most), share, key=lambda each: each[0].levels(each[1]))
+                largest[candidate.drafter] = deepest[0], requests + 1, deepest[1]
         seconds += sum(self.drafting_s(*each) for each in largest.values())
         allocation = Allocation(shares, len(shares) * math.exp(mean), seconds)
         allocation.seconds += self.step_s(allocation.rows)

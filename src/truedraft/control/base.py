@@ -23,13 +23,13 @@ class StepTimes(Protocol):
         """
         ...
 
-    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+    def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         """Seconds of proposals of a drafter, with the usual catch-up.
 
         Args:
             drafter: by name.
             requests: that it drafts for together.
-            depth: of the deepest proposal.
+            depth: levels that the deepest proposal takes; no whole number where that hangs on guesses.
             greedy: whether the requests are greedy; others draw from distributions, which costs more.
         """
         ...

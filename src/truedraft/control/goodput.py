@@ -345,6 +345,7 @@ class Goodput(Controller):
             most = min(limits.nodes, room, STOPS[-1]) if limits.width == 1 else min(limits.nodes, STOPS[-1])
             late_s, ahead = self._timing.catch_up_s(drafter, hint.behind), max(1, min(room, _AHEAD) // 2)
             candidate = Candidate(drafter, limits.cut(room), gains.gains(most), late_s, ahead, hint.kind)
+            candidate.guessed = hint.guessed
             if hint.confident and self._level_s(drafter, view.params.greedy) >= _DEAR_LEVEL_S:
                 candidate.odds = self._odds_of(own, drafter).odds
             own.expected[kind] = candidate.gains[0]

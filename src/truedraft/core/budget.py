@@ -112,12 +112,15 @@ class Hint:
         behind: committed tokens that it has not read and must catch up with before it drafts.
         finds: whether there is anything to propose.
         confident: whether it can say how probable it finds its tokens, and stop by that (`Budget.floor`).
+        guessed: share of a chain's tokens, its first apart, that are expected to take no level of drafting, for a
+            drafter of its own guesses them. By verdicts of this request, and of none that may share its noise.
     """
 
     kind: int = 0
     behind: int = 0
     finds: bool = True
     confident: bool = False
+    guessed: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

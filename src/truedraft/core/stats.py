@@ -46,6 +46,7 @@ class DraftTime:
         nodes: of all of them.
         behind: committed tokens that it caught up with, of all of them.
         seconds: of `propose`.
+        levels: of drafting that it took, one behind another; None where these are as many as it is deep.
     """
 
     drafter: str
@@ -54,6 +55,7 @@ class DraftTime:
     nodes: int
     behind: int
     seconds: float
+    levels: int | None = None
 
 
 @dataclass(slots=True, eq=False)

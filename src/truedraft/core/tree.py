@@ -6,14 +6,19 @@ is node i."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+from itertools import count
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+
+Path = TypeVar("Path")
 
 
 @dataclass(frozen=True)
@@ -202,3 +207,32 @@ def narrowed(tree: TokenTree, width: int) -> TokenTree:
             kept.append(node)
     parents = tuple(number[tree.shape.parents[node]] for node in kept)
     return TokenTree(tree.tokens[kept], TreeShape(parents))
+
+
+def likeliest_tree(root: Path, following: Callable[[Path], Sequence[tuple[int, float, Path]]], nodes: int) -> TokenTree:
+    """The likeliest nodes of a tree, the likeliest first, and of equally likely ones that which was found first.
+
+    Worked example: 5 has 0.6 and 6 has 0.3, and behind 5 come 7 with 0.54 and 8 with 0.06. The three likeliest nodes
+    are 5, 5 7 and 6.
+
+    Args:
+        root: the path of no token.
+        following: tokens behind a path, how likely each is together with all above it, and the path that it ends; in
+            any order, and none where nothing is drafted below.
+        nodes: at most.
+    """
+    order = count()
+    waiting: list[tuple[float, int, int, int, Path]] = []  # -likely, order, parent, token, path
+    ids: list[int] = []
+    parents: list[int] = []
+    parent, path = -1, root
+    while len(ids) < nodes:
+        for token, likely, end in following(path):
+            heappush(waiting, (-likely, next(order), parent, token, end))
+        if not waiting:
+            break
+        _, _, above, token, path = heappop(waiting)
+        parent = len(ids)
+        ids.append(token)
+        parents.append(above)
+    return TokenTree.of_ids(ids, shape_of(tuple(parents)))

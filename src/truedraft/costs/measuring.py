@@ -222,9 +222,11 @@ def measure_drafter(
 
     The target runs before each proposal, untimed, as it does between two steps: without it, a small draft would be
     found in the processor's caches, and look cheaper than it is. The request's text repeats itself, so that drafters
-    that copy find something. Proposals are accepted in none, all or half of their depth in turn, so the catch-up that
-    follows full acceptance has its share. Each depth is asked for in interleaved rounds; the median counts. A proposal
-    counts for the depth that it has, not the one allowed.
+    that copy find something; not so for a drafter whose tokens are drafted themselves (`Drafter.levels`), for guesses
+    that are always there and always wrong are none that a real text leads to. Proposals are accepted in none, all or
+    half of their depth in turn, so the catch-up that follows full acceptance has its share. Each depth is asked for in
+    interleaved rounds; the median counts. A proposal counts for the levels that it took, which are its depth where
+    nothing else is known, not for the depth allowed.
 
     Args:
         drafter: must fit the target, and not run elsewhere at the same time.
@@ -250,7 +252,8 @@ def measure_drafter(
     def measure(depth: int, number: int) -> None:
         proposal, seconds = rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
         if number >= 0:
-            found.setdefault(proposal.tree.shape.depth, []).append((len(proposal.tree), seconds))
+            depth = proposal.tree.shape.depth if drafter.levels is None else drafter.levels
+            found.setdefault(depth, []).append((len(proposal.tree), seconds))
 
     try:
         depths = _depths(min(drafter.limits.depth, rehearsal.most_depth))
@@ -316,6 +319,7 @@ class _Rehearsal:
         self._vector = _last_hidden(target) if drafter.features is not None else None
         self._between = target.begun_cache()
         self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
+        self._period = _PERIOD if drafter.levels is None else target.vocab_size
         self._begun = 0
         self._steps = 0
         self._request: DraftRequest | None = None
@@ -382,8 +386,8 @@ class _Rehearsal:
         return self._now() - started
 
     def _text(self, place: int) -> int:
-        """The token at a place of a text that repeats itself."""
-        return (place % _PERIOD * 7919 + 1) % self._target.vocab_size
+        """The token at a place of a text that repeats itself, sooner or later."""
+        return (place % self._period * 7919 + 1) % self._target.vocab_size
 
     def _now(self) -> float:
         wait_for(self._target.device)

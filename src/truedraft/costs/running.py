@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from bisect import bisect_right
@@ -15,7 +16,9 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.costs.kept import STEPS, StepCosts
 from truedraft.drafters.base import Drafter
+from truedraft.errors import TruedraftError
 
+_log = logging.getLogger(__name__)
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # that say how busy the machine is: at most, at least, and for how long
 _FADES_S = 5.0  # in which what was measured counts 1 / e as much, where nothing more was
@@ -148,16 +151,29 @@ class RunningTimes:
             found = self._forwards[key] = self._costs.forwards()(rows, [context] * requests)
         return found
 
-    def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+    def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._proposals_s(drafter, requests, depth, greedy) * self._drafting[drafter].factor(requests)
 
-    def _proposals_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
+    def _proposals_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
+        whole = int(depth)
+        seconds, more = self._proposal_s(drafter, whole, greedy), depth - whole
+        if more:  # levels that are expected are no whole number
+            seconds += more * (self._proposal_s(drafter, whole + 1, greedy) - seconds)
+        return seconds * (1.0 + _FURTHER_REQUEST * (requests - 1))
+
+    def _proposal_s(self, drafter: str, depth: int, greedy: bool) -> float:
         key = drafter, depth, greedy
         found = self._proposals.get(key)
         if found is None:
-            curve = self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)
-            found = self._proposals[key] = curve(depth)
-        return found * (1.0 + _FURTHER_REQUEST * (requests - 1))
+            found = self._proposals[key] = self._measured_s(drafter, depth, greedy)
+        return found
+
+    def _measured_s(self, drafter: str, depth: int, greedy: bool) -> float:
+        try:
+            return self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)(depth)
+        except TruedraftError as error:  # others can draft
+            _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
+            return math.inf
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         if behind <= 2:
@@ -208,12 +224,14 @@ class RunningTimes:
     def _observe_drafting(self, spent: DraftTime, greedy: bool) -> None:
         if not spent.depth:
             return
+        # How much a cascade's guesses saved was counted, so it is no part of how busy the machine is.
+        levels = spent.depth if spent.levels is None else spent.levels
         late = spent.behind - 2 * spent.requests
         if late <= 0:
-            expected = self._proposals_s(spent.drafter, spent.requests, spent.depth, greedy)
+            expected = self._proposals_s(spent.drafter, spent.requests, levels, greedy)
             self._drafting[spent.drafter].learn(spent.requests, spent.seconds, expected)
         elif late >= 4:
-            usual = self.drafting_s(spent.drafter, spent.requests, spent.depth, greedy)
+            usual = self.drafting_s(spent.drafter, spent.requests, levels, greedy)
             own = max(spent.seconds - usual, 0.0) / late
             before = self._read_s.get(spent.drafter, own)
             self._read_s[spent.drafter] = before + _LEARN * (own - before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ import torch
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
+from truedraft.files import written_whole
 from truedraft.machine import cache_folder, could_not_be_kept, this_machine
 from truedraft.models.base import LanguageModel
 
@@ -135,17 +135,8 @@ class CostStore:
     def _write(self, key: CostKey, record: Mapping[str, Any]) -> str | None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self.folder, suffix=".tmp", delete=False
-            ) as file:
-                try:
-                    json.dump(record, file, indent=1, default=str)
-                    file.close()
-                    Path(file.name).replace(self.path(key))
-                except OSError:
-                    file.close()
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
+            with written_whole(self.path(key)) as file:
+                file.write(json.dumps(record, indent=1, default=str).encode())
         except OSError as error:
             return could_not_be_kept(self.folder, error.strerror or str(error))
         return None

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
     from truedraft.drafters.cascade import Cascade
     from truedraft.drafters.draft_model import DraftModel
+    from truedraft.drafters.heads.medusa import Medusa
+    from truedraft.drafters.heads.redrafter import Redrafter
     from truedraft.drafters.lookahead import Lookahead
-    from truedraft.drafters.medusa import Medusa
     from truedraft.drafters.ngram import NgramDrafter
     from truedraft.drafters.parallel import ParallelDraft
     from truedraft.drafters.portfolio import Portfolio
     from truedraft.drafters.prompt_lookup import PromptLookup
-    from truedraft.drafters.redrafter import Redrafter
     from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
     from truedraft.drafters.self_draft import EarlyExit, SelfDraft
@@ -41,7 +41,7 @@ _HOMES = {
     "EarlyExit": "drafters.self_draft",
     "Features": "drafters.base",
     "Lookahead": "drafters.lookahead",
-    "Medusa": "drafters.medusa",
+    "Medusa": "drafters.heads.medusa",
     "NgramDrafter": "drafters.ngram",
     "NoDrafter": "drafters.base",
     "Noise": "core.noise",
@@ -50,7 +50,7 @@ _HOMES = {
     "PromptLookup": "drafters.prompt_lookup",
     "Proposal": "core.proposal",
     "Purpose": "core.noise",
-    "Redrafter": "drafters.redrafter",
+    "Redrafter": "drafters.heads.redrafter",
     "ReencodedDraft": "drafters.reencoded",
     "SelfDraft": "drafters.self_draft",
     "StepOutcome": "drafters.base",

@@ -207,11 +207,13 @@ class Drafter(ABC):
         prefixes: what requests begin with, of that model; None where nothing is shared.
         request_bytes: that it holds for each request beside these caches.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
+        levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
     """
 
     name: ClassVar[str]
     limits: Budget
     branching: tuple[int, ...] = ()
+    levels: int | None = None
     features: ClassVar[Features | None] = None
     told_late: bool = False
     hints_change: bool = False
@@ -296,6 +298,11 @@ class Drafter(ABC):
         """
         if self.model is not None:
             yield self.model, self.caches.get(number), self.cache_tokens(tokens)
+
+    def prefix_stores(self) -> Iterator[tuple[LanguageModel, Prefixes]]:
+        """What it keeps of what requests begin with, of each of its models that keeps something."""
+        if self.model is not None and self.prefixes is not None:
+            yield self.model, self.prefixes
 
     def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
         """Caches of its model that hold all of each text but its last few tokens, at least one; see `can_verify`.

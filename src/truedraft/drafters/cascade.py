@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -24,6 +25,33 @@ from truedraft.errors import CompositionError, DrafterError, OptionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 
+_LIKELY, _LIKELY_WEIGHT = 0.35, 8.0  # share of tokens that guesses give, until it is known, and tokens that it is worth
+_MEMORY, _OWN_MEMORY = 2000.0, 64.0  # tokens, of all requests and of one
+
+
+class _Guessed:
+    """The share of the middle model's tokens that guesses give, those apart that no guess could: a chain's first.
+
+    It begins at a third, so that chains are tried that are long enough to show how guesses fare: one of a single token
+    has none. Two chains put right what is not so. Late chains count most.
+
+    Args:
+        memory: tokens after which one counts 1 / e as much.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._given = self._tokens = 0.0
+
+    def learn(self, given: int, tokens: int) -> None:
+        """A chain was written: guesses gave some of the tokens that they could give."""
+        keep = math.exp(-tokens / self._memory)
+        self._given, self._tokens = keep * self._given + given, keep * self._tokens + tokens
+
+    def share(self, expected: float = _LIKELY) -> float:
+        """A fraction, where so much was expected before."""
+        return (_LIKELY_WEIGHT * expected + self._given) / (_LIKELY_WEIGHT + self._tokens)
+
 
 @dataclass(slots=True, eq=False)
 class _Text:
@@ -33,11 +61,13 @@ class _Text:
         tokens: all of these.
         request: with `tokens` as its text.
         committed: how many of them the engine has committed.
+        guessed: what guesses gave of its chains.
     """
 
     tokens: list[int]
     request: DraftRequest
     committed: int
+    guessed: _Guessed = field(default_factory=lambda: _Guessed(_OWN_MEMORY))
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +127,10 @@ class Cascade(Drafter):
     How long the chain gets is fixed before the first round; a round guesses one token less than are lacking, at most.
     Each round draws with noise of its own, one level below that of the step.
 
+    A chain takes as many forwards as it has rounds, and so as few as the guesses are good. How many of its tokens these
+    gave is counted, of each request and of all whose noise nobody shares, and is what a controller prices chains by
+    (`Hint.guessed`): what they took lately would say it of other lengths only by chance.
+
     Args:
         drafter: guesses what the middle model writes.
         middle: a drafter with a model that can verify: a draft model, or the target itself in fewer bits.
@@ -109,6 +143,7 @@ class Cascade(Drafter):
 
     name: ClassVar[str] = "cascade"
     told_late = True
+    levels = 0
 
     def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
         if not 1 <= num_speculative_tokens <= MOST_NODES:
@@ -132,7 +167,6 @@ class Cascade(Drafter):
             )
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
         self.model: LanguageModel = middle.model
-        self.prefixes: Prefixes | None = middle.prefixes
         self.target_cache = middle.target_cache
         self.drafter = drafter
         self.middle = middle
@@ -140,6 +174,7 @@ class Cascade(Drafter):
         self._sampling.check(drafter.kinds, drafter.name)
         self._hears = middle.model.opening_inputs is not None
         self._texts: dict[int, _Text] = {}
+        self._guessed = _Guessed(_MEMORY)
 
     @property
     def caches(self) -> Mapping[int, RequestCache]:  # type: ignore[override]
@@ -170,6 +205,10 @@ class Cascade(Drafter):
         yield from self.middle.model_caches(number, ahead)
         yield from self.drafter.model_caches(number, ahead)
 
+    def prefix_stores(self) -> Iterator[tuple[LanguageModel, Prefixes]]:
+        yield from self.middle.prefix_stores()
+        yield from self.drafter.prefix_stores()
+
     def check(self, target: LanguageModel) -> None:
         """Refuse a target that the middle model does not fit, or a drafter that does not fit that model."""
         self.middle.check(target)
@@ -179,7 +218,8 @@ class Cascade(Drafter):
         return self.middle.serves(request) and self.drafter.serves(request)
 
     def hint(self, request: DraftRequest) -> Hint:
-        return Hint(behind=self.middle.hint(request).behind)
+        own = self._texts[request.id].guessed
+        return Hint(behind=self.middle.hint(request).behind, guessed=own.share(self._guessed.share()))
 
     def reads(self, request: DraftRequest) -> Sequence[int]:
         """All that the middle model wrote, too, until it was judged."""
@@ -213,7 +253,7 @@ class Cascade(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Let the middle model write a chain for each request, all of them in the same rounds."""
-        proposals = [Proposal.empty()] * len(batch)
+        proposals, self.levels = [Proposal.empty()] * len(batch), 0
         lengths = [self._length(request, budget) for request, budget in zip(batch, budgets, strict=True)]
         drafting = [place for place, length in enumerate(lengths) if length]
         if not drafting:
@@ -234,12 +274,19 @@ class Cascade(Drafter):
                     chain.cache.rollback(chain.first)
         for place, chain in zip(drafting, chains, strict=True):
             proposals[place] = chain.proposal()
+            self._learn(chain)
         return proposals
+
+    def _learn(self, chain: _Chain) -> None:
+        """Take note how much of a chain guesses gave; for others, where it hangs on no noise that they may share."""
+        rounds, request = len(chain.probs), chain.text.request
+        chain.text.guessed.learn(chain.length - rounds, chain.length - 1)
+        if request.kept and not request.params.private:
+            self._guessed.learn(chain.length - rounds, chain.length - 1)
 
     def _length(self, request: DraftRequest, budget: Budget) -> int:
         """Of the chain: what the budget, the options and the middle model's context allow."""
-        room = self.model.most_tokens(request.tokens) - len(request.tokens) + 1  # its last token is never fed
-        within = budget.within(self.limits).cut(room)
+        within = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
         return 0 if within.is_zero else min(within.depth, within.nodes)
 
     def _bring_up(self, text: _Text, request: DraftRequest) -> None:
@@ -272,6 +319,7 @@ class Cascade(Drafter):
                 outcomes.append(StepOutcome(guess, verdict.path, verdict.tokens))
             self.drafter.observe(requests, outcomes)
             turn += 1
+        self.levels = turn
 
     def _budget(self, chain: _Chain) -> Budget:
         """Of a round, which adds a token of the middle model's own; no rows that the target's cache has no room for."""

@@ -157,9 +157,7 @@ class DraftModel(Drafter):
             request: it is for.
             further: tokens that the request's text will have gained by then.
         """
-        length = len(request.tokens) + further
-        room = self.model.most_tokens(request.tokens) - length + 1  # the last token drafted is never fed
-        return budget.within(self.limits).cut(room)
+        return budget.within(self.limits).cut(self.model.most_drafted(request.tokens) - further)
 
     def _missed(self, request: DraftRequest) -> int:
         """Tokens of a text that the draft has not seen."""

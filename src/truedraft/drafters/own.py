@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import importlib
 import inspect
-import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from truedraft.core.budget import Budget
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError
 from truedraft.models.base import LanguageModel
+from truedraft.options import imported_module
 
 _BOOLEANS = {"true": True, "false": False}
 
@@ -36,7 +32,7 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
     """
     if name is None or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         return None
-    found = _module(module)
+    found = imported_module(module, "of a drafter")
     if found is None:
         return None
     spec = f"{module}:{name}"
@@ -56,33 +52,6 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
     if not isinstance(getattr(drafter, "name", None), str) or not isinstance(getattr(drafter, "limits", None), Budget):
         raise OptionError(f"drafter {spec!r} needs a name (a text) and limits (a Budget); see docs/adding_a_drafter.md")
     return drafter
-
-
-def _module(name: str) -> ModuleType | None:
-    """An installed module, or one in the working directory; None if there is none."""
-    try:
-        with _working_directory_importable():
-            return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            return None
-        raise OptionError(f"the module {name!r} of a drafter cannot be imported ({error})") from error
-    except Exception as error:
-        raise OptionError(
-            f"the module {name!r} of a drafter cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    """As in `python -m`; only while a module is imported."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(here)
 
 
 def _arguments(made: type[Drafter], spec: str, options: Mapping[str, str]) -> dict[str, Any]:

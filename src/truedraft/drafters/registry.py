@@ -7,7 +7,6 @@ ordinary model, and a table of n-grams, which has none, in `drafter.json`. Nothi
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.embedded import embedded_drafters
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
+from truedraft.files import written_whole
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -254,14 +254,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object so that a reader finds the old file or the new one."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as partial:
-        try:
-            partial.write(json.dumps(content, indent=1) + "\n")
-            partial.close()
-            Path(partial.name).chmod(0o644)
-            Path(partial.name).replace(file)
-        except OSError:
-            partial.close()
-            Path(partial.name).unlink(missing_ok=True)
-            raise
+    """Write a JSON object, see `written_whole`."""
+    with written_whole(file) as made:
+        made.write(json.dumps(content, indent=1).encode() + b"\n")

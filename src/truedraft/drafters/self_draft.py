@@ -75,6 +75,10 @@ class SelfDraft(Drafter):
                 f"{target.name!r} to draft for that"
             )
 
+    def serves(self, request: DraftRequest) -> bool:
+        """Not where its weights could not be made, which is not tried again."""
+        return self.model.failure is None
+
     def cache_tokens(self, tokens: int) -> int:
         """None: drafted tokens lie where the target's own will."""
         return 0
@@ -99,8 +103,8 @@ class SelfDraft(Drafter):
         return [builder.proposal() for builder in builders]
 
     def _within(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget]) -> list[Budget]:
-        """The budgets cut to the options and to the context; the last token drafted is never fed."""
-        rooms = [self.model.most_tokens(request.tokens) - len(request.tokens) + 1 for request in batch]
+        """The budgets cut to the options and to the context."""
+        rooms = [self.model.most_drafted(request.tokens) for request in batch]
         return [budget.within(self.limits).cut(room) for budget, room in zip(budgets, rooms, strict=True)]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:

@@ -195,7 +195,10 @@ def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Calla
     if not taken.keys() - {"ngram"} and target.weight_bytes >= _LEAST_OWN_BYTES:
         own = KINDS["self"]
         try:
-            members.insert(0, own.make(Words("drafter", "self", "int4", own.widest), target))
+            drafter = own.make(Words("drafter", "self", "int4", own.widest), target)
+            if drafter.model is not None:
+                drafter.model.check_room()
+            members.insert(0, drafter)
         except UnsupportedModelError:
             pass  # such a target has no copy of fewer bits, and nobody asked for one
         except Exception as error:
@@ -401,9 +404,9 @@ def _ngram(words: Words, target: LanguageModel) -> Drafter:
 
 def _medusa(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.core.rank_tree import RankTree
-    from truedraft.drafters.calibration import GREEDY, SAMPLED
-    from truedraft.drafters.guess_trees import FixedTrees
-    from truedraft.drafters.medusa import Medusa
+    from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
+    from truedraft.drafters.heads.guess_trees import FixedTrees
+    from truedraft.drafters.heads.medusa import Medusa
     from truedraft.heads import MedusaHeads
 
     branching, file = words.options.get("branching"), words.options.get("tree")
@@ -421,7 +424,7 @@ def _medusa(words: Words, target: LanguageModel) -> Drafter:
 
 
 def _redrafter(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.redrafter import Redrafter
+    from truedraft.drafters.heads.redrafter import Redrafter
 
     sizes = {name: read_whole(name, value) for name, value in words.options.items() if name != "sampled"}
     sampled = _is_sampled(words.options["sampled"]) if "sampled" in words.options else None

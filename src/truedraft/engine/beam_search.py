@@ -255,7 +255,7 @@ class _Reader:
     def room(self, beams: Sequence[tuple[int, ...]]) -> int:
         """How many levels below these beams the model can draft within its context; the last one it does not read."""
         prompt = self._text[: self._prompt]
-        return min(self._model.most_tokens([*prompt, *beam]) - len(prompt) - len(beam) + 1 for beam in beams)
+        return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 
     def read(self, tree: _Tree, fed: int, nodes: Sequence[int]) -> Tensor:
         """Logits `[nodes, vocab]` behind nodes of a tree, of which earlier calls fed the first ones.

@@ -83,7 +83,8 @@ class GuardedDrafter:
         seconds = time.perf_counter() - began
         trees = [proposal.tree for proposal in made.values()]
         depth, nodes = max((tree.shape.depth for tree in trees), default=0), sum(map(len, trees))
-        self.spent = None if self._on_device else DraftTime(self.name, len(asked), depth, nodes, behind, seconds)
+        spent = DraftTime(self.name, len(asked), depth, nodes, behind, seconds, self.drafter.levels)
+        self.spent = None if self._on_device else spent
         return made
 
     def _ask_alone(self, asked: Sequence[Asked], error: Exception) -> dict[int, Proposal]:

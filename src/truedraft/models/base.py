@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.errors import PromptError, UnsupportedModelError
+from truedraft.errors import ModelError, PromptError, UnsupportedModelError
 from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
@@ -90,6 +90,7 @@ class LanguageModel(ABC):
         shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
         placeholders: ids of tokens that this takes the place of.
+        failure: why it cannot run, in a sentence, where its weights are made late and could not be; None while it can.
     """
 
     name: str
@@ -111,6 +112,7 @@ class LanguageModel(ABC):
     shared_ids: Tensor | None = None
     input_names: frozenset[str] = frozenset()
     placeholders: frozenset[int] = frozenset()
+    failure: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -173,6 +175,10 @@ class LanguageModel(ABC):
         """Of a request that begins so, prompt and answer together."""
         return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
+    def most_drafted(self, tokens: Sequence[int]) -> int:
+        """Tokens of its own that it may write behind a text, one below another: the last of them it never reads."""
+        return self.most_tokens(tokens) - len(tokens) + 1
+
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward. A row's logits depend on its own context and ancestors only.
@@ -204,6 +210,16 @@ class LanguageModel(ABC):
             UnsupportedModelError: there are no products with such weights for it; says why.
         """
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
+
+    def check_room(self) -> None:
+        """Refuse where weights that are still to be made find no room in the memory that is free now, or could not be
+        made before.
+
+        Raises:
+            ModelError: says how much they take and how much is free.
+        """
+        if self.failure is not None:
+            raise ModelError(self.failure)
 
     def first_layers(self, count: int) -> LanguageModel:
         """This model's first layers, then its final norm and LM head, to draft for itself: no weight is copied.

@@ -19,6 +19,7 @@ from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
+from truedraft.machine import free_memory, in_bytes
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend, decoder_layers
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
@@ -38,6 +39,7 @@ _CHANGING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_ma
 _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _CHECKED_TOKENS = 4
 _CANONICAL = (torch.float32, torch.bfloat16)
+_MOST_OF_FREE = 0.75  # of the memory that is free, for weights that are made beside the model's own
 UP_TO_NEAR_TIES = "up to near ties"
 
 
@@ -108,6 +110,8 @@ class HuggingFaceModel(LanguageModel):
         self._lock = threading.Lock()
         self._threads = ThreadChoice() if self._backend.any_threads else None
         self._whole: HuggingFaceModel | None = None  # that this is a cheaper form of
+        self._bits = 0  # of weights that are still to be made
+        self._failures: dict[int, str] = {}  # by bits: why no such weights could be made, of all that are made of this
 
     @property
     def module(self) -> PreTrainedModel:
@@ -170,6 +174,32 @@ class HuggingFaceModel(LanguageModel):
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        if self._bits:
+            return self._first_forward(segments)
+        return self._forward(segments)
+
+    def _first_forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        """As `forward`, which makes the weights.
+
+        Raises:
+            ModelError: there is no room for them, or they could not be made; another attempt is not made.
+        """
+        bits = self._bits
+        try:
+            self.check_room()
+        except ModelError as error:
+            self._failures.setdefault(bits, str(error))
+            raise
+        try:
+            output = self._forward(segments)
+        except (MemoryError, RuntimeError, OSError) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            failure = self._failures.setdefault(bits, f"{self.name}: its weights could not be made ({said})")
+            raise ModelError(failure) from error
+        self._bits = 0
+        return output
+
+    def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         with self._lock:
             if self._backend.own_threads:
                 logits, hidden = self._backend.forward(segments, self.device)
@@ -200,8 +230,21 @@ class HuggingFaceModel(LanguageModel):
                 f"{self.name} cannot draft for itself with weights of {bits} bits ({error}); use another drafter"
             ) from error
         twin = self._twin(f"{self.name} in {bits} bits", backend)
-        twin.weight_bytes = backend.weight_bytes
+        twin.weight_bytes, twin._bits = backend.weight_bytes, bits
         return twin
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return self._failures.get(self._bits) if self._bits else None
+
+    def check_room(self) -> None:
+        super().check_room()
+        free = free_memory(self.device) if self._bits else None
+        if free is not None and self.weight_bytes > _MOST_OF_FREE * free:
+            raise ModelError(
+                f"{self.name} takes {in_bytes(self.weight_bytes)} of memory beside the model's own weights, and "
+                f"{in_bytes(free)} are free, of which a quarter must stay so; free some, or use another drafter"
+            )
 
     def first_layers(self, count: int) -> HuggingFaceModel:
         own, total = self.layers, len(self._layer_bytes)

@@ -9,18 +9,27 @@ from dataclasses import dataclass
 from truedraft.errors import MissingExtraError, UnknownOptionError
 from truedraft.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
 from truedraft.peers.base import Outcome, PeerSetup, PeerSystems, System
+from truedraft.peers.calling import Patience
+from truedraft.peers.endpoint import Endpoint
+from truedraft.peers.process import ProcessPeer, load_function
+from truedraft.peers.transcript import Recorded
 
 __all__ = [
     "FILTERS",
+    "Endpoint",
     "Outcome",
+    "Patience",
     "Peer",
     "PeerFacts",
     "PeerSetup",
     "PeerSystems",
+    "ProcessPeer",
     "Question",
+    "Recorded",
     "Reply",
     "System",
     "check_peer",
+    "load_function",
     "peer_systems",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,10 @@ class Peer(ABC):
 
         One that could not be answered is an error in its place, so that the others are kept.
         """
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        """The same, each as it comes, with the number of its question: who keeps answers loses none to an interrupt."""
+        yield from enumerate(self.ask(questions))
 
     def refuses(self, params: SamplingParams) -> str:
         """Options of a question that the engine does not take, joined by commas; "" where it takes all."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from truedraft.core.survival import Survival, scores_for
-from truedraft.drafters.beams import Beams, beam_search, merge, with_dropped
-from truedraft.drafters.calibration import BEAMS_FACT, FACT
+from truedraft.drafters.heads.beams import Beams, beam_search, merge, with_dropped
+from truedraft.drafters.heads.calibration import BEAMS_FACT, FACT
 from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel
 from truedraft.planning.guesses import chunks_of

@@ -20,7 +20,7 @@ from truedraft.planning.walks import check_walkable
 
 if TYPE_CHECKING:
     from truedraft.drafters.draft_model import DraftModel
-    from truedraft.drafters.redrafter import Redrafter
+    from truedraft.drafters.heads.redrafter import Redrafter
 
 LONGEST = 12
 """Longest chain that is tried where nobody chose a length."""

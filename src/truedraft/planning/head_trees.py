@@ -11,8 +11,8 @@ import torch
 
 from truedraft.core.rank_tree import CandidatePaths, Numbers, RankTree, candidate_paths
 from truedraft.core.survival import Survival
-from truedraft.drafters.calibration import COUNTED, COUPLED, LIKELIEST
-from truedraft.drafters.guess_trees import MOST_RANKS
+from truedraft.drafters.heads.calibration import COUNTED, COUPLED, LIKELIEST
+from truedraft.drafters.heads.guess_trees import MOST_RANKS
 from truedraft.planning.guesses import HeadGuesses
 from truedraft.planning.rank_paths import RankTable, TreeTokens, choose_tree, tokens_of_tree
 from truedraft.planning.replay import CURVE_NODES, NEVER, Trace, TraceReplay

@@ -239,9 +239,9 @@ def make_plan(
     progress(0.7, "costs of the target")
     forwards, context = costs.forwards(), _mean_context(traces)
     drafting = []
-    for number, (each, options, survival) in enumerate(replayed):
-        progress(0.75 + 0.25 * number / len(replayed), f"costs of {each.typed}")
-        drafting.append(_drafting(each, options, survival, costs, params, context))
+    for number, each in enumerate(replayed):
+        progress(0.75 + 0.25 * number / len(replayed), f"costs of {each.candidate.typed}")
+        drafting.append(_drafting(each, costs, params, context))
     progress(1.0, "")
     return Plan(
         _version(),
@@ -275,17 +275,37 @@ def _version() -> str:
     return str(machine_facts()["truedraft"])
 
 
+@dataclass(frozen=True)
+class _Replayed:
+    """A candidate on the traces.
+
+    Attributes:
+        candidate: as given.
+        options: what its sizes bring.
+        survival: of its largest.
+        guessed: share of a chain's tokens behind its first that take no level of drafting.
+    """
+
+    candidate: Candidate
+    options: Sequence[PlanOption]
+    survival: tuple[float, ...]
+    guessed: float
+
+
 def _replayed(
     target: LanguageModel,
     candidates: Sequence[Candidate],
     traces: Sequence[AnswerTrace],
     progress: Callable[[float, str], None],
-) -> list[tuple[Candidate, list[PlanOption], tuple[float, ...]]]:
-    """What the sizes of each candidate bring, and the survival of its largest."""
+) -> list[_Replayed]:
+    """What the sizes of each candidate bring."""
     found = []
     for number, each in enumerate(candidates):
         progress(number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
-        found.append((each, *options_of(walk_along(each.drafter, target, traces), each.words)))
+        walks = walk_along(each.drafter, target, traces)
+        tokens = sum(walk.tokens for walk in walks)
+        guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
+        found.append(_Replayed(each, *options_of(walks, each.words), guessed))
     return found
 
 
@@ -295,19 +315,16 @@ def _mean_context(traces: Sequence[AnswerTrace]) -> int:
     return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
 
 
-def _drafting(
-    candidate: Candidate,
-    options: Sequence[PlanOption],
-    survival: tuple[float, ...],
-    costs: StepCosts,
-    params: SamplingParams,
-    context: int,
-) -> Drafting:
+def _drafting(replayed: _Replayed, costs: StepCosts, params: SamplingParams, context: int) -> Drafting:
+    candidate = replayed.candidate
     drafter = candidate.drafter
     cost = costs.drafting(candidate.timed, params)
+    if replayed.guessed:
+        cost = cost.guessed(replayed.guessed, drafter.limits.depth)
     growth = _growth(drafter, costs, context)
     memory = memory_of(drafter)
-    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory)
+    options = tuple(replayed.options)
+    return Drafting(candidate.typed, drafter.name, options, replayed.survival, cost, growth, memory)
 
 
 def _together(drafting: Sequence[Drafting]) -> list[Drafting]:

@@ -76,6 +76,8 @@ class Walk:
         sizes: `[places]`: nodes of the whole proposal, or the budget that it takes.
         drafted: `[places, nodes + 1]`: nodes within a budget of 0, 1, ..., where draws that agree may leave some of it;
             None where a budget is used up.
+        guessed: share of a chain's tokens that took no level of drafting, as its drafter would foretell it behind the
+            last place.
     """
 
     fewest: Numbers
@@ -83,6 +85,7 @@ class Walk:
     depths: Numbers
     sizes: Numbers
     drafted: Numbers | None = None
+    guessed: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -223,6 +226,7 @@ class _Life:
         self._drawn = is_drawn(trace.params)
         self._step = 0
         self._begun = False
+        self._guessed = 0.0
         self._held: list[list[int]] = []  # of each place: nodes that hold the continuation, by depth
         self._draws = draws_of(drafter, trace.seed)
         self._depths: list[list[int]] = []
@@ -242,13 +246,14 @@ class _Life:
     def end(self, drafter: Drafter) -> None:
         """It is over, also where it failed."""
         if self._begun:
-            self._begun = False
+            self._begun, self._guessed = False, drafter.hint(self.request).guessed
             drafter.end(self.request)
 
     def budget(self, drafter: Drafter) -> Budget:
-        """As large as a proposal may be here; of a drawn chain one token tells all."""
+        """As large as a proposal may be here; of a drawn chain one token tells all, but how many levels others take."""
         left = self._allowed(self._place)
-        return drafter.limits.cut(min(left, 1) if self._draws_tokens(drafter) and drafter.limits.width == 1 else left)
+        first = self._draws_tokens(drafter) and drafter.limits.width == 1 and drafter.levels is None
+        return drafter.limits.cut(min(left, 1) if first else left)
 
     def _allowed(self, place: int) -> int:
         """Tokens that may be drafted at a place."""
@@ -296,7 +301,8 @@ class _Life:
         most = max([1, *map(len, self._depths)])
         depths = np.array([each + [each[-1]] * (most - len(each)) for each in self._depths], np.int64)
         sizes = np.array([len(each) - 1 for each in self._depths], np.int64)
-        return Walk(fewest, (fewest < NEVER).astype(np.float64), depths.reshape(len(sizes), most), sizes)
+        depths = depths.reshape(len(sizes), most)
+        return Walk(fewest, (fewest < NEVER).astype(np.float64), depths, sizes, guessed=self._guessed)
 
     def _of_draws(self, drafter: Drafter) -> Walk:
         """Tokens that are drawn: what as many levels as a step may draft bring, each of which a budget has or not."""
@@ -312,7 +318,8 @@ class _Life:
         within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # levels that a budget has
         depths = np.minimum(within[None], allowed[:, None])
         taken = np.concatenate([[0], levels])[allowed]
-        return Walk(fewest, survival, depths, taken, self._drafted(depths) if drafter.limits.width > 1 else None)
+        drafted = self._drafted(depths) if drafter.limits.width > 1 else None
+        return Walk(fewest, survival, depths, taken, drafted, self._guessed)
 
     def _drafted(self, depths: Numbers) -> Numbers:
         """Nodes of the proposals down to some depths `[places, budgets]`."""

@@ -95,6 +95,7 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
     # Taken, and of no effect: nothing is stored, and how models think is a matter of their templates.
     store: bool | None = None
     reasoning_effort: str | None = None
@@ -256,8 +257,13 @@ class _Chat:
     def whole(self) -> dict[str, Any]:
         """All choices."""
         streams, front = self._answering.streams, self._front
-        rest = {"usage": front.usage(self._answering, len(streams)), "speculation": front.speculation(streams)}
+        rest: dict[str, Any] = {
+            "usage": front.usage(self._answering, len(streams)),
+            "speculation": front.speculation(streams),
+        }
         choices = [self._choice(stream) for stream in streams]
+        if self._body.return_token_ids:
+            rest["prompt_token_ids"] = streams[0].prompt_ids
         return self._head | {"object": "chat.completion", "choices": choices} | rest
 
     def _choice(self, stream: Stream) -> dict[str, Any]:
@@ -278,6 +284,8 @@ class _Chat:
         found = {"index": stream.number, "message": message, "logprobs": logprobs, "finish_reason": reason}
         if answer.prompt_logprobs is not None:
             found["prompt_logprobs"] = [None, *map(self._front.logprobs_entry, answer.prompt_logprobs)]
+        if self._body.return_token_ids:
+            found["token_ids"] = answer.token_ids
         return found
 
     async def events(self) -> AsyncIterator[str]:
@@ -285,8 +293,10 @@ class _Chat:
         front, streams = self._front, self._answering.streams
         head = self._head | {"object": "chat.completion.chunk"}
         readers = [None if self._use is None else CallReader(self._use) for _ in streams]
+        begin = head | ({"prompt_token_ids": streams[0].prompt_ids} if self._body.return_token_ids else {})
         for stream in streams:
-            yield event(head | {"choices": [_delta(stream.number, {"role": "assistant", "content": ""})]})
+            yield event(begin | {"choices": [_delta(stream.number, {"role": "assistant", "content": ""})]})
+            begin = head
         async for news in self._answering.news():
             stream, reader = streams[news.number], readers[news.number]
             answer = news.pieces[-1].answer if news.pieces else None
@@ -302,6 +312,8 @@ class _Chat:
             entries = [entry for piece in news.pieces for entry in piece.logprobs]
             if entries:
                 choice["logprobs"] = {"content": list(map(front.logprobs_entry, entries)), "refusal": None}
+            if self._body.return_token_ids:
+                choice["token_ids"] = [token for piece in news.pieces for token in piece.token_ids]
             chunk = head | {"choices": [choice]}
             if stream.shows_steps:
                 chunk["trace"] = trace_of(stream, news, front.token_text)
@@ -310,7 +322,7 @@ class _Chat:
                 called = reader is not None and reader.calls and reason == "stop"
                 choice["finish_reason"] = "tool_calls" if called else reason
                 chunk["speculation"] = front.speculation([stream])
-            if delta or entries or answer is not None or stream.shows_steps:
+            if delta or entries or choice.get("token_ids") or answer is not None or stream.shows_steps:
                 yield event(chunk)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield event(head | {"choices": [], "usage": front.usage(self._answering, len(streams))})

@@ -35,6 +35,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -137,6 +138,9 @@ class _Completion:
             found["logprobs"] = self._logprobs(stream, answer.logprobs or [], 0, echoes=bool(self._body.echo))
         if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = [None, *map(self._front.logprobs_entry, answer.prompt_logprobs)]
+        if self._body.return_token_ids:
+            found["prompt_token_ids"] = stream.prompt_ids
+            found["token_ids"] = answer.token_ids if self._keeps else []
         return found | {"finish_reason": finish_reason(answer) if self._keeps else "length"}
 
     def _echoed(self, stream: Stream) -> str:
@@ -181,6 +185,7 @@ class _Completion:
         body, front, streams = self._body, self._front, self._answering.streams
         offsets = [0] * len(streams)
         waiting = {stream.number for stream in streams if body.echo}  # for the text of their prompt
+        untold = {stream.number for stream in streams if body.return_token_ids}  # as to the ids of their prompt
         async for news in self._answering.news():
             stream = streams[news.number]
             if news.number in waiting:  # here, for logprobs of a prompt are known once it is read
@@ -189,6 +194,9 @@ class _Completion:
                 if body.logprobs is not None:
                     choice["logprobs"] = self._logprobs(stream, (), 0, echoes=True)
                 offsets[news.number] = len(choice["text"])
+                if body.return_token_ids:
+                    choice |= {"token_ids": [], "prompt_token_ids": stream.prompt_ids}
+                    untold.discard(news.number)
                 yield event(self._head | {"choices": [choice]})
             pieces = news.pieces if self._keeps else [each for each in news.pieces if each.answer is not None]
             answer = pieces[-1].answer if pieces else None
@@ -198,13 +206,18 @@ class _Completion:
                 entries = [entry for piece in pieces for entry in piece.logprobs] if self._keeps else []
                 choice["logprobs"] = self._logprobs(stream, entries, offsets[news.number])
                 offsets[news.number] += sum(len(front.token_text(entry.token)) for entry in entries)
+            if body.return_token_ids:
+                choice["token_ids"] = [token for piece in pieces for token in piece.token_ids] if self._keeps else []
             chunk = self._head | {"choices": [choice]}
             if stream.shows_steps:
                 chunk["trace"] = trace_of(stream, news, front.token_text)
             if answer is not None:
                 choice["finish_reason"] = finish_reason(answer) if self._keeps else "length"
                 chunk["speculation"] = front.speculation([stream])
-            if text or answer is not None or choice["logprobs"] or stream.shows_steps:
+            if text or answer is not None or choice["logprobs"] or choice.get("token_ids") or stream.shows_steps:
+                if news.number in untold:
+                    untold.remove(news.number)
+                    choice["prompt_token_ids"] = stream.prompt_ids
                 yield event(chunk)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})

@@ -67,6 +67,11 @@ class Stream:
     shown_tokens: int = 0
     forced_tokens: set[int] = field(default_factory=set)
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return list(self.request.tokens[: self.request.prompt_tokens])
+
 
 @dataclass(frozen=True, slots=True)
 class News:

@@ -312,6 +312,24 @@ class DraftCost:
         check_whole("depth", depth, least=0)
         return self._curve([(point.depth, point.seconds) for point in self.points], depth)
 
+    def guessed(self, share: float, longest: int) -> DraftCost:
+        """The cost by length of chains, where this one is by levels and some tokens take none: a cascade's.
+
+        Worked example: levels of 2 ms, of the tokens behind the first one half take none. A chain of 5 takes 3 levels,
+        6 ms.
+
+        Args:
+            share: of the tokens behind a chain's first that take no level, a fraction.
+            longest: length.
+        """
+        points = []
+        for length in range(1, longest + 1):
+            levels = length - share * (length - 1)
+            whole = int(levels)
+            seconds = self(whole) + (levels - whole) * (self(whole + 1) - self(whole))
+            points.append(DraftPoint(length, length, seconds))
+        return DraftCost(tuple(points))
+
     def of_nodes(self, nodes: int) -> float:
         """Seconds of a proposal with so many nodes, in the shape in which the drafter adds them; 0 for none.
 

@@ -18,7 +18,7 @@ import torch
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.registry import write_record
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError, VocabularyMismatchError
-from truedraft.machine import describe_machine
+from truedraft.machine import describe_machine, in_bytes
 from truedraft.models.architecture import (
     LlamaShape,
     load_causal_lm,
@@ -56,7 +56,7 @@ from truedraft.training.options import DraftSizeOptions
 from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
 from truedraft.training.texts.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
 from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
-from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes, in_bytes
+from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

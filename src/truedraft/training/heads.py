@@ -14,6 +14,7 @@ import torch
 
 from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.heads import Head, HeadRecord
+from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
@@ -36,7 +37,6 @@ from truedraft.training.workspace import (
     alone_in,
     duration,
     free_bytes,
-    in_bytes,
     writing,
 )
 

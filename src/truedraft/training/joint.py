@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from truedraft.errors import MissingExtraError
 from truedraft.heads import Head, HeadRecord
+from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
@@ -44,7 +45,7 @@ from truedraft.training.report import Effort, HeadReport, HeadResult, JointRepor
 from truedraft.training.targets import TargetRows, computed_rows
 from truedraft.training.texts.data import BlockSampler, stream_hash
 from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
-from truedraft.training.workspace import WORK, in_bytes, writing
+from truedraft.training.workspace import WORK, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from truedraft.drafters.calibration import COUNTED, FACT, LIKELIEST, Calibration
-from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
-from truedraft.drafters.medusa import Medusa
+from truedraft.drafters.heads.calibration import COUNTED, FACT, LIKELIEST, Calibration
+from truedraft.drafters.heads.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
+from truedraft.drafters.heads.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.options import check_share, check_whole
 from truedraft.planning import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truedraft.drafters.ngram_table import MOST_ORDER, Level, NgramTable, TableFacts, table_bytes
+from truedraft.drafters.ngram.table import MOST_ORDER, Level, NgramTable, TableFacts, table_bytes
 from truedraft.errors import DataError, OptionError
 
 _LEAST_DISCOUNT, _MOST_DISCOUNT = 0.1, 0.9

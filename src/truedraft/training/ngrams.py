@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truedraft.drafters.ngram import NgramDrafter
-from truedraft.drafters.ngram_table import MOST_ORDER
+from truedraft.drafters.ngram.drafter import NgramDrafter
+from truedraft.drafters.ngram.table import MOST_ORDER
 from truedraft.drafters.registry import TABLE, write_record
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
-from truedraft.machine import describe_machine
+from truedraft.machine import describe_machine, in_bytes
 from truedraft.models.loading import load_model, quiet_transformers
 from truedraft.options import check_whole, read_bytes
 from truedraft.planning import TREE_TEMPERATURES
@@ -28,10 +28,10 @@ from truedraft.training.texts.answer_writer import WritingConfig, write_answers
 from truedraft.training.texts.data import read_texts
 from truedraft.training.texts.prompts import cut_prompts, keep_back, shuffled, standard_library_texts
 from truedraft.training.texts.tokenizer import load_tokenizer
-from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, in_bytes, writing
+from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, writing
 
 if TYPE_CHECKING:
-    from truedraft.drafters.ngram_table import NgramTable
+    from truedraft.drafters.ngram.table import NgramTable
     from truedraft.models.base import LanguageModel
     from truedraft.training.texts.data import Encoder
 
@@ -191,23 +191,25 @@ def _encoded(
         DataError: the text writes ids that the target has not.
     """
     documents: list[NDArray[np.int32]] = []
-    characters, done, kept = sum(map(len, texts)), 0, 0
+    characters, done, kept, left_out = sum(map(len, texts)), 0, 0, False
     with quiet_transformers():  # which warns of texts longer than the context
         for text in texts:
             parts: list[NDArray[np.int32]] = []
             for piece in _pieces(text):
                 told.on_progress("reading text", done, characters, f"{kept:,} tokens")
-                ids = tokenizer.encode(piece, add_special_tokens=False)[: most - kept]
-                parts.append(np.array(ids, np.int32))
-                done, kept = done + len(piece), kept + len(parts[-1])
+                ids = tokenizer.encode(piece, add_special_tokens=False)
+                parts.append(np.array(ids[: most - kept], np.int32))
+                left_out, kept = len(parts[-1]) < len(ids), kept + len(parts[-1])
+                done += round(len(piece) * len(parts[-1]) / len(ids)) if left_out else len(piece)
                 if kept >= most:
                     break
             documents.append(np.concatenate([*parts, np.array([tokenizer.eos_token_id], np.int32)]))
             if kept >= most:
                 break
     told.on_progress("reading text", characters, characters, f"{kept:,} tokens")
-    if done < characters:
-        told.on_note(f"the first {kept:,} tokens of the text are counted, {done / characters:.0%} of it")
+    if left_out or done < characters:
+        share = min(done / characters, 0.99)  # also where its last token alone is left out
+        told.on_note(f"the first {kept:,} tokens of the text are counted, {share:.0%} of it")
     largest = max((int(document.max()) for document in documents), default=-1)
     if largest >= vocab_size:
         raise DataError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from truedraft.drafters.redrafter import Redrafter
+from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord, RedrafterConfig, RedrafterHead
 from truedraft.options import check_share, check_whole

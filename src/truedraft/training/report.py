@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from truedraft.drafters.calibration import PROMISED_ON
+from truedraft.drafters.heads.calibration import PROMISED_ON
 from truedraft.machine import describe_machine
 from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command

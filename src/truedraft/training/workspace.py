@@ -148,14 +148,6 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def in_bytes(count: int) -> str:
-    """A number of bytes in words."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
-
-
 def _busy(work: Path) -> str:
     try:
         owner = f"process {int((work / _OWNER).read_text())}"

@@ -13,7 +13,7 @@ from truedraft.costs import Effort, measure_drafter
 from truedraft.drafters import PromptLookup, SuffixDrafter, from_spec
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.suffix import SuffixStore
-from truedraft.drafters.suffix.drafter import likeliest_tree
+from truedraft.drafters.suffix.drafter import tree_of
 from truedraft.drafters.suffix.index import END, Matches
 from truedraft.errors import OptionError
 
@@ -22,7 +22,7 @@ WIDE = Budget(8, 8, 24)
 
 
 def paths(matches: Matches, depth: int = 8, nodes: int = 24, width: int = 8) -> list[tuple[int, ...]]:
-    tree = likeliest_tree(matches, depth, nodes, width)
+    tree = tree_of(matches, depth, nodes, width)
     return [tree.path_tokens(leaf) for leaf in tree.shape.leaves]
 
 

@@ -18,9 +18,8 @@ from truedraft.core import probs as L
 from truedraft.core.params import SamplingParams
 from truedraft.peers import FILTERS
 
-_SHARED_DRAFTS = 6
-"""Of so many drafted tokens, those likeliest to be rejected, shared noise is followed; of the others it is not."""
-_SHARED_SUPPORT = 96
+COPIED = "copied from the text"
+"""The name of candidates that are copied as n-gram speculation does."""
 _NGRAM = 3
 _CUTS = (0.1, 0.3, 0.5)
 _BEHIND = 2
@@ -150,15 +149,20 @@ def _of_judging(draft: str) -> list[Alternative]:
         Alternative(f"{draft}: accepted always", "drafts accepted without judging", by(faults.emitted_always)),
         Alternative(f"{draft}: residual", "residual replaced by p", by(faults.emitted_by_target_residual)),
         Alternative(f"{draft}: one number twice", "noise used twice", by(faults.emitted_by_one_key)),
-        Alternative(f"{draft}: one Gumbel noise", "noise used twice", by(emitted_by_shared_gumbel)),
+    ]
+    if draft == COPIED:  # nothing was drawn, so nothing of the drawing can be wrong
+        return found
+    found += [
+        Alternative(f"{draft}: one Gumbel noise", "noise used twice", by(faults.emitted_by_shared_noise)),
         Alternative(
-            f"{draft}: another temperature", "draft judged at another temperature",
+            f"{draft}: another temperature",
+            "draft judged at another temperature",
             by(faults.emitted_at_another_temperature),
         ),
-    ]  # fmt: skip
+    ]
     for cut in _CUTS:
-        emitted = _hiding(cut)
-        found.append(Alternative(f"{draft}: cut below {cut:g}", "draft cut by its own probability", by(emitted)))
+        name = f"{draft}: cut below {cut:g}"
+        found.append(Alternative(name, "draft cut by its own probability", by(_hiding(cut))))
     return found
 
 
@@ -209,38 +213,6 @@ def _hiding(cut: float) -> Callable[[Tensor, Tensor], Tensor]:
         return kept + rejected * L.residual(p, q) + hidden * p
 
     return emitted
-
-
-def emitted_by_shared_gumbel(p: Tensor, q: Tensor) -> Tensor:
-    """Of an engine whose replacement is the largest of log residual + g, g the noise that drew the draft from q.
-
-    Followed for the drafts that are rejected most, and for the residual's largest tokens; the others are replaced as
-    they should be.
-    """
-    residual = L.residual(p, q)
-    lost = (q - p).clamp_min(0.0)
-    emitted = torch.minimum(p, q)
-    for row in range(len(p)):
-        drafts = lost[row].topk(min(_SHARED_DRAFTS, lost.shape[-1]))
-        rest = float(lost[row].sum() - drafts.values.sum())
-        support = residual[row].topk(min(_SHARED_SUPPORT, residual.shape[-1])).indices
-        for weight, draft in zip(drafts.values.tolist(), drafts.indices.tolist(), strict=True):
-            if weight > 1e-4:
-                emitted[row] += weight * _replaced(q[row], draft, residual[row], support)
-            else:
-                rest += weight
-        emitted[row] += rest * residual[row]
-    return emitted
-
-
-def _replaced(q: Tensor, draft: int, residual: Tensor, support: Tensor) -> Tensor:
-    """The law of a replacement under the noise that drew a draft, over a part of the vocabulary."""
-    places = torch.cat([support, torch.tensor([draft])])
-    after = torch.cat([residual[support], torch.zeros(1, dtype=residual.dtype)])
-    own = faults.probs_under_shared_noise(q[places].clamp_min(1e-12), len(support), after / after.sum())
-    found = residual.clone()
-    found[support] = own[:-1] * residual[support].sum()
-    return found / found.sum()
 
 
 def ngram_candidates(law: Law) -> Tensor:

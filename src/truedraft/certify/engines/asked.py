@@ -83,9 +83,9 @@ class Asked:
 
     @property
     def dropped_share(self) -> float:
-        """Of all answers, what was dropped or had ids that were not told: so far may their distribution be off."""
-        lost = sum(self.dropped.values()) + sum(self.unsure.values())
-        return lost / max(1, self.answers + sum(self.dropped.values()))
+        """Of all answers, what was dropped: so far may the distribution of the others be off."""
+        lost = sum(self.dropped.values())
+        return lost / max(1, self.answers + lost)
 
 
 def streams(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:

@@ -47,19 +47,22 @@ class Evidence:
         filters: the engine's order.
         drafts: names of the drafts whose distributions come with laws.
         slack: the allowance at the request's temperature.
-        lost: part of the answers that may have been lost by what they said.
+
+    Attributes:
+        lost: part of the answers so far that may have been dropped for what they said. Where there are such, only
+            events are judged, with so much more allowed: what is left is a choice among the answers.
     """
 
     def __init__(
-        self, vocab: int, params: SamplingParams, filters: Sequence[str], drafts: Sequence[str], slack: float,
-        lost: float = 0.0,
+        self, vocab: int, params: SamplingParams, filters: Sequence[str], drafts: Sequence[str], slack: float
     ) -> None:  # fmt: skip
         self._bets = Bets(alternatives_for(params, filters, drafts))
         self._events = Events(vocab, 1)
-        self._processes = EProcesses(self._events.names, lost, slack)
+        self._processes = EProcesses(self._events.names, 0.0, slack)
         self._outside = EProcesses(["tokens that the options forbid"])
         self._repeated = Repeated()
         self._reached: dict[float, int] = {}
+        self.lost = 0.0
         self.tokens = 0
         self.sure = 0
         self.outside = 0
@@ -77,7 +80,7 @@ class Evidence:
         if repeated:
             parts["counts"] = self._repeated.add(law)
         self._outside.add(torch.full((len(law.tokens), 1), _OUTSIDE, dtype=torch.float64), law.outside[:, None])
-        self._processes.add(*self._of_events(law))
+        self._processes.add(*self._of_events(law), self.lost)
         self._note_crossings(before, parts)
         self.tokens += len(law.tokens)
         self.sure += int(law.sure.sum())
@@ -94,12 +97,11 @@ class Evidence:
     def log_parts(self) -> dict[str, float]:
         """The logarithm of each part's evidence so far; each is an e-process, and so is their mean."""
         events = self._processes.log_evidence()
-        return {
-            "bets": self._bets.log_evidence,
-            "counts": self._repeated.log_evidence,
-            "events": float(torch.logsumexp(events, dim=0)) - math.log(len(events)),
-            "outside": float(self._outside.log_evidence()[0]),
-        }
+        parts = {"events": float(torch.logsumexp(events, dim=0)) - math.log(len(events))}
+        parts["outside"] = float(self._outside.log_evidence()[0])
+        if self.lost:
+            return parts
+        return parts | {"bets": self._bets.log_evidence, "counts": self._repeated.log_evidence}
 
     @property
     def log_evidence(self) -> float:
@@ -115,7 +117,7 @@ class Evidence:
         """Look behind each token of the parts that say so; the others say it at the end of the answer."""
         places = max(len(each) for each in parts.values())
         for place in range(places):
-            now = before | {name: float(each[place]) for name, each in parts.items()}
+            now = before | {name: float(each[place]) for name, each in parts.items() if name in before}
             self._cross(_mean(now), self.tokens + place + 1)
         self._cross(self.log_evidence, self.tokens + places)
 

@@ -183,27 +183,24 @@ def _top_k(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
 def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
     """A token is kept where the mass before it is less than p.
 
-    Masses that may each be off by a factor of e^d move a sum c by at most 2 d c (1 - c), to first order.
+    At the least that is the mass of tokens that are likelier by more than rounding, at the most that of all that may
+    be; and where each probability may be off by a factor of e^d, so may a mass's odds by e^2d.
     """
     if params.top_p >= 1.0:
         return None
-    p = params.top_p
-    probs = torch.softmax(scores, dim=-1)
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    moved = _NUCLEUS + 2.0 * off * before * (1.0 - before)
-    kept_in_order = before < p
-    may_in_order = before - moved < p
-    surely_in_order = before + moved < p
-    # The last one kept and the first one that is not may change places.
-    size = kept_in_order.sum(dim=-1, keepdim=True)
-    last = ordered.gather(-1, size - 1)
-    following = ordered.gather(-1, size.clamp_max(ordered.shape[-1] - 1))
-    swapped = (size < ordered.shape[-1]) & (following >= last * math.exp(-2.0 * off)) & (following > 0.0)
-    near = (ordered >= last * math.exp(-2.0 * off)) & swapped
-    certain = ((may_in_order == surely_in_order) | (ordered == 0.0)).all(dim=-1) & ~swapped[:, 0]
+    p, factor = params.top_p, math.exp(2.0 * off)
+    ordered, order = torch.softmax(scores, dim=-1).sort(dim=-1, descending=True, stable=True)
+    sums = torch.nn.functional.pad(ordered.cumsum(dim=-1), (1, 0))
+    rising = -ordered  # which `searchsorted` needs
+    least = sums.gather(-1, torch.searchsorted(rising, rising * factor))
+    most = sums.gather(-1, torch.searchsorted(rising, rising / factor, right=True)) - ordered
+    may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
+    surely = most / (most + (1.0 - most).clamp_min(0.0) / factor) < p - _NUCLEUS
+    surely[:, 0] |= ordered[:, 0] > factor * ordered[:, 1]  # nothing comes before it
+    certain = ((may == surely) | (ordered == 0.0)).all(dim=-1)
     unsort = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-    return kept_in_order.gather(-1, unsort), (may_in_order | near).gather(-1, unsort), certain
+    kept = sums[:, :-1] < p
+    return kept.gather(-1, unsort), may.gather(-1, unsort), certain
 
 
 def _min_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:

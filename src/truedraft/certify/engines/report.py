@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
-from truedraft.certify.certificate import MARKS, plain_value, table_cell
-from truedraft.certify.checks import Finding, Part, Status
+from truedraft.certify.certificate import page, plain_value
+from truedraft.certify.checks import Finding, Status
 from truedraft.certify.engines.evidence import ALARM, CERTAIN
 from truedraft.core.params import SamplingParams
 from truedraft.peers import PeerFacts
@@ -129,18 +129,8 @@ def _options(report: EngineReport) -> str:
 
 def engine_page(report: EngineReport, circumstances: Mapping[str, Any]) -> str:
     """A page in Markdown; circumstances are shown as they are."""
-    lines = ["# Certificate of an engine", "", f"**{engine_verdict(report)}**", ""]
-    lines += [f"- {line}" for line in engine_meaning(report)] + [""]
-    for part in Part:
-        findings = [finding for finding in report.findings if finding.part is part]
-        if findings:
-            lines += [f"## {part.value.capitalize()}", "", "| check | | |", "|---|---|---|"]
-            lines += [f"| {table_cell(f.name)} | {MARKS[f.status]} | {table_cell(f.summary)} |" for f in findings] + [
-                ""
-            ]
-    lines += ["## Circumstances", "", "| | |", "|---|---|"]
-    lines += [f"| {table_cell(name)} | {table_cell(plain_value(value))} |" for name, value in circumstances.items()]
-    return "\n".join([*lines, ""])
+    title = "Certificate of an engine"
+    return page(title, engine_verdict(report), engine_meaning(report), report.findings, circumstances)
 
 
 def junit(report: EngineReport) -> str:

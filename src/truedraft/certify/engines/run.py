@@ -12,7 +12,7 @@ from torch import Tensor
 from truedraft.certify.checks import Deadline, Finding, Part, Status, now
 from truedraft.certify.engines import behaviour
 from truedraft.certify.engines.against import TwoSamples
-from truedraft.certify.engines.alternatives import ngram_candidates
+from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
 from truedraft.certify.engines.asked import (
     BEGINNING,
     REPEATED_TOKENS,
@@ -38,7 +38,6 @@ _GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
 _REPEATED_PROMPTS = 3
 _STREAMS = 3
 """Answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
-_NGRAM = "copied from the text"
 
 Tell = Callable[[Part, float], None]
 
@@ -65,8 +64,7 @@ def certify_engine(
         prompts: token ids; the more, the better.
         params: how it is asked: temperature, top-k, top-p, min-p, penalties; its seed is that of the first request.
         rounded: the same weights as coarse as the engine may hold them, to measure what rounding does.
-        drafts: draft models that the engine may use, by name; with them faults of judging are named, without them they
-            are found by what they do.
+        drafts: draft models that the engine may use, by name, so that faults of judging are named.
         together: requests that are asked at once.
         seconds: when to stop at the latest, answers under way apart.
         tokens: of sampled answers that are wanted; less where the evidence is certain before.
@@ -97,17 +95,8 @@ def certify_engine(
     findings += _promises(asked, prompts, params, greedy, all_answers, target)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowance.log_ratio, "allowance_is": allowance.told}
-    return EngineReport(
-        findings,
-        peer.facts,
-        params,
-        together,
-        asked.tokens,
-        now() - began,
-        dict(asked.dropped),
-        dict(+asked.unsure),
-        more,
-    )
+    lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
+    return EngineReport(findings, peer.facts, params, together, asked.tokens, now() - began, **lost, more=more)
 
 
 def _refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: float, sends_seeds: bool) -> None:
@@ -176,6 +165,7 @@ def _sampled(
         for number, questions in enumerate(rounds):
             answered = asked.ask(questions)
             kept += answered
+            evidence.lost = asked.dropped_share
             for law in judge.laws(answered):
                 evidence.add(law, _drafted(law, drafts, judge), repeated=number == 0)
         tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
@@ -202,13 +192,13 @@ def _sampled_finding(evidence: Evidence, judge: Judge) -> Finding:
 
 def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, LanguageModel], asked: Asked) -> Evidence:
     slack = judge.allowance.at(params.temperature)
-    names = [*drafts, _NGRAM]
-    return Evidence(judge.target.vocab_size, params, judge.filters, names, slack, asked.dropped_share)
+    names = [*drafts, COPIED]
+    return Evidence(judge.target.vocab_size, params, judge.filters, names, slack)
 
 
 def _drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
     """The drafts' distributions at the tokens of an answer, under its options."""
-    found = {_NGRAM: ngram_candidates(law)}
+    found = {COPIED: ngram_candidates(law)}
     for name, model in drafts.items():
         (logits,) = plain_logits(model, [(law.question.prompt, law.tokens)])
         rows = logits[:, : judge.target.vocab_size].double()

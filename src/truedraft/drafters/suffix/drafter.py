@@ -5,14 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from heapq import heappop, heappush
-from itertools import count
 from typing import ClassVar
 
 from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.tree import TokenTree, likeliest_tree
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.prompt_lookup import NgramIndex, copied
 from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches
@@ -105,7 +103,7 @@ class SuffixDrafter(Drafter):
         if budget.is_zero:
             return Proposal.empty()
         depth, nodes = min(budget.depth, self.limits.depth), min(budget.nodes, self.limits.nodes)
-        tree = likeliest_tree(self._matches(request), depth, nodes, budget.width)
+        tree = tree_of(self._matches(request), depth, nodes, budget.width)
         return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
 
     def _matches(self, request: DraftRequest) -> Matches:
@@ -131,7 +129,7 @@ class SuffixDrafter(Drafter):
         return Matches([length], [copied(tokens, start, self.limits.depth)])
 
 
-def likeliest_tree(matches: Matches, depth: int, nodes: int, width: int) -> TokenTree:
+def tree_of(matches: Matches, depth: int, nodes: int, width: int) -> TokenTree:
     """The likeliest nodes of the tree of what followed.
 
     Worked example: after matches of one length followed 5 6, 5 7 and 8. With three nodes they are 5 (2/3), and of 6, 7
@@ -148,27 +146,19 @@ def likeliest_tree(matches: Matches, depth: int, nodes: int, width: int) -> Toke
     longest = matches.lengths[0]
     weights = [_SHORTER ** (longest - length) for length in matches.lengths]
     total, rows = sum(weights), matches.following
-    waiting: list[tuple[float, int, int, int, int, list[int]]] = []  # -share, order, parent, depth, token, places
-    order = count()
-    ids: list[int] = []
-    parents: list[int] = []
 
-    def branch(parent: int, level: int, places: Sequence[int]) -> None:
+    def below(end: tuple[int, Sequence[int]]) -> list[tuple[int, float, tuple[int, Sequence[int]]]]:
+        """Of a path the level that it ends at, and the places that it goes through."""
+        level, places = end
+        if level >= depth:
+            return []
         followers: defaultdict[int, list[int]] = defaultdict(list)
         for place in places:
             if level < len(rows[place]) and rows[place][level] != END:
                 followers[rows[place][level]].append(place)
-        found = [(sum(weights[place] for place in own), token, own) for token, own in followers.items()]
-        found.sort(key=lambda each: -each[0])
-        for share, token, own in found[:width]:
-            if share >= _LEAST_SHARE * total:
-                heappush(waiting, (-share, next(order), parent, level + 1, token, own))
+        found = [(token, sum(weights[place] for place in own), (level + 1, own)) for token, own in followers.items()]
+        found.sort(key=lambda each: -each[1])
+        return [each for each in found[:width] if each[1] >= _LEAST_SHARE * total]
 
-    branch(-1, 0, range(len(rows)))
-    while waiting and len(ids) < nodes:
-        _, _, parent, level, token, own = heappop(waiting)
-        ids.append(token)
-        parents.append(parent)
-        if level < depth:
-            branch(len(ids) - 1, level, own)
-    return TokenTree.of_ids(ids, shape_of(tuple(parents)))
+    root: tuple[int, Sequence[int]] = 0, range(len(rows))
+    return likeliest_tree(root, below, nodes)

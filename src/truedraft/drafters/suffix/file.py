@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from truedraft.drafters.suffix.index import Ids
 from truedraft.errors import OptionError
+from truedraft.files import written_whole
 
 _log = logging.getLogger(__name__)
 
@@ -157,9 +157,8 @@ class SuffixFile:
                 if tokens > self._most:
                     break
                 kept.append(_record(scope, text))
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".tmp", delete=False) as made:
+            with written_whole(self.path) as made:
                 made.write(first + b"".join(reversed(kept)))
-            Path(made.name).replace(self.path)
             status = self.path.stat()
             self._same, self._read_to = (status.st_dev, status.st_ino), status.st_size
             self._tokens = sum(len(text) for _, text in texts[len(texts) - len(kept) :])

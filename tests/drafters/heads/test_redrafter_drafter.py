@@ -19,7 +19,7 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import Portfolio, PromptLookup, Redrafter, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.drafters.redrafter import DRAWN_FROM
+from truedraft.drafters.heads.redrafter import DRAWN_FROM
 from truedraft.errors import (
     CompositionError,
     DrafterError,

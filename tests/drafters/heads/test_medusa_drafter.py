@@ -20,8 +20,8 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.drafters.guess_trees import LikeliestTrees
-from truedraft.drafters.medusa import DEFAULT_NODES
+from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.medusa import DEFAULT_NODES
 from truedraft.errors import (
     CompositionError,
     DrafterError,

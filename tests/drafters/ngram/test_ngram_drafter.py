@@ -25,7 +25,7 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.drafters import DraftRequest, NgramDrafter, PromptLookup, from_spec
-from truedraft.drafters.ngram import likeliest_tree
+from truedraft.drafters.ngram.drafter import tree_of
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError, VocabularyMismatchError
 from truedraft.testing import MarkovModel
@@ -219,7 +219,7 @@ def test_a_budget_cuts_width_depth_and_what_lies_below_unlikely_tokens() -> None
 
 def test_likeliest_tree_as_its_example_says() -> None:
     behind = {(): [(5, 0.6), (6, 0.3)], (5,): [(7, 0.9), (8, 0.1)], (5, 7): [(1, 0.0)], (6,): [(2, 1.0)]}
-    tree = likeliest_tree(lambda path: behind[path], Budget(3, 2, 3))
+    tree = tree_of(lambda path: behind[path], Budget(3, 2, 3))
     assert [tree.path_tokens(node) for node in range(3)] == [(5,), (5, 7), (6,)]
 
 
@@ -310,6 +310,13 @@ def test_words(tmp_path: Path) -> None:
     assert from_spec(f"ngram:{file},branching=1-1,sampled=true", TARGET).kinds == {DrawKind.INDEPENDENT}
     assert from_spec(f"ngram:{file},sampled=true", TARGET).limits == Budget(2, 3, 6)
     assert from_spec(f"ngram:{file},sampled=true,nodes=4,num_speculative_tokens=1", TARGET).limits == Budget(1, 3, 4)
+    longer = from_spec(f"ngram:{file},sampled=true,num_speculative_tokens=4", TARGET)
+    assert longer.branching == (3, 1, 1, 1) and longer.limits == Budget(4, 3, 12), "as long as was asked for"
+    assert propose(longer, WARM, budget=longer.limits).tree.shape.depth == 4
+    with pytest.raises(OptionError, match="makes a tree of more than 1024 nodes"):
+        from_spec(f"ngram:{file},sampled=true,num_speculative_tokens=1000", TARGET)
+    with pytest.raises(OptionError, match="branching 3-2 draws 2 tokens below one another, and num_speculative_tokens"):
+        from_spec(f"ngram:{file},sampled=true,branching=3-2,num_speculative_tokens=3", TARGET)
     plain = from_spec(f"ngram:{file}", TARGET)
     assert plain.limits == Budget(4, 7, 7) and plain.kinds == {DrawKind.DETERMINISTIC}
     assert from_spec(f"ngram:{file},num_speculative_tokens=7,nodes=9", TARGET).limits == Budget(7, 9, 9)

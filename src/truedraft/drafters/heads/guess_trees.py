@@ -20,7 +20,7 @@ from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.survival import Survival
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
+from truedraft.drafters.heads.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
 from truedraft.errors import CompositionError, OptionError
 from truedraft.theory import AcceptanceCurve
 

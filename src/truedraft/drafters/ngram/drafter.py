@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -18,9 +16,9 @@ from truedraft.cache import RequestCache
 from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.tree import TokenTree, likeliest_tree
 from truedraft.drafters.base import Drafter, DraftRequest
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
@@ -31,6 +29,8 @@ _BRANCHING = (3, 1)
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 """Hints are of one kind where the likeliest token is about equally likely."""
+
+_Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, how likely they are together, and chance so far
 
 
 class NgramDrafter(Drafter):
@@ -45,12 +45,14 @@ class NgramDrafter(Drafter):
         table: is read, also by others at the same time.
         num_speculative_tokens: longest path; None is 4, or as `branching` says.
         nodes: most nodes of a tree; None is 7, or as `branching` says.
-        branching: draws at each node of depth 0, 1, ...; (3, 1) makes 3 + 3 nodes.
+        branching: draws at each node of depth 0, 1, ...; (3, 1), which makes 3 + 3 nodes, where nobody says, and one
+            below each end of that as far down as the longest path is to go.
         order: longest n-grams that are looked at, the drafted token included; None are all of the table's.
         sampled: whether requests at a temperature are given draws.
 
     Raises:
-        OptionError: an option is out of range, or branching is given where nothing is drawn.
+        OptionError: an option is out of range, or branching is given where nothing is drawn, or is less deep than the
+            longest path is to be.
     """
 
     name: ClassVar[str] = "ngram"
@@ -75,9 +77,15 @@ class NgramDrafter(Drafter):
         if branching is not None and not sampled:
             raise OptionError("branching says how many tokens are drawn; add sampled=true, or give nodes")
         self.table = table
-        self.branching = _BRANCHING if branching is None else tuple(branching)
+        asked = num_speculative_tokens or 0
+        self.branching = _drawn(asked if sampled else 0) if branching is None else tuple(branching)
+        if branching is not None and asked > len(branching):
+            raise OptionError(
+                f"branching {'-'.join(map(str, branching))} draws {len(branching)} tokens below one another, and "
+                f"num_speculative_tokens is {num_speculative_tokens}; leave out one of them"
+            )
         drawn = nodes_of(self.branching) if sampled else _NODES
-        most, depth = nodes or drawn, num_speculative_tokens or (len(self.branching) if sampled else _DEPTH)
+        most, depth = nodes or drawn, asked or (len(self.branching) if sampled else _DEPTH)
         self.limits = Budget(depth, most, most)
         if sampled:
             self.limits = self.limits.within(Budget(len(self.branching), max(self.branching), drawn))
@@ -173,7 +181,7 @@ class NgramDrafter(Drafter):
             largest = shaped.topk(min(most, len(shaped)))
             return list(zip(largest.indices.tolist(), largest.values.tolist(), strict=True))
 
-        tree = likeliest_tree(following, within)
+        tree = tree_of(following, within)
         return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
 
     def _logits(self, builders: Sequence[TreeBuilder]) -> Tensor:
@@ -203,32 +211,31 @@ class NgramDrafter(Drafter):
         return replace(proposal, probs=proposal.probs.to(self._device))
 
 
-def likeliest_tree(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
-    """The likeliest nodes of a tree, the likeliest first: a node is as likely as all the tokens of its path together.
+def _drawn(depth: int) -> tuple[int, ...]:
+    """Draws at each depth where nobody said how many, as deep as was asked for."""
+    return _BRANCHING + (1,) * (depth - len(_BRANCHING))
 
-    Worked example: 5 has 0.6 and 6 has 0.3, and behind 5 come 7 with 0.9 and 8 with 0.1. The three likeliest nodes are
-    5 (0.6), 5 7 (0.54) and 6 (0.3).
+
+def tree_of(following: Callable[[tuple[int, ...]], Sequence[tuple[int, float]]], within: Budget) -> TokenTree:
+    """The likeliest nodes, each as likely as all the tokens of its path together.
 
     Args:
         following: tokens behind a path and their probabilities, the likeliest ones; those without any are left out.
         within: limits. Nothing is drafted below a token that is less likely than they say.
     """
-    order = count()
-    waiting: list[tuple[float, int, int, tuple[int, ...], float]] = []  # -likely, order, parent, path, chance
-    ids: list[int] = []
-    parents: list[int] = []
 
-    def branch(parent: int, path: tuple[int, ...], likely: float, chance: float) -> None:
+    def below(
+        end: tuple[tuple[int, ...], float, float],
+    ) -> list[tuple[int, float, tuple[tuple[int, ...], float, float]]]:
+        path, likely, chance = end
+        if len(path) >= within.depth or chance < within.floor:
+            return []
+        found = []
         for token, probability in following(path):
             if probability > 0.0:
                 last = chance * within.chance(probability) if probability >= within.min_probability else -1.0
-                heappush(waiting, (-likely * probability, next(order), parent, (*path, token), last))
+                found.append((token, likely * probability, ((*path, token), likely * probability, last)))
+        return found
 
-    branch(-1, (), 1.0, 1.0)
-    while waiting and len(ids) < within.nodes:
-        likely, _, parent, path, chance = heappop(waiting)
-        ids.append(path[-1])
-        parents.append(parent)
-        if len(path) < within.depth and len(ids) < within.nodes and chance >= within.floor:
-            branch(len(ids) - 1, path, -likely, chance)
-    return TokenTree.of_ids(ids, shape_of(tuple(parents)))
+    root: _Path = (), 1.0, 1.0
+    return likeliest_tree(root, below, within.nodes)

@@ -18,9 +18,9 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest, SizePlan, TreeFacts
-from truedraft.drafters.calibration import PROMISED_ON, kind_of
-from truedraft.drafters.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for
-from truedraft.drafters.head import HeadDrafter
+from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
+from truedraft.drafters.heads.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel

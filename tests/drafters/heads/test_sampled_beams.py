@@ -19,10 +19,10 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.drafters import sampled_beams
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Child, Drawing, OpenNode
-from truedraft.drafters.sampled_beams import SampledBeams
+from truedraft.drafters.heads import sampled_beams as sampled_beams
+from truedraft.drafters.heads.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
 from truedraft.verification.rule import DrawnToken, JudgedRow
 from truedraft.verification.speculative import SpeculativeSampling

@@ -14,8 +14,8 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.survival import Survival
 from truedraft.core.top_k import TopK
-from truedraft.drafters.calibration import Calibration, tree_curves
-from truedraft.drafters.guess_trees import (
+from truedraft.drafters.heads.calibration import Calibration, tree_curves
+from truedraft.drafters.heads.guess_trees import (
     MOST_NODES,
     MOST_RANKS,
     FixedTrees,

@@ -8,7 +8,7 @@ import torch
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.top_k import TopK
-from truedraft.drafters.guess_trees import coupled_guesses, noise_weight
+from truedraft.drafters.heads.guess_trees import coupled_guesses, noise_weight
 from truedraft.verification.coupled import coupled_choice
 
 VOCAB = 50

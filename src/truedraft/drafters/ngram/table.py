@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-import tempfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from truedraft.drafters.registry import TABLE
 from truedraft.errors import ModelError
+from truedraft.files import written_whole
 
 VERSION = 1
 MOST_ORDER = 8
@@ -243,17 +243,9 @@ class NgramTable:
         header = json.dumps({"facts": facts, "levels": listed, "bytes": place}).encode()
         prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), zlib.crc32(header))
         filling = bytes(-(len(prefix) + len(header)) % _ALIGNED)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
-            try:
-                for part in (prefix, header, filling, *parts):
-                    partial.write(part)
-                partial.close()
-                Path(partial.name).chmod(0o644)
-                Path(partial.name).replace(path)
-            except OSError:
-                partial.close()
-                Path(partial.name).unlink(missing_ok=True)
-                raise
+        with written_whole(path) as made:
+            for part in (prefix, header, filling, *parts):
+                made.write(part)
 
 
 def _header(file: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.ngram_tables import probability_by_definition, random_texts
-from truedraft.drafters.ngram_table import NgramTable
+from truedraft.drafters.ngram.table import NgramTable
 from truedraft.errors import ModelError
 from truedraft.training.ngram_counts import count_ngrams
 
@@ -140,7 +140,7 @@ def test_other_files_and_versions_are_refused(file: Path, tmp_path: Path) -> Non
 
 def test_who_maps_a_table_keeps_it_while_another_takes_its_place(file: Path) -> None:
     code = (
-        "import json, sys; from truedraft.drafters.ngram_table import NgramTable\n"
+        "import json, sys; from truedraft.drafters.ngram.table import NgramTable\n"
         f"table = NgramTable.open({str(file)!r}); print('ready', flush=True); sys.stdin.readline()\n"
         "print(json.dumps([table.probs([0, 1]).tolist(), table.best([0])]))"
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.trees import ancestor_mask
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.beams import NO_TOKEN, Beams, first_with_prefix, merge, trees_of
+from truedraft.drafters.heads.beams import NO_TOKEN, Beams, first_with_prefix, merge, trees_of
 
 # The example of the module's docstring.
 EXAMPLE = Beams(

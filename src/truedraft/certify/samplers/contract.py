@@ -1,0 +1,222 @@
+"""Somebody's rejection sampler as a function that can be called with rows, and what it may be given and give back.
+
+A function says by the names of its parameters what it wants:
+
+- `draft_tokens`: `[batch, k]`, int64;
+- `draft_probs`: `[batch, k, vocab]`, float32, what they were drawn from; one-hot where a token was not drawn;
+- `target_probs`: `[batch, k + 1, vocab]`, float32; or `target_logits`: the same as logits, -inf where there is no mass;
+- `uniforms`: `[batch, 2 k + 1]`, float64 in [0, 1): the numbers to use; or `generator`: a seeded `torch.Generator`. A
+  function that takes neither draws from the global states of torch, numpy and `random`, which are seeded.
+
+It gives back the tokens to emit: `[batch, k + 1]`, integers, filled up with -1; or a list of lists of 1 to k + 1 ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truedraft.certify.samplers.worlds import Rows
+from truedraft.errors import OptionError, TruedraftError
+from truedraft.peers import load_function
+
+_OFFSET = 3.0
+
+
+def _draft_tokens(rows: Rows, seed: int) -> Tensor:
+    return rows.draft_tokens.clone()
+
+
+def _draft_probs(rows: Rows, seed: int) -> Tensor:
+    return rows.draft_probs.clone()
+
+
+def _target_probs(rows: Rows, seed: int) -> Tensor:
+    return rows.target_probs.clone()
+
+
+def _target_logits(rows: Rows, seed: int) -> Tensor:
+    """Logits are known up to a number for each row: so these are no logarithms of probabilities."""
+    return rows.target_probs.log() + _OFFSET
+
+
+def _uniforms(rows: Rows, seed: int) -> Tensor:
+    batch, drafted = rows.draft_tokens.shape
+    return torch.rand(batch, 2 * drafted + 1, dtype=torch.float64, generator=_generator(rows, seed))
+
+
+def _generator(rows: Rows, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+_ARGUMENTS: Mapping[str, Callable[[Rows, int], Any]] = {
+    "draft_tokens": _draft_tokens,
+    "draft_probs": _draft_probs,
+    "target_probs": _target_probs,
+    "target_logits": _target_logits,
+    "uniforms": _uniforms,
+    "generator": _generator,
+}
+_OF_TARGET = ("target_probs", "target_logits")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A rejection sampler that can be called.
+
+    Attributes:
+        name: for reports: `module:function` as it was typed.
+        function: is called with the arguments of its own parameters' names.
+        parameters: those names.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> Sampler:
+        """Read what a function wants.
+
+        Raises:
+            OptionError: it is nothing that can be called so; says which parameters there are.
+        """
+        if not callable(function):
+            raise _refused(name, f"is a {type(function).__name__}; name a function")
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise _refused(name, f"does not tell its parameters ({error}); wrap it in a function of Python") from error
+        wanted = []
+        for each in parameters:
+            if each.name in _ARGUMENTS and each.kind is not each.POSITIONAL_ONLY:
+                wanted.append(each.name)
+            elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+                raise _refused(name, _unknown(each))
+        if "draft_tokens" not in wanted or not set(_OF_TARGET) & set(wanted):
+            raise _refused(name, "must take draft_tokens, and target_probs or target_logits")
+        return cls(name, function, tuple(wanted))
+
+    def emit(self, rows: Rows, seed: int) -> Tensor:
+        """Call it.
+
+        Args:
+            rows: what it judges.
+            seed: of its numbers, however it gets them.
+
+        Returns:
+            Emitted tokens `[batch, k + 1]`, int64, filled up with -1.
+
+        Raises:
+            OptionError: it failed, or gave back something else.
+        """
+        arguments = {name: _ARGUMENTS[name](rows, seed) for name in self.parameters}
+        with _seeded(seed):
+            try:
+                given = self.function(**arguments)
+            except TruedraftError as error:
+                raise _refused(self.name, str(error)) from error
+            except Exception as error:
+                raise _refused(self.name, f"failed ({type(error).__name__}: {error}{_place(error)})") from error
+        return self._checked(given, rows)
+
+    def _checked(self, given: Any, rows: Rows) -> Tensor:
+        batch, drafted = rows.draft_tokens.shape
+        tokens = _tensor(given, batch, drafted + 1, self.name)
+        vocab = rows.target_probs.shape[-1]
+        if int(tokens.max()) >= vocab or int(tokens.min()) < -1:
+            wrong = int(tokens.max()) if int(tokens.max()) >= vocab else int(tokens.min())
+            raise _refused(self.name, f"emitted the id {wrong}; there are 0 to {vocab - 1}, and -1 to fill up")
+        if bool((tokens[:, 0] < 0).any()):
+            row = int((tokens[:, 0] < 0).nonzero()[0])
+            raise _refused(self.name, f"emitted nothing for row {row}; each call gives at least one token")
+        if bool(((tokens[:, :-1] < 0) & (tokens[:, 1:] >= 0)).any()):
+            raise _refused(self.name, "gave a token behind a -1; -1 fills up the end of a row alone")
+        return tokens
+
+
+def load_sampler(spec: str) -> Sampler:
+    """The sampler `MODULE:FUNCTION`; the module is importable, or lies in the working directory.
+
+    Raises:
+        OptionError: no such module or function, or one that is no sampler.
+    """
+    return Sampler.of(load_function("sampler", spec), spec)
+
+
+def _unknown(parameter: inspect.Parameter) -> str:
+    if parameter.name in _ARGUMENTS:
+        return f"takes {parameter.name!r} by position alone; samplers are called by names"
+    close = difflib.get_close_matches(parameter.name, _ARGUMENTS, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"asks for {parameter.name!r}; {hint}what can be asked for: {', '.join(_ARGUMENTS)}"
+
+
+def _refused(name: str, why: str) -> OptionError:
+    return OptionError(f"{name!r}: {why}", field="sampler")
+
+
+def _place(error: Exception) -> str:
+    """Where somebody's code failed: there is no traceback for them to read it from."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this file's
+    return f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+
+
+def _tensor(given: Any, batch: int, width: int, name: str) -> Tensor:
+    """What was given back as a tensor `[batch, width]`, int64."""
+    shape = f"tokens [batch, k + 1] = [{batch}, {width}] or {batch} lists of 1 to {width} ids"
+    if isinstance(given, list | tuple):
+        given = _filled(given, batch, width, name, shape)
+    if isinstance(given, np.ndarray):
+        given = torch.from_numpy(given)
+    if not isinstance(given, Tensor):
+        raise _refused(name, f"gave back a {type(given).__name__}; give {shape}")
+    if tuple(given.shape) != (batch, width):
+        raise _refused(name, f"gave back the shape {list(given.shape)}; give {shape}")
+    if given.is_floating_point():
+        bad = "NaN" if bool(given.isnan().any()) else f"numbers of {given.dtype}"
+        raise _refused(name, f"gave back {bad} where ids are wanted; give {shape}")
+    return given.detach().to("cpu", torch.int64)
+
+
+def _filled(rows: list[Any] | tuple[Any, ...], batch: int, width: int, name: str, shape: str) -> Tensor:
+    if len(rows) != batch:
+        raise _refused(name, f"gave back {len(rows)} rows for {batch}; give {shape}")
+    filled = np.full((batch, width), -1, dtype=np.int64)
+    for number, row in enumerate(rows):
+        try:
+            ids = np.asarray(row.tolist() if isinstance(row, Tensor) else row)
+        except ValueError:
+            ids = np.asarray(None)
+        if ids.ndim != 1 or len(ids) > width or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+            raise _refused(name, f"gave back {row!r} for row {number}; give {shape}")
+        filled[number, : len(ids)] = ids
+    return torch.from_numpy(filled)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """All global states that a sampler may draw from, seeded; afterwards they are as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device: a millisecond
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,136 @@
+"""What is counted beside cells, to say where a sampler goes wrong: acceptance, places, tokens that must not come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.samplers.evidence import Counts
+from truedraft.certify.samplers.suspects import accepted_by_rule
+from truedraft.certify.samplers.worlds import Rows, SamplerWorld
+from truedraft.core import probs as L
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The tokens of one place, in the world where they are farthest from what they should be.
+
+    Attributes:
+        name: of the place.
+        world: where that is.
+        rows: that have a token there.
+        total_variation: between the observed frequencies and the exact probabilities.
+        by_chance: what that is on average for a lossless sampler, so many rows give no less.
+    """
+
+    name: str
+    world: str
+    rows: int
+    total_variation: float
+    by_chance: float
+
+    @property
+    def excess(self) -> float:
+        """How much farther than by chance, in multiples of that."""
+        if self.by_chance > 0.0:
+            return self.total_variation / self.by_chance
+        return math.inf if self.total_variation > 0.0 else 0.0
+
+
+class Tally:
+    """Counts of one world.
+
+    Args:
+        world: that rows are of.
+    """
+
+    def __init__(self, world: SamplerWorld) -> None:
+        self._world = world
+        self.rows = 0
+        self.accepted = 0
+        self.strays = 0
+        self.forbidden = 0
+        self._recovered = torch.zeros(world.vocab, dtype=torch.float64)  # at the first position
+        self._bonus = torch.zeros(2, world.vocab, dtype=torch.float64)  # observed, expected
+
+    @property
+    def accepted_by_rule(self) -> float:
+        """Drafted tokens that speculative sampling would have kept of as many rows, token by token."""
+        return self.rows * accepted_by_rule(self._world)
+
+    def add(self, rows: Rows, emitted: Tensor) -> None:
+        """Count rows and what a sampler made of them, `[batch, k + 1]`."""
+        world, drafted = self._world, self._world.drafted
+        lengths = (emitted >= 0).sum(-1)
+        self.rows += len(rows)
+        self.accepted += int((lengths - 1).sum())
+        last_but = torch.arange(drafted) < (lengths - 1)[:, None]
+        self.strays += int(((emitted[:, :-1] != rows.draft_tokens) & last_but).any(-1).sum())
+        self._recovered += emitted[lengths == 1, 0].bincount(minlength=world.vocab)
+        text = torch.zeros(len(rows), dtype=torch.int64)
+        bonus = lengths == drafted + 1
+        for depth in range(drafted + 1):
+            there = emitted[:, depth] >= 0
+            p, token = world.target[depth][text], emitted[:, depth].clamp_min(0)
+            self.forbidden += int((p.gather(1, token[:, None])[:, 0] == 0.0)[there].sum())
+            if depth == drafted:
+                self._bonus[0] += token[bonus].bincount(minlength=world.vocab)
+                self._bonus[1] += p[bonus].sum(0)
+            text = text * world.vocab + token
+
+    def merge(self, other: Tally) -> None:
+        """Add the rows of another run over the same world."""
+        self.rows += other.rows
+        self.accepted += other.accepted
+        self.strays += other.strays
+        self.forbidden += other.forbidden
+        self._recovered += other._recovered
+        self._bonus += other._bonus
+
+    def places(self, counts: Counts) -> list[Place]:
+        """How far tokens are from the target, by place; of recovered and bonus tokens as speculative sampling has them.
+
+        Args:
+            counts: of the same rows.
+        """
+        world = self._world
+        found = []
+        shape = (world.vocab,) * (world.drafted + 1)
+        for place in range(world.drafted + 1):
+            others = [axis for axis in range(world.drafted + 1) if axis != place]
+            observed, exact = (each.view(shape).sum(others) for each in (counts.cells, world.joint))
+            found.append(_place(f"token {place + 1}", world, observed, exact))
+        recovered = L.residual(world.target[0][0], world.draft[0][0])
+        found.append(_place("recovered at the first token", world, self._recovered, recovered))
+        expected = self._bonus[1] / self._bonus[1].sum().clamp_min(1.0)
+        found.append(_place("bonus", world, self._bonus[0], expected))
+        return [each for each in found if each.rows]
+
+
+def worst_places(tallies: Sequence[Tally], counts: Sequence[Counts]) -> list[Place]:
+    """For each place its worst world."""
+    worst: dict[str, Place] = {}
+    for tally, own in zip(tallies, counts, strict=True):
+        for place in tally.places(own):
+            if place.name not in worst or place.excess > worst[place.name].excess:
+                worst[place.name] = place
+    return list(worst.values())
+
+
+def total_variation(counts: Tensor, probs: Tensor) -> float:
+    """Between frequencies `[cells]` and probabilities `[cells]`."""
+    return float((counts / counts.sum().clamp_min(1.0) - probs).abs().sum()) / 2.0
+
+
+def variation_by_chance(rows: int, probs: Tensor) -> float:
+    """The mean total variation between so many rows and what they are drawn from, by the normal approximation."""
+    return float((2.0 * probs * (1.0 - probs) / (math.pi * max(rows, 1))).sqrt().sum()) / 2.0
+
+
+def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Place:
+    rows = int(observed.sum())
+    return Place(name, world.name, rows, total_variation(observed, exact), variation_by_chance(rows, exact))

@@ -1,0 +1,202 @@
+"""`truedraft certify --endpoint URL [--against URL]` and `--process MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.certify import CertifyOptions, show_findings, write_report
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED
+from truedraft.cli.prompts import read_prompts
+from truedraft.core.params import SamplingParams
+from truedraft.errors import DataError, OptionError, PeerError, errors_about
+
+if TYPE_CHECKING:
+    from truedraft.certify import Part
+    from truedraft.certify.engines import EngineReport
+    from truedraft.cli.terminal import Terminal
+    from truedraft.models.base import LanguageModel
+    from truedraft.peers import Peer
+
+_STEPS = 1000
+
+
+def certify_one_engine(options: CertifyOptions, params: SamplingParams, folder: Path | None) -> int:
+    """Ask an engine, judge it, and tell what came of it.
+
+    Args:
+        options: of the command.
+        params: how it is asked.
+        folder: for the report; None writes none.
+
+    Returns:
+        Exit status 0 if nothing was found, 1 if it deviates, 3 if there was not enough evidence, or the engine could be
+        asked no further.
+
+    Raises:
+        OptionError, DataError: unusable options or files.
+        PeerError: the engine cannot be reached.
+        TruedraftError: the model cannot be loaded, or failed.
+    """
+    from truedraft.cli.session import set_threads, waiting
+    from truedraft.cli.terminal import Terminal
+
+    terminal = Terminal()
+    _check_writable(options.others.junit)
+    set_threads(options.machine.threads)
+    with waiting(terminal.err, "loading the model"):
+        target, rounded = _judges(options)
+    with contextlib.ExitStack() as open_things:
+        peers = [open_things.enter_context(each) for each in _peers(options, target, terminal)]
+        try:
+            report = _asked(options, params, peers, target, rounded, terminal)
+        except PeerError as error:
+            terminal.note(f"error: {error}")
+            terminal.note(_how_to_go_on(options))
+            return UNDECIDED
+    return _told(options, report, folder, terminal)
+
+
+def _how_to_go_on(options: CertifyOptions) -> str:
+    if options.others.transcript is None:
+        return "nothing was decided; with --transcript FILE answers are kept, and the same command goes on from them"
+    return f"what was answered is kept in {options.others.transcript}; the same command goes on from there"
+
+
+def _judges(options: CertifyOptions) -> tuple[LanguageModel, LanguageModel | None]:
+    """The model that scores, in float32 if that is not too large, and the same in its own dtype, for rounding."""
+    from truedraft.cli.session import load_target
+
+    with errors_about("model"):
+        own = load_target(options.stack, options.machine)
+        if options.check.no_float32 or options.others.against is not None:
+            return own, None
+        return load_target(options.stack, replace(options.machine, dtype="float32")), own
+
+
+def _peers(
+    options: CertifyOptions, target: LanguageModel, terminal: Terminal
+) -> Iterator[contextlib.AbstractContextManager[Peer]]:
+    """The engines, each with its transcript if one is kept."""
+    from truedraft.peers import Endpoint, ProcessPeer, load_function
+
+    others = options.others
+    if others.process is not None:
+        function = load_function("process", others.process)
+        peer = ProcessPeer(
+            function, name=others.process, vocab_size=target.vocab_size, eos_token_ids=target.eos_token_ids
+        )
+        yield _kept(peer, options, others.transcript)
+    if not 0.0 < others.timeout < 1e6:
+        raise OptionError(f"must be above 0, got {others.timeout:g}", field="timeout")
+    for field in ("endpoint", "against"):
+        url = getattr(others, field)
+        if url is None:
+            continue
+        with errors_about(field):
+            endpoint = Endpoint.open(
+                url,
+                others.served_model,
+                api_key=_key(others.api_key_env),
+                tokenizer=target.tokenizer,
+                vocab_size=target.vocab_size,
+                eos_token_ids=target.eos_token_ids,
+                timeout_s=others.timeout,
+                tell=terminal.note,
+            )
+        file = others.transcript
+        if file is not None and field == "against":
+            file = file.with_name(f"{file.stem}-against{file.suffix}")
+        yield _kept(endpoint, options, file)
+
+
+def _kept(peer: Any, options: CertifyOptions, file: Path | None) -> contextlib.AbstractContextManager[Peer]:
+    """A peer whose answers are written down, if that is wanted."""
+    from truedraft.peers import Recorded
+
+    if file is None:
+        return peer if hasattr(peer, "__enter__") else contextlib.nullcontext(peer)
+    # A seed that was drawn for this run must not keep the next one from going on.
+    about = {"model": options.stack.model, "batch": options.check.batch}
+    return Recorded(peer, file, about)
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise OptionError(f"names a variable that is not set: {variable}", field="api_key_env")
+    return key
+
+
+def _asked(
+    options: CertifyOptions, params: SamplingParams, peers: list[Peer], target: LanguageModel,
+    rounded: LanguageModel | None, terminal: Terminal,
+) -> EngineReport:  # fmt: skip
+    """Ask one engine, or compare two."""
+    from truedraft.certify import Part
+    from truedraft.certify.engines import certify_engine, compare_engines
+    from truedraft.engine.prompts import encode_prompt
+
+    room = max(1, target.context_length // 2)
+    ids = [encode_prompt(target, each.prompt)[:room] for each in read_prompts(None, options.check.prompts)]
+    how: dict[str, Any] = {
+        "together": options.check.batch,
+        "seconds": options.check.minutes * 60.0,
+        "tokens": options.others.tokens,
+        "sends_seeds": options.others.seed_per_request,
+    }
+    parts = [Part.GREEDY, Part.AGAINST if len(peers) > 1 else Part.SAMPLED, Part.BEHAVIOUR]
+    with terminal.progress("certify", len(parts) * _STEPS) as show:
+
+        def tell(part: Part, done: float) -> None:
+            show(int((parts.index(part) + done) * _STEPS), part.value)
+
+        if len(peers) > 1:
+            return compare_engines(peers[0], peers[1], ids, params, tell=tell, **how)
+        return certify_engine(peers[0], target, ids, params, rounded=rounded, drafts=_drafts(options), tell=tell, **how)
+
+
+def _drafts(options: CertifyOptions) -> Mapping[str, LanguageModel]:
+    """The draft model that the engine is said to use."""
+    from truedraft.models.loading import load_model
+
+    if options.others.draft_model is None:
+        return {}
+    with errors_about("draft_model"):
+        return {"the draft model": load_model(options.others.draft_model, **options.machine.of_models)}
+
+
+def _told(options: CertifyOptions, report: EngineReport, folder: Path | None, terminal: Terminal) -> int:
+    """Show the report, write it, and say what it comes to."""
+    from truedraft.certify.engines import engine_meaning, engine_page, engine_verdict, junit
+    from truedraft.machine import machine_facts
+
+    show_findings(report.findings, engine_verdict(report), engine_meaning(report), terminal)
+    about = {"model": options.stack.model, "prompts": options.check.prompts, "seed": report.params.seed}
+    record = {"command": "certify"} | report.as_dict() | about | {"machine": machine_facts()}
+    if folder is not None:
+        circumstances = {name: value for name, value in record.items() if name not in ("command", "findings")}
+        write_report(folder, engine_page(report, circumstances), record, terminal)
+    if options.others.junit is not None:
+        try:
+            options.others.junit.write_text(junit(report), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"cannot write {str(options.others.junit)!r}: {error.strerror or error}") from error
+        terminal.note(f"written: {options.others.junit}")
+    if options.report.json:
+        terminal.json(record)
+    if report.deviates:
+        return FAILED
+    return UNDECIDED if report.undecided else DONE
+
+
+def _check_writable(file: Path | None) -> None:
+    """Before the work, so that nothing is lost after it."""
+    if file is not None and not file.expanduser().absolute().parent.is_dir():
+        raise DataError(f"there is no folder {str(file.parent)!r} to write {file.name!r} into; make it first")

@@ -1,0 +1,96 @@
+"""`truedraft certify --sampler MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.certify import CertifyOptions, write_report
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED
+from truedraft.cli.parameters import defaults_of
+from truedraft.cli.session import seeded
+from truedraft.errors import OptionError
+
+if TYPE_CHECKING:
+    from truedraft.certify.samplers import SamplerCertificate
+    from truedraft.cli.terminal import Terminal
+
+_STEPS = 1000
+_TAKEN = {"sampler", "minutes", "seed", "out", "json"}
+
+
+def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
+    """Run a sampler on worlds whose answer is known, and tell what came of it.
+
+    Args:
+        options: of the command.
+        folder: for the report; None writes none.
+
+    Returns:
+        Exit status 0 if it is lossless, 1 if it deviates, 3 if there was not enough evidence.
+
+    Raises:
+        OptionError: it is no sampler, failed, or options were given that it has no use for.
+    """
+    from truedraft.certify.checks import Status
+    from truedraft.certify.samplers import certify_sampler, load_sampler, markdown
+    from truedraft.cli.terminal import Terminal
+
+    _refuse_useless(options)
+    sampler = load_sampler(options.others.sampler or "")
+    terminal = Terminal()
+    with terminal.progress("certify", _STEPS) as show:
+        certificate = certify_sampler(
+            sampler,
+            seconds=options.check.minutes * 60.0,
+            seed=seeded(options.sampling).seed or 0,
+            tell=lambda done: show(int(done * _STEPS), sampler.name),
+        )
+    record, circumstances = _record(certificate)
+    _show(certificate, terminal)
+    if folder is not None:
+        write_report(folder, markdown(certificate, circumstances), record, terminal)
+    if options.report.json:
+        terminal.json(record)
+    return {Status.HOLDS: DONE, Status.FAILS: FAILED}.get(certificate.status, UNDECIDED)
+
+
+def _refuse_useless(options: CertifyOptions) -> None:
+    """Options that were typed and would be looked at by nobody."""
+    defaults = defaults_of(CertifyOptions)
+    for name, given in _values(options):
+        if name in defaults and name not in _TAKEN and given != defaults[name]:
+            raise OptionError(
+                f"says nothing of a sampler, which is run by itself; leave it out, got {given}", field=name
+            )
+
+
+def _values(options: Any) -> Iterator[tuple[str, Any]]:
+    for each in dataclasses.fields(options):
+        value = getattr(options, each.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield each.name, value
+
+
+def _record(certificate: SamplerCertificate) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON record, and what of it tells the circumstances."""
+    from truedraft.certify.samplers import as_dict
+    from truedraft.machine import machine_facts
+
+    circumstances = {"parameters": ", ".join(certificate.parameters), "seed": certificate.seed} | machine_facts()
+    return {"command": "certify"} | as_dict(certificate) | {"machine": machine_facts()}, circumstances
+
+
+def _show(certificate: SamplerCertificate, terminal: Terminal) -> None:
+    from truedraft.certify.samplers import headings, place_headings, place_rows, sentences, verdict, world_rows
+    from truedraft.cli.terminal import print_table
+
+    print_table(headings(), list(world_rows(certificate)), terminal.out)
+    print_table(place_headings(), list(place_rows(certificate)), terminal.out)
+    terminal.out.print(verdict(certificate), style="bold", soft_wrap=True)
+    for line in sentences(certificate):
+        terminal.note(line)

@@ -1,0 +1,32 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of `path` once it is complete: a reader finds the old one or the new one.
+
+    Whoever has the old one open or mapped keeps it. Whatever breaks it off, an interrupt too, leaves the old one and
+    nothing beside it. A file that was there keeps who may read it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
+        try:
+            yield partial  # type: ignore[misc]
+            partial.close()
+            Path(partial.name).chmod(mode)
+            Path(partial.name).replace(path)
+        except BaseException:
+            partial.close()
+            Path(partial.name).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,180 @@
+"""Bets on faults: no engine whose rounding is allowed for gains by them on average, and the fault is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft import SamplingParams
+from truedraft.certify import faults
+from truedraft.certify.e_process import EProcesses
+from truedraft.certify.engines.alternatives import (
+    COPIED,
+    Alternative,
+    alternatives_for,
+    ngram_candidates,
+)
+from truedraft.certify.engines.bets import WEIGHTS, Bets
+from truedraft.certify.engines.law import Law, filtered
+from truedraft.core import probs as L
+from truedraft.peers import FILTERS, Question
+
+VOCAB = 6
+
+
+def law_of(logits: Tensor, tokens: list[int], params: SamplingParams, slack: float = 0.0) -> Law:
+    probs, sure, within = filtered(logits, params, FILTERS, slack)
+    own = within.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return Law(Question((0, 1), params), tokens, logits, probs, sure, ~own, slack)
+
+
+def random_logits(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def worst_within(p: Tensor, gain: Tensor, slack: float) -> Tensor:
+    """Among distributions whose logarithms lie within `slack` of p's the one that has the largest mean of `gain`."""
+    order = gain.argsort(descending=True)
+    best, value = p, float((p * gain).sum())
+    for high in range(len(p) + 1):  # the best ones up, the others down, one in between takes what is left
+        moved = p * math.exp(-slack)
+        moved[order[:high]] = p[order[:high]] * math.exp(slack)
+        for between in order.tolist():
+            own = moved.clone()
+            own[between] += 1.0 - own.sum()
+            if p[between] * math.exp(-slack) - 1e-12 <= own[between] <= p[between] * math.exp(slack) + 1e-12:
+                found = float((own * gain).sum())
+                if found > value:
+                    best, value = own, found
+    return best
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.02, 0.1])
+def test_no_engine_within_the_allowance_gains_on_average(slack: float) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95)
+    for seed in range(15):
+        logits = random_logits(1, seed)
+        other = torch.softmax(random_logits(1, 100 + seed), dim=-1)
+
+        def alternative(law: Law, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
+            return other * (law.probs > 0.0) / (other * (law.probs > 0.0)).sum()
+
+        for weight in range(len(WEIGHTS)):
+            gains = []
+            for token in range(VOCAB):
+                law = law_of(logits, [token], params, slack)
+                bets = Bets([Alternative("another", "another", alternative)])
+                bets.add(law, {})
+                gains.append(math.exp(float(bets._logs[0, weight])))
+            p = law.probs[0]
+            worst = worst_within(p, torch.tensor(gains, dtype=torch.float64), slack)
+            assert float((worst * torch.tensor(gains)).sum()) <= 1.0 + 1e-9
+
+
+def test_events_allow_for_odds_within_the_allowance() -> None:
+    slack, p = 0.05, torch.tensor([0.3, 0.5, 0.2], dtype=torch.float64)
+    for high in range(1, 7):
+        members = torch.tensor([bool(high & 1), bool(high & 2), bool(high & 4)])
+        moved = p * torch.where(members, math.exp(slack), math.exp(-slack))
+        moved /= moved.sum()
+        mean = torch.zeros(22, 1, dtype=torch.float64)
+        for token in range(3):
+            test = EProcesses(["event"], 0.0, slack)
+            test.add(torch.tensor([[float(p[members].sum())]]), members[token].view(1, 1))
+            mean += moved[token] * test._logs.exp()
+        assert float(mean.max()) <= 1.0 + 1e-9
+
+
+def test_rows_whose_filters_are_in_doubt_are_passed_over() -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.7)
+    logits = torch.tensor([[0.7, 0.2, 0.1, 1e-9, 1e-9, 1e-9]], dtype=torch.float64).log()
+    law = law_of(logits, [1], params, 0.01)
+    assert law.sure.tolist() == [False]
+    bets = Bets(alternatives_for(params, FILTERS, []))
+    bets.add(law, {})
+    assert bets.log_evidence == pytest.approx(0.0)
+
+
+FAULTS = {
+    "temperature applied twice": SamplingParams(temperature=0.6),
+    "temperature ignored": SamplingParams(temperature=0.6),
+    "greedy above temperature 0": SamplingParams(temperature=0.9),
+    "top-p off by one token": SamplingParams(temperature=1.0, top_p=0.8),
+    "top-k off by one token": SamplingParams(temperature=1.0, top_k=3),
+    "filters in another order": SamplingParams(temperature=2.0, top_p=0.8),
+    "state of another text": SamplingParams(temperature=1.0),
+    "residual replaced by p": SamplingParams(temperature=1.0),
+    "drafts accepted without judging": SamplingParams(temperature=1.0),
+    "draft judged at another temperature": SamplingParams(temperature=1.0),
+    "draft cut by its own probability": SamplingParams(temperature=1.0),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_is_named(fault: str) -> None:
+    params = FAULTS[fault]
+    generator = torch.Generator().manual_seed(7)
+    bets = Bets(alternatives_for(params, FILTERS, ["draft"]))
+    wanted = next(one for one in alternatives_for(params, FILTERS, ["draft"]) if one.fault == fault)
+    for seed in range(60):
+        logits = 2.0 * random_logits(40, seed)
+        drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}
+        law = law_of(logits, [0] * 40, params)
+        emitted = wanted.probs(law, drafts)
+        tokens = torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist()
+        bets.add(law_of(logits, tokens, params), drafts)
+    best = bets.results()[0]
+    assert best.log_evidence > math.log(1e3)
+    assert best.fault == fault
+
+
+def test_tokens_that_follow_the_target_lose_bets() -> None:
+    generator = torch.Generator().manual_seed(8)
+    params = SamplingParams(temperature=0.7)
+    bets = Bets(alternatives_for(params, FILTERS, ["draft"]))
+    most = 0.0
+    for seed in range(60):
+        logits = random_logits(40, seed)
+        law = law_of(logits, [0] * 40, params)
+        tokens = torch.multinomial(law.probs, 1, generator=generator)[:, 0].tolist()
+        drafts = {"draft": torch.softmax(random_logits(40, 1000 + seed), dim=-1)}
+        most = max(most, float(bets.add(law_of(logits, tokens, params), drafts).max()))
+    assert most < math.log(1e3)
+
+
+def test_shared_gumbel_noise_gives_what_drawing_with_it_gives() -> None:
+    p = torch.softmax(random_logits(1, 5), dim=-1)
+    q = torch.softmax(1.5 * random_logits(1, 6), dim=-1)
+    draws = 200_000
+    generator = torch.Generator().manual_seed(9)
+    gumbel = -(-torch.rand(draws, VOCAB, generator=generator, dtype=torch.float64).log()).log()
+    drafts = (q.log() + gumbel).argmax(dim=-1)
+    kept = torch.rand(draws, generator=generator, dtype=torch.float64) < (p / q)[0, drafts]
+    replaced = (L.residual(p, q).log() + gumbel).argmax(dim=-1)
+    tokens = torch.where(kept, drafts, replaced)
+    counted = torch.bincount(tokens, minlength=VOCAB) / draws
+    expected = faults.emitted_by_shared_noise(p, q)[0]
+    assert float((expected - p[0]).abs().max()) > 0.01  # it is a fault
+    assert (counted - expected).abs().max() < 5.0 * 0.5 / math.sqrt(draws)
+
+
+def test_candidates_are_copied_from_behind_the_same_tokens() -> None:
+    # text 5 1 2 3 | 1 2 3: behind (5 1 2 3) the last token came nowhere before; behind 1 stood 2; behind 1 2 stood 3
+    logits = torch.zeros(3, VOCAB, dtype=torch.float64)
+    law = Law(
+        Question((5, 1, 2, 3), SamplingParams()), [1, 2, 3], logits, torch.softmax(logits, -1),
+        torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool), 0.0,
+    )  # fmt: skip
+    found = ngram_candidates(law)
+    assert found.sum(dim=-1).tolist() == [0.0, 1.0, 1.0]
+    assert found.argmax(dim=-1).tolist()[1:] == [2, 3]
+
+
+def test_nothing_is_wrong_with_drawing_where_nothing_was_drawn() -> None:
+    names = [one.name for one in alternatives_for(SamplingParams(temperature=1.0), FILTERS, [COPIED])]
+    assert f"{COPIED}: accepted always" in names
+    assert f"{COPIED}: one Gumbel noise" not in names

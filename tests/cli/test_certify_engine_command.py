@@ -1,0 +1,129 @@
+"""`truedraft certify` of somebody else's engine: verdict, exit status, reports, going on, and bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from cli.tiny import Result
+from support.faulty_engines import named
+from support.faulty_peer import FaultyPeer, serve
+
+Run = Callable[..., Result]
+FUNCTION = """
+import random
+
+calls = []
+
+def last_again(prompt, max_tokens, temperature, seed):
+    calls.append(seed)
+    return [prompt[-1]] * max_tokens
+
+def breaks_down(prompt, max_tokens, temperature, top_p):
+    if len(calls) > 8:
+        raise RuntimeError("the machine is gone")
+    calls.append(None)
+    return [prompt[-1]] * max_tokens
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello\nab\nthe quick brown fox\nlorem ipsum dolor\n")
+    return str(file)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's own; each test's under a name of its own, as modules are kept."""
+    name = f"engine_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_function_that_deviates_in_every_form(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path
+) -> None:
+    out, xml = tmp_path / "report", tmp_path / "junit.xml"
+    done = run(
+        *("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts),
+        *("--seed-per-request", "--tokens", "300", "--batch", "4", "--minutes", "10"),
+        *("--out", str(out), "--junit", str(xml), "--json"),
+    )
+    assert done.status == 1, done.err
+    record = done.record
+    assert record["deviates"] is True
+    assert record["evidence"] >= 1e6
+    assert record["engine"]["name"] == f"{module}:last_again"
+    assert "state of another text" in record["faults"]
+    assert "DEVIATES (" in done.out
+    assert json.loads((out / "certificate.json").read_text()) == record
+    assert (out / "certificate.md").read_text().startswith("# Certificate of an engine\n\n**DEVIATES")
+    suite = ElementTree.fromstring(xml.read_text())
+    assert int(suite.attrib["failures"]) == len(record["failures"]) > 0
+    assert int(suite.attrib["tests"]) == len(suite) == len(record["findings"])
+
+
+def test_an_engine_that_breaks_down_is_gone_on_with(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.jsonl"
+    words = (
+        *("certify", "--process", f"{module}:breaks_down", "--model", target, "--prompts", prompts),
+        *("--tokens", "200", "--transcript", str(kept)),
+    )
+    done = run(*words)
+    assert done.status == 3
+    assert "the machine is gone" in done.err
+    assert f"kept in {kept}" in " ".join(done.err.split())
+    lines = kept.read_text().splitlines()
+    assert len(lines) > 4
+    again = run(*words)  # it breaks down at once, so what is kept was not asked for again
+    assert again.status == 3
+    assert kept.read_text().splitlines() == lines
+
+
+def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run, tmp_path: Path) -> None:
+    words = ("--model", "embedded:target", "--no-float32", "--dtype", "float32", "--batch", "8", "--seed-per-request")
+    with serve(FaultyPeer(named("greedy above 0"))) as url:
+        done = run("certify", "--endpoint", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
+        assert done.status == 1, done.err
+        assert done.record["faults"] == ["greedy above temperature 0"]
+        assert done.record["engine"]["prompts"] == "ids"
+    with serve(FaultyPeer(named("plain"))) as url:
+        done = run("certify", "--endpoint", url, *words, "--tokens", "40", "--json")
+        assert done.status == 3, done.out
+        assert done.record["failures"] == []
+        assert "NOT ENOUGH EVIDENCE" in done.out
+        other = run("certify", "--endpoint", url, "--against", url, *words, "--tokens", "120", "--json")
+        assert other.status == 0, other.out
+        assert other.record["against"]["name"] == other.record["engine"]["name"]
+
+
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
+    "no address": (("--endpoint", "nonsense"), "nonsense"),
+    "two things": (("--endpoint", "http://127.0.0.1:9", "--sampler", "a:b"), "two things to certify"),
+    "against nobody": (("--against", "http://127.0.0.1:9"), "--against is for --endpoint alone"),
+    "junit of ours": (("--junit", "x.xml"), "--junit is for --endpoint or --process alone"),
+    "no such function": (("--process", "os:nothing"), "nothing"),
+    "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
+    "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
+    "no folder": (("--process", "os:getcwd", "--junit", "nowhere/x.xml"), "nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_input_is_one_sentence(run: Run, target: str, prompts: str, name: str) -> None:
+    words, told = BAD[name]
+    done = run("certify", "--model", target, "--prompts", prompts, *words)
+    assert done.status == 2, done.out
+    assert told in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert "Traceback" not in done.err

@@ -1,0 +1,72 @@
+"""`truedraft certify --sampler` as a user runs it: tables, exit status, reports, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.tiny import Result
+
+Run = Callable[..., Result]
+OURS = "truedraft.peers.samplers:"
+
+
+def test_a_lossy_sampler_is_named_in_every_form(run: Run, tmp_path: Path) -> None:
+    """In minutes that it does not need: a deviation is over when it repeats."""
+    out = tmp_path / "report"
+    done = run("certify", "--sampler", f"{OURS}medusa", "--minutes", "60", "--seed", "3", "--out", str(out), "--json")
+    assert done.status == 1, done.err
+    record = done.record
+    assert (record["command"], record["status"], record["lossless"]) == ("certify", "fails", False)
+    assert record["diagnosis"]["fault"] == "typical acceptance"
+    assert record["seed"] == 3
+    assert len(record["runs"]) == 2
+    assert "DEVIATES from the target, measured as lossy: typical acceptance" in done.out
+    assert "smallest detectable" in done.out and "its worst world" in done.out
+    assert "run 2: e-value" in done.err and "1e6 after" in done.err
+    assert json.loads((out / "certificate.json").read_text()) == record
+    page = (out / "certificate.md").read_text()
+    assert page.startswith(f"# Certificate of a sampler\n\n**{OURS}medusa DEVIATES")
+    assert "| parameters | draft_tokens, target_probs |" in page
+
+
+def test_too_little_time_is_not_enough_evidence(run: Run) -> None:
+    done = run("certify", "--sampler", f"{OURS}eagle", "--minutes", "0.000001", "--json")
+    assert done.status == 3, done.err
+    assert done.record["status"] == "not enough evidence"
+    assert "give more --minutes" in done.out
+
+
+def test_a_function_of_ones_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keeps_everything.py").write_text(
+        "import torch\n\ndef f(draft_tokens, target_probs):\n"
+        "    return torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = run("certify", "--sampler", "keeps_everything:f", "--minutes", "60", "--json")
+    assert done.status == 1, done.err
+    assert done.record["diagnosis"]["fault"] == "keeps every drafted token"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sampler", "nowhere_at_all:f"], "--sampler names no module that there is, 'nowhere_at_all'"),
+        (["--sampler", "nothing"], "--sampler must be module:function, got 'nothing'"),
+        (["--sampler", f"{OURS}medussa"], "did you mean 'medusa'?"),
+        (["--sampler", "json:dumps"], "asks for 'obj'"),
+        (["--sampler", f"{OURS}sglang"], "pip install sgl-kernel"),
+        (["--sampler", f"{OURS}eagle", "--drafter", "draft"], "--drafter says nothing of a sampler"),
+        (["--sampler", f"{OURS}eagle", "--batch", "4"], "--batch says nothing of a sampler"),
+        (["--sampler", f"{OURS}eagle", "--minutes", "0"], "--minutes must be above 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(run: Run, options: list[str], words: str) -> None:
+    done = run("certify", *options)
+    assert done.status == 2, done.err
+    assert words in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert "Traceback" not in done.err

@@ -1,0 +1,237 @@
+"""Parts with a fault, beside those of `truedraft.certify.faults`, and what they emit in closed form.
+
+p is the target's distribution `[tokens, vocab]` at each token, q the one that the draft was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import RequestCache
+from truedraft.core import probs as L
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise, Purpose
+from truedraft.core.params import SamplingParams
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
+from truedraft.drafters import Drafter, DraftModel
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.draws import Drawing, OpenNode
+from truedraft.drafters.tree_builder import TreeBuilder
+from truedraft.models.base import LanguageModel
+from truedraft.testing import altered
+from truedraft.verification import Rule
+from truedraft.verification.rule import BatchVerdicts, HostVerdicts
+
+_TINY = torch.finfo(torch.float32).tiny
+
+# ------------------------------------------------------------------------------------------------ drafters
+
+
+def drawing(drafter: Drafter, how: Drawing) -> Drafter:
+    """A draft model that draws for sampled requests in another way."""
+    assert isinstance(drafter, DraftModel)
+    make = drafter._builder
+
+    def builder(request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
+        made = make(request, budget, noise)
+        if not request.params.greedy:
+            made.drawing = how
+        return made
+
+    return altered(drafter, _builder=builder)
+
+
+class GumbelTokens(Drawing):
+    """argmax(log q + g), g the Gumbel noise of the token's place: by itself as right as any other way."""
+
+    kind = DrawKind.INDEPENDENT
+
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
+        probs = L.probs_from_logits(logits, params)
+        noise = torch.stack([_gumbel(node.noise, node.depth, probs) for node in nodes])
+        return (probs.double().log() + noise).argmax(dim=-1)[:, None], probs
+
+
+def _gumbel(noise: Noise, depth: int, probs: Tensor) -> Tensor:
+    found = noise.gumbel(depth, probs.shape[-1], probs.device)
+    assert found is not None
+    return found
+
+
+def draws_by_gumbel(drafter: Drafter) -> Drafter:
+    """A draft model that draws by `GumbelTokens`."""
+    return drawing(drafter, GumbelTokens())
+
+
+class BfloatTokens(Drawing):
+    """Inverts a cumulative sum in bfloat16, and tells the q of float32: small cells vanish or grow to 1/256."""
+
+    kind = DrawKind.INDEPENDENT
+
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
+        probs = L.probs_from_logits(logits, params)
+        numbers = [node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child) for node in nodes]
+        return L.draw(as_bfloat16_draws(probs), torch.tensor(numbers, dtype=torch.float64))[:, None], probs
+
+
+def draws_in_bfloat16(drafter: Drafter) -> Drafter:
+    """A draft model that draws by `BfloatTokens`."""
+    return drawing(drafter, BfloatTokens())
+
+
+def as_bfloat16_draws(q: Tensor) -> Tensor:
+    """What a cumulative sum in bfloat16 draws in place of q, `[..., vocab]`, float64."""
+    sums = q.bfloat16().cumsum(dim=-1, dtype=torch.bfloat16).double()
+    cells = sums.cummax(dim=-1).values.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1]))
+    return cells / cells.sum(dim=-1, keepdim=True)
+
+
+def cuts_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
+    """Looks at the tokens drawn and cuts the chain before the first that the draft gave less than `least`."""
+
+    def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
+        return [_cut(own, least) for own in drafter.propose(batch, budgets, noise)]
+
+    return altered(drafter, propose=propose)
+
+
+def _cut(chain: Proposal, least: float) -> Proposal:
+    if chain.probs is None:
+        return chain
+    ids = chain.tree.host_ids
+    length = next((i for i, token in enumerate(ids) if float(chain.probs[i, token]) < least), len(ids))
+    if length == len(ids):
+        return chain
+    if not length:
+        return Proposal.empty()
+    return Proposal(TokenTree.chain(ids[:length]), (*chain.draws[:length], ()), chain.probs[:length])
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+def replaced_probs(rule: Rule, change: Callable[[Tensor], Tensor]) -> Rule:
+    """A rule that judges against other distributions than the engine made for it."""
+
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return rule.decide(proposals, [change(own) for own in probs], noise)
+
+    return altered(rule, decide=decide)
+
+
+def recovers_by_the_same_noise(rule: Rule) -> Rule:
+    """After a rejection takes argmax(log residual + g), g the noise that drew the rejected token."""
+
+    def redrawn(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
+        if verdict.final is not Origin.RECOVERED:
+            return verdict
+        row = verdict.path[-1] + 1 if verdict.path else 0
+        assert proposal.probs is not None
+        left = L.residual(probs[row], proposal.probs[proposal.draws[row][0].dist])
+        token = int((left.double().log() + _gumbel(noise, len(verdict.path), left)).argmax())
+        return replace(verdict, tokens=(*verdict.tokens[:-1], token))
+
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        verdicts = rule.verify(proposals, probs, noise)
+        return HostVerdicts([redrawn(*each) for each in zip(verdicts, proposals, probs, noise, strict=True)])
+
+    return altered(rule, decide=decide)
+
+
+def judges_at_one(rule: Rule, temperature: float) -> Rule:
+    """Judges a q that was drawn at `temperature` as if at 1."""
+
+    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        wrong = [own if own.probs is None else replace(own, probs=_at_one(own.probs, temperature)) for own in proposals]
+        return rule.decide(wrong, probs, noise)
+
+    return altered(rule, decide=decide)
+
+
+def _at_one(q: Tensor, temperature: float) -> Tensor:
+    flat = q.pow(temperature)
+    return flat / flat.sum(dim=-1, keepdim=True)
+
+
+def nucleus_off_by_one(p: Tensor, top_p: float, more: int) -> Tensor:
+    """Distributions `[tokens, vocab]` cut to the nucleus and one token more (`more` 1) or less (-1; at least one)."""
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    count = (ordered.cumsum(dim=-1, dtype=torch.float64) < top_p).sum(dim=-1, keepdim=True) + 1 + more
+    kept = torch.arange(p.shape[-1]) < count.clamp(1, p.shape[-1])
+    found = torch.zeros_like(p).scatter_(-1, order, ordered * kept)
+    return found / found.sum(dim=-1, keepdim=True)
+
+
+def llama_cpp_filters(p: Tensor, params: SamplingParams) -> Tensor:
+    """Of distributions at temperature 1 `[tokens, vocab]`: top-k, top-p, min-p, and the temperature behind them."""
+    logits = p.log()
+    kept = L.probs_from_logits(logits, replace(params, temperature=1.0))
+    return L.probs_from_logits(kept.log(), SamplingParams(temperature=params.temperature))
+
+
+# ------------------------------------------------------------------------------------------------ states
+
+
+def keeps_rejected(model: LanguageModel) -> LanguageModel:
+    """As a recurrent state that is not rolled back: the first rejected token takes the last accepted one's place."""
+
+    def wrong(cache: RequestCache, path: Sequence[int]) -> Sequence[int]:
+        return (*path[:-1], path[-1] + 1) if path[-1] + 1 < cache.uncommitted else path
+
+    return _committing(model, wrong)
+
+
+def loses_accepted(model: LanguageModel) -> LanguageModel:
+    """The last accepted token is lost: what stood before it stands twice. A prompt is read rightly."""
+
+    def wrong(cache: RequestCache, path: Sequence[int]) -> Sequence[int]:
+        return (*path[:-1], path[-2]) if cache.length and len(path) > 1 else path
+
+    return _committing(model, wrong)
+
+
+def _committing(model: LanguageModel, wrong: Callable[[RequestCache, Sequence[int]], Sequence[int]]) -> LanguageModel:
+    def new_cache() -> RequestCache:
+        cache = model.new_cache()
+        commit = cache.commit
+        cache.commit = lambda path: commit(wrong(cache, list(path)))  # type: ignore[method-assign]
+        return cache
+
+    def release_cache(cache: RequestCache) -> None:
+        del cache.commit  # given back as it was
+        model.release_cache(cache)
+
+    return altered(model, new_cache=new_cache, release_cache=release_cache)
+
+
+# ------------------------------------------------------------------------------------------------ what they emit
+
+
+def emitted_by_cutting(p: Tensor, q: Tensor, least: float) -> Tensor:
+    """Of `cuts_unlikely_draws`: shown drafts are judged rightly; where one was hidden the token is drawn from p."""
+    shown = q * (q >= least)
+    kept = torch.minimum(p, shown)
+    hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
+    rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
+    return kept + rejected * L.residual(p, q) + hidden * p
+
+
+def emitted_by_bfloat16(p: Tensor, q: Tensor) -> Tensor:
+    """Of `draws_in_bfloat16`: x ~ q' stays with min(1, p/q), else norm(max(0, p - q))."""
+    return _emitted(as_bfloat16_draws(q).to(p), p, q)
+
+
+def emitted_judged_at_one(p: Tensor, q: Tensor, temperature: float) -> Tensor:
+    """Of `judges_at_one`: x ~ q stays with min(1, p/q'), else norm(max(0, p - q')), q' that at temperature 1."""
+    return _emitted(q, p, _at_one(q, temperature))
+
+
+def _emitted(drawn: Tensor, p: Tensor, judged: Tensor) -> Tensor:
+    kept = drawn * (p / judged.clamp_min(_TINY)).clamp_max(1.0)
+    return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, judged)
