@@ -41,7 +41,7 @@ PROMPT_TOKENS = 48
 ANSWER_TOKENS = 24
 OTHER_SEEDS = 1_000_000
 TOKENS = 8000
-"""So many are needed where logits are rounded to bfloat16 and a deviation as large as the certificate wants is to show."""
+"""So many are needed to see what the certificate wants to be seen, where logits are rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
