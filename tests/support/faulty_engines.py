@@ -20,7 +20,6 @@ from support.faulty_parts import (
     cuts_unlikely_draws,
     draws_by_gumbel,
     draws_in_bfloat16,
-    emitted_by_bfloat16,
     emitted_by_cutting,
     emitted_judged_at_one,
     judges_at_one,
@@ -352,7 +351,7 @@ FAULTS = (
     _stale("stale state loses an accepted token", loses_accepted),
     Planted("stop inside a block is ignored", _STOP, _draft, ends="past"),
     Planted("stop inside a block ends it late", _STOP, _draft, ends="late"),
-    Planted("drawn in bfloat16, judged in float32", _WARM, _in_bfloat16, _at_judged(emitted_by_bfloat16)),
+    Planted("drawn in bfloat16, judged in float32", _WARM, _in_bfloat16, _at_judged(faults.emitted_by_bfloat16)),
     Planted("q judged at temperature 1", SamplingParams(temperature=0.5), _judges_at_one, _emitted_judged_at_one),
     Planted("n-gram candidates always accepted", _WARM, _accepts_ngrams, _at_judged(faults.emitted_always)),
 )

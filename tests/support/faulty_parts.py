@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
+from truedraft.certify import faults
 from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
@@ -77,19 +78,12 @@ class BfloatTokens(Drawing):
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
         probs = L.probs_from_logits(logits, params)
         numbers = [node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child) for node in nodes]
-        return L.draw(as_bfloat16_draws(probs), torch.tensor(numbers, dtype=torch.float64))[:, None], probs
+        return L.draw(faults.as_bfloat16_draws(probs), torch.tensor(numbers, dtype=torch.float64))[:, None], probs
 
 
 def draws_in_bfloat16(drafter: Drafter) -> Drafter:
     """A draft model that draws by `BfloatTokens`."""
     return drawing(drafter, BfloatTokens())
-
-
-def as_bfloat16_draws(q: Tensor) -> Tensor:
-    """What a cumulative sum in bfloat16 draws in place of q, `[..., vocab]`, float64."""
-    sums = q.bfloat16().cumsum(dim=-1, dtype=torch.bfloat16).double()
-    cells = sums.cummax(dim=-1).values.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1]))
-    return cells / cells.sum(dim=-1, keepdim=True)
 
 
 def cuts_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
@@ -220,11 +214,6 @@ def emitted_by_cutting(p: Tensor, q: Tensor, least: float) -> Tensor:
     hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
     rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
     return kept + rejected * L.residual(p, q) + hidden * p
-
-
-def emitted_by_bfloat16(p: Tensor, q: Tensor) -> Tensor:
-    """Of `draws_in_bfloat16`: x ~ q' stays with min(1, p/q), else norm(max(0, p - q))."""
-    return _emitted(as_bfloat16_draws(q).to(p), p, q)
 
 
 def emitted_judged_at_one(p: Tensor, q: Tensor, temperature: float) -> Tensor:

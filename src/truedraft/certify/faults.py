@@ -224,6 +224,20 @@ def emitted_at_another_temperature(p: Tensor, q: Tensor) -> Tensor:
     return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, other)
 
 
+def as_bfloat16_draws(q: Tensor) -> Tensor:
+    """What a cumulative sum in bfloat16 draws in place of q, `[..., vocab]`, float64."""
+    sums = q.bfloat16().cumsum(dim=-1, dtype=torch.bfloat16).double()
+    cells = sums.cummax(dim=-1).values.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1]))
+    return cells / cells.sum(dim=-1, keepdim=True)
+
+
+def emitted_by_bfloat16(p: Tensor, q: Tensor) -> Tensor:
+    """Of a draft drawn by such a sum, judged as if from q: x ~ q' stays with min(1, p/q), else norm(max(0, p - q))."""
+    drawn = as_bfloat16_draws(q).to(p)
+    kept = drawn * (p / q.clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0)
+    return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, q)
+
+
 def emitted_by_one_key(p: Tensor, q: Tensor) -> Tensor:
     """Of `one_key_twice`: given a rejection of x, the number is uniform over [a(x), 1), a = min(1, p/q).
 

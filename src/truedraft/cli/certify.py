@@ -59,6 +59,9 @@ class OthersOptions:
     draft_model: str | None = option(
         None, "The draft model that the server uses, so that faults of judging its drafts are named.", "M"
     )
+    allowance: float | None = option(
+        None, "How far its log-probabilities may lie from the model's.", "X", shown_default="measured"
+    )
     tokens: int = option(4000, "Sampled tokens that a server is asked for.", "N", least=1)
     timeout: float = option(120.0, "Seconds that a server may take for one answer.", "S")
     transcript: Path | None = option(
@@ -138,13 +141,11 @@ def _check_whose(others: OthersOptions) -> None:
             raise OptionError(f"is for {needs} alone; give that, too", field=each.name)
 
 
+_OF_PROCESS = ("seed_per_request", "draft_model", "allowance", "tokens", "transcript", "junit")
 _TAKEN_BY = {
-    "endpoint": (
-        "against", "served_model", "api_key_env", "seed_per_request", "draft_model", "tokens", "timeout", "transcript",
-        "junit",
-    ),
-    "process": ("seed_per_request", "draft_model", "tokens", "transcript", "junit"),
-}  # fmt: skip
+    "endpoint": ("against", "served_model", "api_key_env", "timeout", *_OF_PROCESS),
+    "process": _OF_PROCESS,
+}
 
 
 def _folder(out: Path) -> Path:

@@ -159,7 +159,17 @@ def _asked(
 
         if len(peers) > 1:
             return compare_engines(peers[0], peers[1], ids, params, tell=tell, **how)
-        return certify_engine(peers[0], target, ids, params, rounded=rounded, drafts=_drafts(options), tell=tell, **how)
+        return certify_engine(
+            peers[0],
+            target,
+            ids,
+            params,
+            rounded=rounded,
+            drafts=_drafts(options),
+            allowance=options.others.allowance,
+            tell=tell,
+            **how,
+        )
 
 
 def _drafts(options: CertifyOptions) -> Mapping[str, LanguageModel]:

@@ -21,7 +21,7 @@ from truedraft.peers import FILTERS
 COPIED = "copied from the text"
 """The name of candidates that are copied as n-gram speculation does."""
 _NGRAM = 3
-_CUTS = (0.1, 0.3, 0.5)
+_CUTS = (0.05, 0.15, 0.3, 0.5)
 _BEHIND = 2
 """Tokens behind which a state that was not rolled back may show."""
 
@@ -159,6 +159,7 @@ def _of_judging(draft: str) -> list[Alternative]:
             "draft judged at another temperature",
             by(faults.emitted_at_another_temperature),
         ),
+        Alternative(f"{draft}: bfloat16", "draft drawn in bfloat16, judged in float32", by(faults.emitted_by_bfloat16)),
     ]
     for cut in _CUTS:
         name = f"{draft}: cut below {cut:g}"

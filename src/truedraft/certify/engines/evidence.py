@@ -62,6 +62,7 @@ class Evidence:
         self._outside = EProcesses(["tokens that the options forbid"])
         self._repeated = Repeated()
         self._reached: dict[float, int] = {}
+        self._most = 0.0
         self.lost = 0.0
         self.tokens = 0
         self.sure = 0
@@ -110,8 +111,8 @@ class Evidence:
 
     @property
     def log10(self) -> float:
-        """The same to the base ten."""
-        return self.log_evidence / math.log(10.0)
+        """The most that it ever came to, to the base ten: what a sound engine's hardly ever reaches at any time."""
+        return self._most / math.log(10.0)
 
     def _note_crossings(self, before: dict[str, float], parts: Mapping[str, Tensor]) -> None:
         """Look behind each token of the parts that say so; the others say it at the end of the answer."""
@@ -122,6 +123,7 @@ class Evidence:
         self._cross(self.log_evidence, self.tokens + places)
 
     def _cross(self, log: float, tokens: int) -> None:
+        self._most = max(self._most, log)
         for bound in (ALARM, CERTAIN):
             if log >= math.log(bound):
                 self._reached.setdefault(bound, tokens)

@@ -226,8 +226,8 @@ def measured_allowance(
     """How far an engine's kernels may put log-probabilities off, from a few answers.
 
     Where the engine tells log-probabilities of its tokens, one and a half times what 99 % of them differ by from the
-    judge's; but never more than four times what rounding the same weights to `rounded`'s dtype does, for a fault of the
-    engine's logits is none of rounding. Where it tells none, one and a half times that of `rounded`.
+    judge's. Where that is more than four times what rounding the same weights to `rounded`'s dtype does it is no
+    rounding, and where the engine tells none nothing is known: then one and a half times that of `rounded`.
 
     Args:
         judge: the target, in the dtype that judges.
@@ -240,16 +240,17 @@ def measured_allowance(
     """
     texts = [(question.prompt, reply.token_ids) for question, reply in answered if reply.token_ids]
     own = _log_probs(judge, texts)
-    coarse = None if rounded is None else _most((_log_probs(rounded, texts) - own).abs())
+    coarse = None if rounded is None else max(_FINEST, _most((_log_probs(rounded, texts) - own).abs()))
     told = [reply.logprobs for _, reply in answered if reply.token_ids]
     if told and all(values is not None for values in told):
         differences = torch.tensor([value for values in told for value in values or ()], dtype=torch.float64) - own
         limit = _UNMEASURED if coarse is None else _LEEWAY * coarse
         seen = _most(differences.abs())
         words = f"{_MARGIN:g} times {seen:.2g}, by which the engine's own log-probabilities differ"
-        if seen > limit:
-            words = f"{_MARGIN:g} times {limit:.2g}, the most that passes for rounding; its own differ by {seen:.2g}"
-        return Allowance(_MARGIN * min(seen, limit), words), differences
+        if seen > limit:  # what is no rounding allows for nothing
+            seen = limit if coarse is None else coarse
+            words = f"{_MARGIN:g} times {seen:.2g}; its own log-probabilities differ by more than rounding does"
+        return Allowance(_MARGIN * seen, words), differences
     if coarse is None:
         return Allowance(_MARGIN * _UNMEASURED, f"{_MARGIN:g} times {_UNMEASURED:g}, as nothing was measured"), None
     return Allowance(_MARGIN * coarse, f"{_MARGIN:g} times {coarse:.2g}, which a coarser dtype makes"), None
@@ -266,6 +267,8 @@ def _log_probs(model: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequen
 
 _MARGIN = 1.5
 _UNMEASURED = 0.01
+_FINEST = 1e-4
+"""What other kernels may do in float32."""
 _LEEWAY = 4.0
 _QUANTILE = 0.99
 

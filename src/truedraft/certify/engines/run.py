@@ -23,7 +23,7 @@ from truedraft.certify.engines.asked import (
     streams,
 )
 from truedraft.certify.engines.evidence import ALARM, CERTAIN, Evidence
-from truedraft.certify.engines.law import Judge, Law, filtered, measured_allowance
+from truedraft.certify.engines.law import Allowance, Judge, Law, filtered, measured_allowance
 from truedraft.certify.engines.report import EngineReport, evidence_words
 from truedraft.certify.sampling import plain_logits
 from truedraft.core.params import SamplingParams
@@ -50,6 +50,7 @@ def certify_engine(
     *,
     rounded: LanguageModel | None = None,
     drafts: Mapping[str, LanguageModel] | None = None,
+    allowance: float | None = None,
     together: int = 8,
     seconds: float = 300.0,
     tokens: int = TOKENS,
@@ -65,6 +66,7 @@ def certify_engine(
         params: how it is asked: temperature, top-k, top-p, min-p, penalties; its seed is that of the first request.
         rounded: the same weights as coarse as the engine may hold them, to measure what rounding does.
         drafts: draft models that the engine may use, by name, so that faults of judging are named.
+        allowance: how far its log-probabilities may lie from the target's; None measures it.
         together: requests that are asked at once.
         seconds: when to stop at the latest, answers under way apart.
         tokens: of sampled answers that are wanted; less where the evidence is certain before.
@@ -83,18 +85,19 @@ def certify_engine(
     known = dict(drafts or {})
     greedy = _greedy_answers(asked, prompts, params)
     tell(Part.GREEDY, 1.0)
-    allowance, differences = measured_allowance(target, rounded, greedy)
-    judge = Judge(target, peer.facts.filters, allowance)
+    measured, differences = measured_allowance(target, rounded, greedy)
+    allowed = measured if allowance is None else Allowance(allowance, "as it was stated")
+    judge = Judge(target, peer.facts.filters, allowed)
     findings = [_of_greedy(judge, greedy, known, asked)]
     all_answers = list(greedy)
     if not params.greedy:
         finding, answers = _sampled(judge, asked, prompts, params, known, deadline, tokens, tell)
         findings.insert(0, finding)
         all_answers += answers
-    findings.append(behaviour.logprobs(differences, allowance, judged=rounded is not None))
+    findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
     findings += _promises(asked, prompts, params, greedy, all_answers, target)
     tell(Part.BEHAVIOUR, 1.0)
-    more = {"allowance": allowance.log_ratio, "allowance_is": allowance.told}
+    more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
     lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
     return EngineReport(findings, peer.facts, params, together, asked.tokens, now() - began, **lost, more=more)
 
