@@ -89,7 +89,7 @@ $(LLAMACPP)/.built: $(LLAMACPP)/.unpacked
 	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server > /dev/null
 	touch $@
 
-# Certificates for other engines: docs/certify_peers.md. Some two hours; a rerun goes on behind what is there.
+# Certificates for other engines: docs/certify_peers.md. Some hours; a rerun goes on behind what is there.
 certify-peers: $(STAMP) $(VLLM)/bin/vllm $(LLAMACPP)/.built
 	$(BIN)/python benchmarks/certify_peers.py $(PEERS)
 

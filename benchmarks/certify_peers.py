@@ -1,6 +1,6 @@
 """Certificates for other engines over the embedded target: `make certify-peers`.
 
-    python benchmarks/certify_peers.py [--engines vllm ...] [--minutes 2] [--out FILE]
+    python benchmarks/certify_peers.py [--engines vllm ...] [--minutes 5] [--out FILE]
     python benchmarks/certify_peers.py --cell "vllm | draft model | 0.8 | 1 | batch 1" --again
 
 Every engine, way of drafting, temperature, top-p and number of requests at once is a cell: one line of JSON, written as
@@ -27,7 +27,7 @@ import torch
 from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 
 from truedraft import SamplingParams, load_model
-from truedraft.certify.engines import CERTAIN, TOKENS, certify_engine, engine_verdict
+from truedraft.certify.engines import CERTAIN, certify_engine, engine_verdict
 from truedraft.cli.prompts import HELDOUT, read_prompts
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import TruedraftError
@@ -40,6 +40,8 @@ SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 24
 OTHER_SEEDS = 1_000_000
+TOKENS = 8000
+"""So many are needed to see what the certificate wants to be seen, where logits are rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--cell", help="only this one")
     parser.add_argument("--again", action="store_true", help="cells that have a verdict too")
     parser.add_argument("--list", action="store_true", help="name the cells that are left")
-    parser.add_argument("--minutes", type=float, default=2.0, help="for each run of a cell")
+    parser.add_argument("--minutes", type=float, default=5.0, help="for each run of a cell")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run of a cell")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from exported import exported
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 from truedraft.errors import PeerError
 from truedraft.models.base import LanguageModel
@@ -90,6 +91,7 @@ def engine_ways() -> list[EngineWay]:
         EngineWay("transformers", "prompt lookup", partial(in_process, lookup_way), (1,)),
         EngineWay("transformers", "assisted", partial(in_process, assisted), (1,)),
         EngineWay("transformers", "assisted, other tokenizer", partial(in_process, universal), (1,)),
+        EngineWay("transformers", "assisted, other tokenizer, repaired", translating_rightly, (1,)),
     ]
 
 
@@ -124,6 +126,29 @@ def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Runnin
         return GeneratePeer(model, target.eos_token_ids, made, together=together, seed=seed)
 
     yield Running(peer, lambda: None)
+
+
+@contextlib.contextmanager
+def translating_rightly(target: LanguageModel) -> Iterator[Running]:
+    """transformers with an assistant of another tokenizer, whose logits reach the ids that they are of.
+
+    transformers cuts the assistant's LM head to the shared tokens in the order of `get_vocab()`, which is none, and
+    then takes its rows for those of rising ids: drafts are judged by other tokens' probabilities.
+    """
+
+    def logits(self: AssistantToTargetTranslator, assistant_logits: torch.Tensor) -> torch.Tensor:
+        shape = (*assistant_logits.shape[:-1], self.target_vocab_size)
+        found = torch.full(shape, self.FILTER_VALUE, device=assistant_logits.device)
+        found[..., self._assistant_to_target_input_ids[self.assistant_overlap_token_ids]] = assistant_logits.float()
+        return found
+
+    theirs = AssistantToTargetTranslator.get_target_logits
+    AssistantToTargetTranslator.get_target_logits = logits
+    try:
+        with in_process(universal, target) as running:
+            yield running
+    finally:
+        AssistantToTargetTranslator.get_target_logits = theirs
 
 
 def vllm(name: str, draft: Callable[[], Path | None] | None) -> Launch:
