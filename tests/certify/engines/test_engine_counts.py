@@ -18,8 +18,9 @@ P = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
 
 def law(*tokens: int, slack: float = 0.0) -> Law:
     rows = P[: len(tokens)]
-    sure = torch.ones(len(tokens), dtype=torch.bool)
-    return Law(Question((7,), SamplingParams(temperature=1.0)), list(tokens), rows.log(), rows, sure, ~sure, slack)
+    nothing, slacks = torch.zeros_like(rows, dtype=torch.bool), torch.full((len(tokens),), slack)
+    question = Question((7,), SamplingParams(temperature=1.0))
+    return Law(question, list(tokens), rows.log(), rows, nothing, nothing.any(dim=-1), slacks)
 
 
 def counted(*answers: tuple[int, ...]) -> Repeated:

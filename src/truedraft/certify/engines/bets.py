@@ -3,15 +3,16 @@
 For an alternative a and a weight w, fixed before the token is seen, (1 - w) p + w a over p is a likelihood ratio. Its
 mean is 1 if the token follows p. If it follows a p' whose log-probabilities lie within r of p's, its mean is at most
 1 + 2 w sinh(r) TV(a, p): sum (p' - p)(a/p - 1) is largest where p' is e^r p above and e^-r p below, and both sides of
-a/p - 1 have the mass TV(a, p) under p. Divided by that, the products are e-processes (Ville): the mean over
-alternatives and weights ever reaches 1/a with probability a at most, whenever one stops. Of alternatives the product
-is largest, in the long run, for the one nearest to what the engine does: so it names the fault.
+a/p - 1 have the mass TV(a, p) under p. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products
+are e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever
+one stops. Of alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it names
+the fault.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from truedraft.certify.engines.law import Law
 
 WEIGHTS = (0.03, 0.1, 0.3, 0.6, 0.9, 0.99)
 _FLOOR = 1e-4
-"""Probability below which a ratio does not grow: so one token on a filter's edge does not decide alone."""
+"""Stands for p where p has no mass: so one token on a filter's edge does not decide alone."""
 _FORBIDDEN = 1e-6
 """Mass that a sound engine may have where p has none."""
 _SUMMING = 1e-6
@@ -71,26 +72,34 @@ class Bets:
             The logarithm of the mean e-value behind each of these tokens, `[tokens]`.
         """
         tokens = torch.tensor(list(law.tokens))[:, None]
-        p = law.probs
-        own = p.gather(-1, tokens)[:, 0]
-        forbidden = p == 0.0
-        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-        steps = []
-        for number, alternative in enumerate(self._alternatives):
-            a = alternative.probs(law, drafts)
-            distance = 0.5 * (a - p).abs().sum(dim=-1)
-            ratio = a.gather(-1, tokens)[:, 0] / own.clamp_min(_FLOOR)
-            # What is below the floor, or forbidden, is paid for less than it may come.
-            allowed = 2.0 * math.sinh(law.slack) * distance + _FORBIDDEN / _FLOOR * (a * forbidden).sum(dim=-1)
-            step = torch.log1p(weights * (ratio - 1.0)[:, None]) - torch.log1p(weights * allowed[:, None] + _SUMMING)
-            step[~law.sure] = 0.0
-            steps.append(step)
-            self._far[number] += float((distance * law.sure).sum())
-        self._tokens += int(law.sure.sum())
-        reached = self._logs + torch.stack(steps, dim=1).cumsum(dim=0)  # [tokens, alternatives, weights]
+        usable = law.slack.isfinite()
+        steps = [self._steps(law, tokens, alternative.probs(law, drafts), n) for n, alternative in self._numbered()]
+        self._tokens += int(usable.sum())
+        stacked = torch.stack(steps, dim=1).masked_fill(~usable[:, None, None], 0.0)
+        reached = self._logs + stacked.cumsum(dim=0)  # [tokens, alternatives, weights]
         if len(law.tokens):
             self._logs = reached[-1].clone()
         return torch.logsumexp(reached.flatten(1), dim=-1) - math.log(self._logs.numel())
+
+    def _numbered(self) -> Iterator[tuple[int, Alternative]]:
+        return enumerate(self._alternatives)
+
+    def _steps(self, law: Law, tokens: Tensor, a: Tensor, number: int) -> Tensor:
+        """The logarithms by which bets on one alternative grow, `[tokens, weights]`."""
+        p, sure = law.probs, ~law.doubtful
+        # Of the tokens that are not doubtful it has the mass that p has there.
+        sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
+        a = torch.where(sure & (sizes[1] > 0.0), a * (sizes[0] / sizes[1].clamp_min(1e-300)), p)
+        distance = 0.5 * (a - p).abs().sum(dim=-1)
+        own, other = (each.gather(-1, tokens)[:, 0] for each in (p, a))
+        ratio = torch.where(own > 0.0, other / own, other / _FLOOR)
+        # What is forbidden is paid for less than it may come.
+        allowed = 2.0 * torch.sinh(law.slack) * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        usable = law.slack.isfinite()
+        self._far[number] += float((distance * usable).sum())
+        ratio, allowed = (each.masked_fill(~usable, 0.0)[:, None] for each in (ratio, allowed))
+        return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
 
     @property
     def log_evidence(self) -> float:

@@ -2,8 +2,9 @@
 
 Another engine's kernels round otherwise than ours, so its probability of a token may differ from ours by a factor: each
 engine whose log-probabilities lie within an allowance of ours is sound. Filters cut where a sum or a rank crosses a
-bound, and there rounding decides: a row whose cut may lie elsewhere is passed over, which depends on the text before
-its token and never on the token. A token that no rounding lets through is outside.
+bound, and there rounding decides: a token that may lie on either side is doubtful. Nothing is asked of doubtful tokens,
+and whether one keeps those of mass a or not moves the others by a factor of 1 / (1 - a) at most. All of that depends on
+the text before a token and never on the token. A token that no rounding lets through is outside.
 """
 
 from __future__ import annotations
@@ -51,18 +52,24 @@ class Law:
         tokens: of the answer, an end of text included; several ids that end a text count as the first of them.
         logits: `[tokens, vocab]`, float64: after penalties and biases, before temperature and filters.
         probs: `[tokens, vocab]`, float64: what each token should have been drawn from.
-        sure: `[tokens]`, bool: whether no rounding within the allowance moves a filter's cut.
+        doubtful: `[tokens, vocab]`, bool: tokens that rounding within the allowance may keep or not.
         outside: `[tokens]`, bool: whether the token lies where no such rounding lets it through.
-        slack: the allowance at the request's temperature.
+        slack: `[tokens]`: how far the log-probability of a token that is not doubtful may be off; infinite where
+            nothing can be said.
     """
 
     question: Question
     tokens: Sequence[int]
     logits: Tensor
     probs: Tensor
-    sure: Tensor
+    doubtful: Tensor
     outside: Tensor
-    slack: float
+    slack: Tensor
+
+    @property
+    def sure(self) -> Tensor:
+        """Rows without a doubtful token, `[tokens]`, bool."""
+        return ~self.doubtful.any(dim=-1)
 
     @property
     def text(self) -> list[int]:
@@ -71,7 +78,7 @@ class Law:
 
     def under(self, params: SamplingParams, filters: Sequence[str]) -> Tensor:
         """The distributions that other options, or another order of filters, would make: `[tokens, vocab]`."""
-        return filtered(self.logits, params, filters, 0.0)[0]
+        return filtered(self.logits, params, filters, 0.0).probs
 
 
 class Judge:
@@ -102,16 +109,16 @@ class Judge:
         params, ends = question.params, list(self.target.eos_token_ids)
         shaping = Shaping(params, question.prompt, len(question.prompt), ends, (), self.target.vocab_size)
         shaped = shaping.of_paths(logits, [tokens[:place] for place in range(len(tokens))]).double()
-        slack = self.allowance.at(params.temperature)
-        probs, sure, within = filtered(shaped, params, self.filters, self.allowance.log_ratio)
-        own = within.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
+        found = filtered(shaped, params, self.filters, self.allowance.log_ratio)
+        probs, doubtful, within = found.probs, found.doubtful, found.within
         if ends[1:]:
-            probs = probs.clone()
+            probs, doubtful, within = probs.clone(), doubtful.clone(), within.clone()
             probs[:, ends[0]] += probs[:, ends[1:]].sum(dim=-1)
             probs[:, ends[1:]] = 0.0
-            whole = within[:, ends].any(dim=-1)
-            own = torch.where(torch.tensor([token == ends[0] for token in tokens]), whole, own)
-        return Law(question, tokens, shaped, probs, sure, ~own, slack)
+            for each in (doubtful, within):
+                each[:, ends[0]] = each[:, ends].any(dim=-1)
+        outside = ~within.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
+        return Law(question, tokens, shaped, probs, doubtful, outside, found.slack)
 
 
 def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> list[int]:
@@ -132,9 +139,24 @@ def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> lis
 # ---------------------------------------------------------------------------------------- distributions and their edges
 
 
-def filtered(
-    logits: Tensor, params: SamplingParams, filters: Sequence[str], log_ratio: float
-) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """What filters make of logits.
+
+    Attributes:
+        probs: `[rows, vocab]`.
+        doubtful: `[rows, vocab]`, bool: tokens that rounding may keep or not.
+        within: `[rows, vocab]`, bool: tokens that some rounding keeps.
+        slack: `[rows]`: how far log-probabilities of the tokens that are not doubtful may be off.
+    """
+
+    probs: Tensor
+    doubtful: Tensor
+    within: Tensor
+    slack: Tensor
+
+
+def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], log_ratio: float) -> Filtered:
     """Distributions made by filters in an order, and where rounding might have cut otherwise.
 
     Args:
@@ -142,42 +164,62 @@ def filtered(
         params: temperature, top-k, top-p and min-p; greedy takes the likeliest token, ties to the lowest id.
         filters: names of `FILTERS`, in their order; those missing are not applied.
         log_ratio: how far each log-probability may be off at temperature 1.
-
-    Returns:
-        Distributions `[rows, vocab]`; for each row whether no filter's edge is in doubt, bool `[rows]`; and which
-        tokens some rounding within `log_ratio` may let through, bool `[rows, vocab]`.
     """
     if params.greedy:
-        best = logits.amax(dim=-1, keepdim=True)
-        near = logits >= best - 2.0 * log_ratio
-        probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-        return probs, near.sum(dim=-1) == 1, near
+        return _greedy(logits, log_ratio)
     scores, off = logits, log_ratio
-    sure = torch.ones(len(logits), dtype=torch.bool)
     within = torch.isfinite(logits)
+    surely = within.clone()
+    lost = torch.zeros(len(logits), dtype=torch.bool)
     for name in filters:
         if name == "temperature":
             scores, off = scores / params.temperature, off / params.temperature
             continue
         edge = _EDGES[name](scores, params, off)
         if edge is not None:
-            kept, may, certain = edge
-            sure, within = sure & certain, within & may
+            kept, may, must = edge
+            lost |= (within & ~surely).any(dim=-1)  # what this filter sees hangs on an earlier doubt
+            within, surely = within & may, surely & must
             scores = scores.masked_fill(~kept, -math.inf)
-    return torch.softmax(scores, dim=-1), sure, within
+    doubtful = within & ~surely
+    return Filtered(
+        torch.softmax(scores, dim=-1), doubtful, within, _slack(logits, params, doubtful, within, off, lost)
+    )
 
 
+def _greedy(logits: Tensor, log_ratio: float) -> Filtered:
+    near = logits >= logits.amax(dim=-1, keepdim=True) - 2.0 * log_ratio
+    tied = near.sum(dim=-1) > 1
+    probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    slack = torch.where(tied, math.inf, log_ratio).double()
+    return Filtered(probs, near & tied[:, None], near, slack)
+
+
+def _slack(
+    logits: Tensor, params: SamplingParams, doubtful: Tensor, within: Tensor, off: float, lost: Tensor
+) -> Tensor:
+    """How far the tokens that are not doubtful may be off, `[rows]`.
+
+    With all doubtful tokens kept they have the mass 1 - a, with none of them 1.
+    """
+    whole = torch.softmax((logits / params.temperature).masked_fill(~within, -math.inf), dim=-1)
+    # Rounding may make the doubtful ones heavier.
+    a = 1.0 - 1.0 / (1.0 + (whole * doubtful).sum(dim=-1) / (whole * ~doubtful).sum(dim=-1) * math.exp(2.0 * off))
+    return torch.where(lost | (a > _MOST_DOUBT), math.inf, off - torch.log1p(-a.clamp_max(_MOST_DOUBT)))
+
+
+_MOST_DOUBT = 0.5
 _Edge = tuple[Tensor, Tensor, Tensor]
-"""Which tokens are kept, which may be, and for each row whether that is the same."""
+"""Which tokens are kept, which may be, and which surely are."""
 
 
 def _top_k(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
     if not 0 < params.top_k < scores.shape[-1]:
         return None
-    least = scores.topk(params.top_k, dim=-1).values[:, -1:]
-    kept, may = scores >= least, scores >= least - 2.0 * off
+    best = scores.topk(params.top_k + 1, dim=-1).values
+    least, following = best[:, -2:-1], best[:, -1:]
     # Which of equals stay is the engine's own affair.
-    return kept, may, may.sum(dim=-1) == params.top_k
+    return scores >= least, scores >= least - 2.0 * off, scores > following + 2.0 * off
 
 
 def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
@@ -197,19 +239,17 @@ def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
     may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
     surely = most / (most + (1.0 - most).clamp_min(0.0) / factor) < p - _NUCLEUS
     surely[:, 0] |= ordered[:, 0] > factor * ordered[:, 1]  # nothing comes before it
-    certain = ((may == surely) | (ordered == 0.0)).all(dim=-1)
     unsort = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
     kept = sums[:, :-1] < p
-    return kept.gather(-1, unsort), may.gather(-1, unsort), certain
+    return kept.gather(-1, unsort), may.gather(-1, unsort), surely.gather(-1, unsort)
 
 
 def _min_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
     if params.min_p <= 0.0:
         return None
-    least = scores.amax(dim=-1, keepdim=True) + math.log(params.min_p)
-    kept, may, surely = scores >= least, scores >= least - 2.0 * off, scores >= least + 2.0 * off
-    surely |= scores == scores.amax(dim=-1, keepdim=True)
-    return kept, may, (may == surely).all(dim=-1)
+    best = scores.amax(dim=-1, keepdim=True)
+    least = best + math.log(params.min_p)
+    return scores >= least, scores >= least - 2.0 * off, (scores >= least + 2.0 * off) | (scores == best)
 
 
 _EDGES = {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p}

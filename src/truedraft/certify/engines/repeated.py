@@ -45,30 +45,31 @@ class Repeated:
         self.answers += 1
         for place, token in enumerate(law.tokens):
             beginning = (*law.question.prompt, -1, *law.tokens[:place])
-            if bool(law.sure[place]):
-                p = law.probs[place]
-                own = max(float(p[token]), _FLOOR)
-                self._logs += self._of_counts(beginning, p, token, own, law.slack)
+            if bool(law.slack[place].isfinite()) and not bool(law.doubtful[place, token]):
+                self._logs += self._of_counts(beginning, law, place)
                 self._last[beginning] = token
                 self._counts[beginning][token] += 1
             reached.append(self.log_evidence)
         return torch.tensor(reached, dtype=torch.float64)
 
-    def _of_counts(self, beginning: tuple[int, ...], p: Tensor, token: int, own: float, slack: float) -> Tensor:
-        counts = self._counts[beginning]
-        total = sum(counts.values())
+    def _of_counts(self, beginning: tuple[int, ...], law: Law, place: int) -> Tensor:
+        """The steps of all bets at one token, of those that are not doubtful; they share the mass that p has there."""
+        counts, p, token = self._counts[beginning], law.probs[place], law.tokens[place]
+        total, slack = sum(counts.values()), float(law.slack[place])
         steps = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
         if not total:
             return steps
+        mass = float(p[~law.doubtful[place]].sum())
+        own = float(p[token]) or _FLOOR
         seen = torch.tensor(list(counts))
-        shares = torch.tensor([counts[one] / total for one in counts], dtype=torch.float64)
+        shares = torch.tensor([mass * counts[one] / total for one in counts], dtype=torch.float64)
         distance = float((shares - p[seen]).clamp_min(0.0).sum())
-        share = counts[token] / total
+        share = mass * counts[token] / total
         for number, trust in enumerate(_TRUST):
             steps[number] = _step(total / (total + trust), share / own, distance, slack)
         last = self._last[beginning]
         for number, weight in enumerate(_SAME, len(_TRUST)):
-            steps[number] = _step(weight, float(token == last) / own, 1.0 - float(p[last]), slack)
+            steps[number] = _step(weight, mass * float(token == last) / own, mass - float(p[last]), slack)
         return steps
 
     @property

@@ -205,7 +205,7 @@ def _drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dic
     for name, model in drafts.items():
         (logits,) = plain_logits(model, [(law.question.prompt, law.tokens)])
         rows = logits[:, : judge.target.vocab_size].double()
-        found[name] = filtered(rows, law.question.params, judge.filters, 0.0)[0]
+        found[name] = filtered(rows, law.question.params, judge.filters, 0.0).probs
     return found
 
 
