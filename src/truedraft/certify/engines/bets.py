@@ -5,8 +5,8 @@ mean is 1 if the token follows p. If it follows a p' whose log-probabilities lie
 1 + 2 w sinh(r) TV(a, p): sum (p' - p)(a/p - 1) is largest where p' is e^r p above and e^-r p below, and both sides of
 a/p - 1 have the mass TV(a, p) under p. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products
 are e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever
-one stops. Of alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it names
-the fault.
+one stops. Of alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it
+names the fault.
 """
 
 from __future__ import annotations
