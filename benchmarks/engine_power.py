@@ -9,6 +9,7 @@ line of JSON for each run, written as soon as it is done; runs that the file has
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -70,17 +71,16 @@ def main() -> int:
     asked = parser.parse_args()
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     done = {(line["engine"], line["seed"], line["knows_draft"]) for line in lines}
-    for planted in (*FAULTS, *SOUND):
-        for seed in asked.seeds:
-            for knows_draft in (True, False):
-                if planted.name not in asked.only or (planted.name, seed, knows_draft) in done:
-                    continue
-                report = certified(planted, seed, asked.tokens, knows_draft=knows_draft)
-                own = {"engine": planted.name, "sound": planted in SOUND, "seed": seed, "knows_draft": knows_draft}
-                line = json.dumps(own | line_of(report))
-                print(line, flush=True)
-                with asked.out.open("a") as file:
-                    file.write(line + "\n")
+    engines = [planted for planted in (*FAULTS, *SOUND) if planted.name in asked.only]
+    for knows_draft, seed, planted in itertools.product((True, False), asked.seeds, engines):
+        if (planted.name, seed, knows_draft) in done:
+            continue
+        report = certified(planted, seed, asked.tokens, knows_draft=knows_draft)
+        own = {"engine": planted.name, "sound": planted in SOUND, "seed": seed, "knows_draft": knows_draft}
+        line = json.dumps(own | line_of(report))
+        print(line, flush=True)
+        with asked.out.open("a") as file:
+            file.write(line + "\n")
     return 0
 
 

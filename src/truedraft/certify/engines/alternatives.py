@@ -75,7 +75,7 @@ def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alte
                 replace(params, temperature=factor * t),
                 filters,
             )
-            for factor in (0.5, 0.75, 0.9, 1.1, 1.33, 2.0)
+            for factor in (0.5, 0.75, 1.33, 2.0)
         ),
     ]
     if abs(t - 1.0) > 0.05:

@@ -74,7 +74,7 @@ def stops(answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: T
         cut = expected[: expected.index(stop)] if stop in expected else None
         if stop in text:
             wrong.append(f"went on past {stop!r}: {_shown(text)}")
-        elif cut is not None and len(text) < len(cut) and cut.startswith(text):
+        elif reply.finish_reason == "stop" and cut is not None and len(text) < len(cut) and cut.startswith(text):
             wrong.append(f"ended before {stop!r}, with {_shown(text)} of {_shown(cut)}")
     return _counted("answers end at their stop text", wrong, len(answered))
 

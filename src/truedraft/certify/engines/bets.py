@@ -21,7 +21,7 @@ from torch import Tensor
 from truedraft.certify.engines.alternatives import Alternative
 from truedraft.certify.engines.law import Law
 
-WEIGHTS = (0.03, 0.1, 0.3, 0.6, 0.9, 0.99)
+WEIGHTS = (0.1, 0.3, 0.6, 0.9, 0.99)
 _FLOOR = 1e-4
 """Stands for p where p has no mass: so one token on a filter's edge does not decide alone."""
 _FORBIDDEN = 1e-6

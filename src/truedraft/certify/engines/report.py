@@ -57,7 +57,7 @@ class EngineReport:
 
     @property
     def evidence(self) -> float:
-        """The largest e-value of its checks; infinite where an answer contradicts a promise by itself."""
+        """The largest e-value of its checks of tokens; broken promises have none, they fail by themselves."""
         logs = [finding.facts["log10_evidence"] for finding in self.findings if "log10_evidence" in finding.facts]
         return 10.0 ** min(max(logs, default=0.0), 300.0)
 
