@@ -54,7 +54,9 @@ def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Seq
         found += [*_of_temperature(params, filters), *_of_filters(params, filters)]
         found += [one for draft in drafts for one in _of_judging(draft)]
     else:
-        found.append(_options("drawn at temperature 1", "temperature", replace(params, temperature=1.0), FILTERS))
+        found.append(
+            _options("drawn at temperature 1", "sampling at temperature 0", replace(params, temperature=1.0), FILTERS)
+        )
         found += [one for draft in drafts for one in _of_judging(draft)[:1]]
     return found
 
